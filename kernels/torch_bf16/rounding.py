@@ -1,0 +1,139 @@
+"""What rounding an fp32 number to bf16 means, on bits.
+
+Every backend writes these functions in its own dialect and must agree with them bit for bit.
+They work on any device that has int32 arithmetic.
+
+Contract of `bf16_nearest` (round to nearest, ties to even) and `bf16_stochastic` (sign and
+magnitude, with a uniform 16-bit integer ``r``):
+
+- A NaN becomes a quiet NaN: ``(bits | 0x00400000) >> 16``. Sign and upper payload are kept. Adding
+  to the bits of a NaN, as the usual bit tricks do, turns 0x7fffffff into -0.0.
+- An infinity is itself.
+- A finite number that bf16 represents, ±0 included, is itself. Subnormals follow the same rule as
+  normal numbers.
+- Any other finite number, nearest: the closer neighbour; beyond the largest bf16 it overflows to
+  infinity as IEEE 754 says, which is what torch's own cast does.
+- Any other finite number, stochastic: ``(magnitude + r) >> 16``, so the share of the 65,536 values
+  of ``r`` that round away from zero is exactly the dropped half / 65,536. Beyond the largest bf16
+  it saturates there: noise never makes an infinity out of a finite number.
+
+Contract of `split16` and `join16`: ``join16(*split16(x))`` has the bits of ``x`` for all 2**32
+patterns, except that a signalling NaN comes back quiet. The visible half is the nearest bf16, ties
+away from zero, so the sign of the lower half says from which side it came.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["bf16_nearest", "bf16_stochastic", "join16", "split16"]
+
+_SIGN = -0x80000000
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_LARGEST_FINITE = 0x7F7FFFFF
+_QUIET = 0x00400000
+
+
+def bf16_nearest(x: Tensor) -> Tensor:
+    """Rounds to the nearest bf16, ties to even.
+
+    Args:
+        x: fp32, any shape and strides.
+
+    Returns:
+        bf16, the shape of ``x``.
+
+    Raises:
+        ValueError: if ``x`` is not fp32.
+    """
+    bits = _bits_of_fp32(x, "bf16_nearest")
+    # No carry reaches the sign: the magnitude of a number that is not NaN ends at 0x7f800000.
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return _upper_half(torch.where(_is_nan(bits), bits | _QUIET, rounded))
+
+
+def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
+    """Rounds away from zero with a probability equal to the discarded fraction, exactly.
+
+    Args:
+        x: fp32, any shape and strides.
+        r: int32 in [0, 65535], uniform, broadcastable to ``x``. The range is not checked.
+
+    Returns:
+        bf16, the shape of ``x``.
+
+    Raises:
+        ValueError: if ``x`` is not fp32 or ``r`` is not int32.
+    """
+    bits = _bits_of_fp32(x, "bf16_stochastic")
+    if r.dtype != torch.int32:
+        raise ValueError(
+            f"bf16_stochastic: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
+            "pass int32 values in [0, 65535]"
+        )
+    magnitude = bits & _MAGNITUDE
+    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE)
+    special = torch.where(magnitude > _INFINITY, magnitude | _QUIET, magnitude)
+    result = torch.where(magnitude < _INFINITY, rounded, special)
+    return _upper_half(result | (bits & _SIGN))
+
+
+def split16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits fp32 losslessly into the nearest bf16 and the 16 bits that it lacks.
+
+    Args:
+        x: fp32, any shape and strides.
+
+    Returns:
+        ``(hi, lo)``: bf16 and int16, both of the shape of ``x``. ``lo`` is the signed distance of
+        ``x`` from ``hi`` in units of the last place of fp32; beside a NaN it is the lower payload.
+
+    Raises:
+        ValueError: if ``x`` is not fp32.
+    """
+    bits = _bits_of_fp32(x, "split16")
+    hi = _upper_half(torch.where(_is_nan(bits), bits | _QUIET, bits + 0x8000))
+    return hi, bits.to(torch.int16)
+
+
+def join16(hi: Tensor, lo: Tensor) -> Tensor:
+    """Puts together what `split16` took apart.
+
+    Args:
+        hi: bf16.
+        lo: int16, the shape of ``hi``.
+
+    Returns:
+        fp32, the shape of ``hi``.
+
+    Raises:
+        ValueError: if ``hi`` is not bf16 or ``lo`` is not int16.
+    """
+    if hi.dtype != torch.bfloat16 or lo.dtype != torch.int16:
+        raise ValueError(
+            f"join16: the halves have dtypes {hi.dtype} and {lo.dtype}; "
+            "it takes the two results of split16, bfloat16 and int16"
+        )
+    upper = hi.detach().view(torch.int16).to(torch.int32) << 16
+    lower = lo.to(torch.int32)
+    # A visible infinity may stand for a finite number just below it, so only NaN is special.
+    joined = torch.where(_is_nan(upper), upper | (lower & 0xFFFF), upper + lower)
+    return joined.view(torch.float32)
+
+
+def _bits_of_fp32(x: Tensor, function: str) -> Tensor:
+    if x.dtype != torch.float32:
+        raise ValueError(
+            f"{function}: x has dtype {x.dtype}, but the contract is one rounding from fp32; "
+            "compute in fp32 and pass that result"
+        )
+    return x.detach().view(torch.int32)
+
+
+def _is_nan(bits: Tensor) -> Tensor:
+    return (bits & _MAGNITUDE) > _INFINITY
+
+
+def _upper_half(bits: Tensor) -> Tensor:
+    # The arithmetic shift leaves a value in the range of int16, so the cast cannot lose anything.
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
