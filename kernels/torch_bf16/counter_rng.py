@@ -1,0 +1,181 @@
+"""Noise as a pure function of (seed, step, tensor, stream, element).
+
+There is no generator state: a resumed run, another sharding or another launch shape draws the same
+bits for the same element. All arithmetic is modulo 2**32 and every shift is logical.
+
+- Per tensor and stream, once: `stream_base` hashes (seed, tensor key, stream) to two words.
+- Per step, and per block of 2**32 elements: `block_keys` mixes step and block into two words.
+- Per element: `noise_bits`, two multiplications. The word between them keeps two tensors whose
+  first keys happen to differ by a few bits from drawing permutations of each other's noise.
+
+The mixer is the "lowbias32" hash (C. Wellons, "Prospecting for hash functions", public domain).
+Rounding to bf16 takes the upper 16 bits of a draw, `upper16`.
+"""
+
+import struct
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FIRST_MOMENT",
+    "GRADIENT",
+    "SECOND_MOMENT",
+    "WEIGHT",
+    "block_keys",
+    "noise",
+    "noise_bits",
+    "stream_base",
+    "tensor_key",
+    "upper16",
+]
+
+WEIGHT = 0
+FIRST_MOMENT = 1
+SECOND_MOMENT = 2
+GRADIENT = 3
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B
+_STEP_MULTIPLIER = 0x9E3779B9
+_BLOCK_MULTIPLIER = 0x85EBCA6B
+# The most elements drawn at once: their numbers must fit in a non-negative int32.
+_MAX_PIECE = 2**30
+
+# An int, or an array of integers: no static type says both.
+_Word = Any
+
+
+def tensor_key(name: str) -> int:
+    """The 64-bit key of a tensor, from the fully qualified name of its parameter."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=2**16)
+def stream_base(seed: int, tensor_key: int, stream: int) -> tuple[int, int]:
+    """The two 32-bit words that a tensor's stream starts from, the same at every step.
+
+    Args:
+        seed: any integer, negative ones included; taken modulo 2**64.
+        tensor_key: from `tensor_key`.
+        stream: `WEIGHT`, `FIRST_MOMENT`, `SECOND_MOMENT` or `GRADIENT`.
+    """
+    packed = struct.pack("<QQB", seed & _MASK64, tensor_key, stream)
+    return struct.unpack("<II", blake2b(packed, digest_size=8).digest())
+
+
+def block_keys(base: tuple[_Word, _Word], step: _Word, index_hi: _Word) -> tuple[_Word, _Word]:
+    """The keys of a step for the elements whose global index is in one block of 2**32.
+
+    Each argument is an int, or an array with one entry per tensor; the two kinds mix, and the same
+    source serves both. Arrays are NumPy uint32 or int64, or torch int64, and not 0-d in NumPy
+    (whose scalars warn when they wrap around).
+
+    Args:
+        base: from `stream_base`.
+        step: the optimizer's step; taken modulo 2**32.
+        index_hi: global element index >> 32.
+
+    Returns:
+        ``(k0, k1)``, each in [0, 2**32), of the kind of the arguments.
+    """
+    t0, t1 = base
+    block = (index_hi & _MASK32) * _BLOCK_MULTIPLIER & _MASK32
+    k0 = _mix32((t0 ^ block) + ((step & _MASK32) * _STEP_MULTIPLIER & _MASK32) & _MASK32)
+    return k0, _mix32(t1 ^ k0)
+
+
+def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:
+    """32 random bits for each element of one block.
+
+    Args:
+        k0: from `block_keys`.
+        k1: from `block_keys`.
+        index_lo: int32, the bit patterns of the lower 32 bits of the global element indices.
+
+    Returns:
+        int32 bit patterns, the shape of ``index_lo``.
+    """
+    x = index_lo ^ _as_int32(k0)
+    # torch shifts int32 arithmetically; the masks make the shifts logical.
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MULTIPLIER_1
+    x ^= (x >> 15) & 0x1FFFF
+    x += _as_int32(k1)
+    x *= _as_int32(_MULTIPLIER_2)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def upper16(bits: Tensor) -> Tensor:
+    """The 16 bits of each draw that rounding uses, as int32 in [0, 65535]."""
+    return (bits >> 16) & 0xFFFF
+
+
+def noise(
+    seed: int,
+    step: int,
+    key: int,
+    stream: int,
+    start: int,
+    n: int,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """32 random bits for each of the elements ``start .. start + n - 1`` of a tensor.
+
+    Args:
+        seed: any integer; taken modulo 2**64.
+        step: the optimizer's step; taken modulo 2**32.
+        key: from `tensor_key`.
+        stream: `WEIGHT`, `FIRST_MOMENT`, `SECOND_MOMENT` or `GRADIENT`.
+        start: global index of the first element, in row-major order; may pass 2**32.
+        n: number of elements.
+        device: where the result is made.
+
+    Returns:
+        int32 bit patterns, shape ``[n]``.
+
+    Raises:
+        ValueError: if ``start`` or ``n`` is negative.
+
+    Example:
+        >>> key = tensor_key("layers.0.weight")
+        >>> whole = noise(0, 1, key, WEIGHT, start=0, n=8)
+        >>> torch.equal(noise(0, 1, key, WEIGHT, start=5, n=3), whole[5:])
+        True
+    """
+    if start < 0 or n < 0:
+        raise ValueError(
+            f"noise: start={start} and n={n}, but elements are counted from 0; "
+            "pass non-negative integers"
+        )
+    base = stream_base(seed, key, stream)
+    result = torch.empty(n, dtype=torch.int32, device=device)
+    done = 0
+    while done < n:
+        index_hi, index_lo = divmod(start + done, 2**32)
+        count = min(n - done, 2**32 - index_lo, _MAX_PIECE)
+        k0, k1 = block_keys(base, step, index_hi)
+        indices = torch.arange(count, dtype=torch.int32, device=device).add_(_as_int32(index_lo))
+        result[done : done + count] = noise_bits(k0, k1, indices)
+        done += count
+    return result
+
+
+def _mix32(x: _Word) -> _Word:
+    x = x ^ x >> 16
+    x = x * _MULTIPLIER_1 & _MASK32
+    x = x ^ x >> 15
+    x = x * _MULTIPLIER_2 & _MASK32
+    return x ^ x >> 16
+
+
+def _as_int32(word: int) -> int:
+    """The signed number with the bit pattern of an unsigned 32-bit one."""
+    word = int(word)
+    return word - 2**32 if word >= 2**31 else word
