@@ -1,0 +1,41 @@
+# Needs Python 3.10 or newer and make. Everything is installed into .venv, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := tests/constraints.txt
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' $(CONSTRAINTS))
+# bf16_autoload.py is copied by the editable install, so a change to it means a new install.
+STAMP := $(VENV)/.installed
+INPUTS := pyproject.toml $(CONSTRAINTS) kernels/bf16_autoload.py
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: demo test lint bench install clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/lightning_demo.py $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/python -m torch_bf16 bench $(BENCH_ARGS)
+
+install: $(STAMP)
+
+# torch goes first and by its plain name, so that the index chooses the build that suits the machine.
+$(STAMP): $(INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e ".[all,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
