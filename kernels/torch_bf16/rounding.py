@@ -57,7 +57,7 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
 
     Args:
         x: fp32, any shape and strides.
-        r: int32 in [0, 65535], uniform, broadcastable to ``x``. The range is not checked.
+        r: int32 in [0, 65535], uniform, the shape of ``x``. The range is not checked.
 
     Returns:
         bf16, the shape of ``x``.
