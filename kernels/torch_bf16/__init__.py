@@ -1,0 +1,30 @@
+"""Train neural networks in bfloat16 and end where fp32 would have ended.
+
+Example:
+    >>> import torch, torch_bf16
+    >>> model = torch_bf16.cast_module(torch.nn.Linear(8, 8))
+    >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
+"""
+
+from .diagnostics import describe
+from .errors import BackendUnavailableError, StateMismatchError
+from .islands import cast_module, sync_masters
+from .optim import SGD, Adam, AdamW, BF16Optimizer, convert, total_norm
+from .recipe import RECIPES, Recipe, get_recipe
+
+__all__ = [
+    "RECIPES",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "BF16Optimizer",
+    "BackendUnavailableError",
+    "Recipe",
+    "StateMismatchError",
+    "cast_module",
+    "convert",
+    "describe",
+    "get_recipe",
+    "sync_masters",
+    "total_norm",
+]

@@ -1,0 +1,72 @@
+"""Backends: they take the step on a device, and know neither rules nor formats by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+
+from ..errors import BackendUnavailableError
+from .bucket import Bucket, Variant
+
+__all__ = ["BACKENDS", "Bucket", "Variant", "choose", "explain"]
+
+BACKENDS = ("cpu", "eager")
+"""Names of the backends, the fastest first."""
+
+_logger = logging.getLogger("torch_bf16")
+
+
+def choose(device: torch.device, requested: str | None = None) -> ModuleType:
+    """The backend for a device: a module with ``run(bucket)`` and ``unavailable(device)``.
+
+    Args:
+        device: where the parameters are.
+        requested: a name from :data:`BACKENDS`; None takes the first that works, and says so once
+            where that is not the fastest.
+
+    Raises:
+        ValueError: there is no backend of that name.
+        BackendUnavailableError: the requested backend cannot work on ``device``.
+    """
+    if requested is None:
+        return _automatic(device.type)
+    if requested not in BACKENDS:
+        raise ValueError(f"unknown backend {requested!r}; known backends: {', '.join(BACKENDS)}")
+    backend = _load(requested)
+    if reason := backend.unavailable(device):
+        works = [name for name in BACKENDS if _load(name).unavailable(device) is None]
+        raise BackendUnavailableError(
+            f"backend {requested!r} was asked for and cannot run on {device}: {reason}. "
+            f"Working here: {', '.join(works)}."
+        )
+    return backend
+
+
+def explain(device: torch.device) -> dict[str, str | None]:
+    """For each backend, why it cannot run on ``device``, or None where it can."""
+    return {name: _load(name).unavailable(device) for name in BACKENDS}
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __name__)
+
+
+@functools.cache
+def _automatic(device_type: str) -> ModuleType:
+    device = torch.device(device_type)
+    for name in BACKENDS:
+        backend = _load(name)
+        reason = backend.unavailable(device)
+        if reason is None:
+            return backend
+        if name == device_type:
+            _logger.warning(
+                "torch_bf16: the %s backend cannot be used (%s); falling back to a slower one",
+                name,
+                reason,
+            )
+    raise BackendUnavailableError(f"no backend can run on {device}")

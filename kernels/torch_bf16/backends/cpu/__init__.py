@@ -1,0 +1,37 @@
+"""The CPU backend: Numba kernels on as many threads as torch uses.
+
+Numba is imported when the first step is planned, never by ``import torch_bf16``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..bucket import Bucket
+
+__all__ = ["run", "unavailable"]
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        return f'Numba cannot be imported ({error}); pip install "torch-bf16[cpu]"'
+    return None
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this backend cannot run on ``device``, or None where it can."""
+    if device.type != "cpu":
+        return f"it updates tensors in the CPU's memory, not on {device.type}"
+    return _missing()
+
+
+def run(bucket: Bucket) -> None:
+    """Take one optimizer step for every tensor of ``bucket``, in place."""
+    from .launch import launch
+
+    launch(bucket)

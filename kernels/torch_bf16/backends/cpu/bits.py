@@ -1,0 +1,104 @@
+"""32-bit integer arithmetic and bit casts for Numba kernels.
+
+Numba promotes uint32 arithmetic to 64 bits. That halves the vector width and is wrong for a hash that
+relies on wrap-around, so each operation is emitted on i32 directly.
+"""
+
+from __future__ import annotations
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = [
+    "add32",
+    "address_as_pointer",
+    "and32",
+    "float_from_bits",
+    "float_to_bits",
+    "low32",
+    "max32",
+    "min32",
+    "mul32",
+    "or32",
+    "shl32",
+    "shr32",
+    "xor32",
+]
+
+_I32 = ir.IntType(32)
+_F32 = ir.FloatType()
+
+
+def _binary(operation):
+    @intrinsic
+    def apply(typingctx, a, b):
+        if a != types.uint32 or b != types.uint32:
+            return None
+
+        def codegen(context, builder, signature, arguments):
+            return getattr(builder, operation)(*arguments)
+
+        return types.uint32(types.uint32, types.uint32), codegen
+
+    return apply
+
+
+add32 = _binary("add")
+mul32 = _binary("mul")
+xor32 = _binary("xor")
+and32 = _binary("and_")
+or32 = _binary("or_")
+shl32 = _binary("shl")
+shr32 = _binary("lshr")
+
+
+@numba.njit
+def min32(a, b):
+    return a if a < b else b
+
+
+@numba.njit
+def max32(a, b):
+    return a if a > b else b
+
+
+@intrinsic
+def float_to_bits(typingctx, x):
+    """float32 -> its bit pattern as uint32."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], _I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def float_from_bits(typingctx, bits):
+    """uint32 bit pattern -> float32."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], _F32)
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def low32(typingctx, x):
+    """The low 32 bits of a 64-bit integer."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.trunc(arguments[0], _I32)
+
+    return types.uint32(types.int64), codegen
+
+
+@intrinsic
+def address_as_pointer(typingctx, address):
+    """An int64 address -> ``void*``, for ``numba.carray``."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen

@@ -1,0 +1,136 @@
+"""The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
+
+``decode(planes, i)`` reads element ``i``; ``encode(planes, i, x, k0, k1, index)`` writes it. ``planes``
+is a tuple of one-dimensional arrays in the order of ``Format.planes``, bf16 as uint16; ``k0, k1`` are
+the noise keys of this tensor, stream and step, ``index`` the low 32 bits of the element's global index.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from .bits import (
+    add32,
+    and32,
+    float_from_bits,
+    float_to_bits,
+    max32,
+    min32,
+    mul32,
+    or32,
+    shl32,
+    shr32,
+    xor32,
+)
+
+__all__ = ["CODECS"]
+
+_u32 = np.uint32
+_SIGN, _MAGNITUDE = _u32(0x80000000), _u32(0x7FFFFFFF)
+_INFINITY, _LARGEST, _QUIET = _u32(0x7F800000), _u32(0x7F7FFFFF), _u32(0x00400000)
+_HALF, _LOW, _ONE = _u32(0x8000), _u32(0xFFFF), _u32(1)
+_S15, _S16 = _u32(15), _u32(16)
+_M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
+
+
+@numba.njit
+def noise16(k0, k1, index):
+    """The upper 16 bits of ``counter_rng``'s word for one element."""
+    x = xor32(index, k0)
+    x = mul32(xor32(x, shr32(x, _S16)), _M1)
+    x = add32(xor32(x, shr32(x, _S15)), k1)
+    x = mul32(x, _M2)
+    return shr32(xor32(x, shr32(x, _S16)), _S16)
+
+
+@numba.njit
+def load_bf16(plane, i):
+    return float_from_bits(shl32(_u32(plane[i]), _S16))
+
+
+@numba.njit
+def nearest16(x):
+    bits = float_to_bits(x)
+    rounded = add32(add32(bits, _u32(0x7FFF)), and32(shr32(bits, _S16), _ONE))
+    nan = and32(bits, _MAGNITUDE) > _INFINITY
+    return shr32(or32(bits, _QUIET) if nan else rounded, _S16)
+
+
+@numba.njit
+def stochastic16(x, r):
+    bits = float_to_bits(x)
+    magnitude = and32(bits, _MAGNITUDE)
+    # Noise moves a finite number up to the largest one and leaves Inf and NaN where they are.
+    bound = max32(magnitude, _LARGEST)
+    moved = min32(add32(magnitude, r), bound)
+    quiet = or32(moved, _QUIET) if magnitude > _INFINITY else moved
+    return shr32(or32(quiet, and32(bits, _SIGN)), _S16)
+
+
+@numba.njit
+def decode_fp32(planes, i):
+    return planes[0][i]
+
+
+@numba.njit
+def encode_fp32(planes, i, x, k0, k1, index):
+    planes[0][i] = x
+
+
+@numba.njit
+def decode_bf16(planes, i):
+    return load_bf16(planes[0], i)
+
+
+@numba.njit
+def encode_bf16_nearest(planes, i, x, k0, k1, index):
+    planes[0][i] = np.uint16(nearest16(x))
+
+
+@numba.njit
+def encode_bf16_stochastic(planes, i, x, k0, k1, index):
+    planes[0][i] = np.uint16(stochastic16(x, noise16(k0, k1, index)))
+
+
+@numba.njit
+def decode_remainder16(planes, i):
+    high = shl32(_u32(planes[0][i]), _S16)
+    low = _u32(planes[1][i])
+    nan = and32(high, _MAGNITUDE) > _INFINITY
+    # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
+    borrow = shl32(and32(low, _HALF), _ONE)
+    signed = add32(add32(high, low), add32(xor32(borrow, _u32(0xFFFFFFFF)), _ONE))
+    return float_from_bits(or32(high, low) if nan else signed)
+
+
+@numba.njit
+def encode_remainder16(planes, i, x, k0, k1, index):
+    bits = float_to_bits(x)
+    nan = and32(bits, _MAGNITUDE) > _INFINITY
+    high = or32(bits, _QUIET) if nan else add32(bits, _HALF)
+    planes[0][i] = np.uint16(shr32(high, _S16))
+    planes[1][i] = np.uint16(and32(bits, _LOW))
+
+
+@numba.njit
+def decode_master32(planes, i):
+    # A weight written from outside no longer is the rounded master: then the weight counts.
+    visible = _u32(planes[0][i])
+    master = planes[1][i]
+    return master if nearest16(master) == visible else float_from_bits(shl32(visible, _S16))
+
+
+@numba.njit
+def encode_master32(planes, i, x, k0, k1, index):
+    planes[0][i] = np.uint16(nearest16(x))
+    planes[1][i] = x
+
+
+CODECS = {
+    "fp32": (decode_fp32, encode_fp32),
+    "bf16_nearest": (decode_bf16, encode_bf16_nearest),
+    "bf16_stochastic": (decode_bf16, encode_bf16_stochastic),
+    "remainder16": (decode_remainder16, encode_remainder16),
+    "master32": (decode_master32, encode_master32),
+}

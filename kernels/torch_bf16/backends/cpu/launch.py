@@ -1,0 +1,95 @@
+"""Running a kernel over all chunks of a bucket, on several threads.
+
+The threads are Python's, over a kernel that releases the GIL, not Numba's parallel loops: Numba's
+OpenMP layer aborts a forked child whose parent ran parallel code, and its workqueue layer must not be
+entered by two threads at once. A forked child simply starts a pool of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+
+from ..bucket import Bucket
+from .kernel import CHUNK, compile_step
+
+__all__ = ["launch"]
+
+# Chunks taken at a time: about a quarter of a millisecond of work, so that a thread on a busy core
+# leaves the rest to the others.
+_TURN = 16
+
+
+@dataclass
+class _Tables:
+    chunks: np.ndarray
+    addresses: np.ndarray
+    numels: np.ndarray
+    offsets: np.ndarray
+    bases: np.ndarray
+
+
+def launch(bucket: Bucket) -> None:
+    """Take one step for a bucket; returns when all threads are done."""
+    if bucket.prepared is None:
+        bucket.prepared = _tables(bucket)
+    tables: _Tables = bucket.prepared
+    tables.addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
+    kernel = compile_step(bucket.variant, bucket.scalars.shape[1])
+    n_chunks = len(tables.chunks)
+    turns = count(0, _TURN)
+
+    def work() -> None:
+        while (first := next(turns)) < n_chunks:
+            kernel(
+                tables.chunks,
+                tables.addresses,
+                tables.numels,
+                tables.offsets,
+                tables.bases,
+                bucket.steps,
+                bucket.rows,
+                bucket.scalars,
+                first,
+                min(first + _TURN, n_chunks),
+            )
+
+    helpers = min(torch.get_num_threads(), -(-n_chunks // _TURN)) - 1
+    futures = [_pool(os.getpid()).submit(work) for _ in range(helpers)]
+    try:
+        work()
+    finally:
+        # The kernel writes through addresses: nothing may be freed while a thread still runs.
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process_id: int) -> ThreadPoolExecutor:
+    """One pool for a process; keyed by its id, because a forked child inherits no threads."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="torch_bf16")
+
+
+def _tables(bucket: Bucket) -> _Tables:
+    chunks = [
+        np.stack([np.full(len(starts), tensor, np.int64), starts], axis=1)
+        for tensor, numel in enumerate(bucket.numels)
+        for starts in [np.arange(0, numel, CHUNK, dtype=np.int64)]
+    ]
+    columns = [
+        [0, *(plane.data_ptr() for planes in each for plane in planes)] for each in bucket.planes
+    ]
+    return _Tables(
+        np.concatenate(chunks),
+        np.array(columns, np.int64),
+        np.ascontiguousarray(bucket.numels, np.int64),
+        np.ascontiguousarray(bucket.offsets, np.int64),
+        np.ascontiguousarray(bucket.bases, np.uint32),
+    )

@@ -1,0 +1,74 @@
+"""The reference backend: plain torch operations, on any device, a slice of a tensor at a time.
+
+Slow, because every operation passes through memory, but with the bits of every other backend.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, ModuleType
+
+import torch
+from torch import Tensor
+
+from ..counter_rng import block_keys, noise_bits, upper16
+from .bucket import Bucket
+
+__all__ = ["SLICE", "run", "unavailable"]
+
+# Bounds the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
+SLICE = 1 << 20
+
+_BLOCK = 1 << 32
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this backend cannot run on ``device``: it always can."""
+    return None
+
+
+def run(bucket: Bucket) -> None:
+    """Take one optimizer step for every tensor of ``bucket``, in place."""
+    update = _lift(bucket.variant.rule.update)
+    for tensor, gradient in enumerate(bucket.gradients):
+        numel, offset = int(bucket.numels[tensor]), int(bucket.offsets[tensor])
+        start = 0
+        while start < numel:
+            # Noise keys hold for one block of 2**32 global indices.
+            stop = min(numel, start + SLICE, start + _BLOCK - (offset + start) % _BLOCK)
+            _run_slice(bucket, update, tensor, gradient, start, stop)
+            start = stop
+
+
+def _run_slice(bucket, update, tensor, gradient, start, stop):
+    formats = bucket.variant.formats
+    planes = [tuple(plane.view(-1)[start:stop] for plane in each) for each in bucket.planes[tensor]]
+    numbers = [each.decode(views) for each, views in zip(formats, planes, strict=True)]
+    scalars = tuple(float(x) for x in bucket.scalars[bucket.rows[tensor]])
+    slice_of_gradient = gradient.view(-1)[start:stop].float()
+    weight, states = update(numbers[0], slice_of_gradient, tuple(numbers[1:]), scalars)
+
+    index_hi, index_lo = divmod(int(bucket.offsets[tensor]) + start, _BLOCK)
+    for stream, (each, views) in enumerate(zip(formats, planes, strict=True)):
+        r = None
+        if each.stochastic:
+            base = tuple(int(word) for word in bucket.bases[tensor, stream])
+            k0, k1 = block_keys(base, int(bucket.steps[tensor]), index_hi)
+            r = upper16(noise_bits(k0, k1, _indices(index_lo, stop - start, gradient.device)))
+        each.encode((weight, *states)[stream], r, views)
+
+
+def _indices(first: int, count: int, device: torch.device) -> Tensor:
+    # int64 on the way, because an index above 2**31 has the bit pattern of a negative int32.
+    return torch.arange(first, first + count, device=device).to(torch.int32)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    # torch's fp32 square root on CPUs is an ulp off for 6 numbers in 1000. Taken in fp64 and rounded
+    # once more it is exact: 53 bits are more than twice 24 and 2.
+    return x.double().sqrt().float()
+
+
+def _lift(update):
+    arithmetic = ModuleType("arithmetic")
+    arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
+    return FunctionType(update.__code__, dict(update.__globals__, arithmetic=arithmetic))

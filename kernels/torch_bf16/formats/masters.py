@@ -1,0 +1,47 @@
+"""Formats of two planes that keep an exact fp32 number beside a bf16 one that can be computed with."""
+
+from __future__ import annotations
+
+import torch
+
+from ..rounding import bf16_nearest, join16, split16
+from .format import Format, Plane
+
+__all__ = ["MASTER32", "REMAINDER16"]
+
+
+def _decode_remainder16(planes):
+    return join16(*planes)
+
+
+def _encode_remainder16(x, r, planes):
+    for plane, half in zip(planes, split16(x), strict=True):
+        plane.copy_(half)
+
+
+def _decode_master32(planes):
+    weight, master = planes
+    # A weight written from outside no longer is the rounded master: then the weight counts.
+    written = bf16_nearest(master).view(torch.int16) != weight.view(torch.int16)
+    return torch.where(written, weight.float(), master)
+
+
+def _encode_master32(x, r, planes):
+    planes[0].copy_(bf16_nearest(x))
+    planes[1].copy_(x)
+
+
+REMAINDER16 = Format(
+    "remainder16",
+    (Plane("", torch.bfloat16), Plane("remainder", torch.int16)),
+    False,
+    _decode_remainder16,
+    _encode_remainder16,
+)
+MASTER32 = Format(
+    "master32",
+    (Plane("", torch.bfloat16), Plane("master", torch.float32)),
+    False,
+    _decode_master32,
+    _encode_master32,
+)

@@ -1,0 +1,9 @@
+"""Optimizers with ``torch.optim``'s signatures, and the conversion of torch's own into them."""
+
+from .adam import Adam, AdamW
+from .clipping import total_norm
+from .convert import CONVERTIBLE, convert
+from .optimizer import BF16Optimizer
+from .sgd import SGD
+
+__all__ = ["CONVERTIBLE", "SGD", "Adam", "AdamW", "BF16Optimizer", "convert", "total_norm"]

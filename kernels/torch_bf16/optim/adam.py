@@ -1,0 +1,145 @@
+"""Adam and AdamW with ``torch.optim``'s signatures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recipe import Recipe
+from ..rules import ADAM, ADAMW, Rule
+from .optimizer import BF16Optimizer
+
+__all__ = ["Adam", "AdamW"]
+
+
+class _AdamFamily(BF16Optimizer):
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        decoupled = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
+        return ADAMW if decoupled else ADAM
+
+
+class AdamW(_AdamFamily, torch.optim.AdamW):
+    r"""AdamW (Loshchilov & Hutter, 2019) whose numbers are stored by a recipe.
+
+    Weight decay is part of the one rounding of each weight, so it acts at any size of ``lr`` times
+    ``weight_decay``. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the equations.
+
+    Differs from torch.optim: ``foreach``, ``fused`` and ``capturable`` are accepted and change nothing
+    (one fused call updates everything anyway); ``amsgrad`` and ``differentiable`` are refused.
+
+    Args:
+        params: bf16 or fp32 parameters, named ones, or groups of them. Names key the rounding noise;
+            without them the position does.
+        lr: learning rate, a float or a 0-d tensor.
+        betas: decay rates of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay.
+        amsgrad: must be False.
+        maximize: ascend instead of descend.
+        foreach: ignored.
+        capturable: ignored.
+        differentiable: must be False.
+        fused: ignored.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+
+    Raises:
+        ValueError: the recipe is unknown, or a parameter is neither bf16 nor fp32.
+
+    Example:
+        >>> model = torch_bf16.cast_module(torch.nn.Linear(8, 8))
+        >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    torch_class = torch.optim.AdamW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        self._adopt(recipe)
+        super().__init__(
+            params,
+            lr,
+            betas,  # pyright: ignore[reportArgumentType]  # float in older versions of torch
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._step_supports_amp_scaling = False
+
+
+class Adam(_AdamFamily, torch.optim.Adam):
+    """Adam (Kingma & Ba, 2015), with decay as an L2 penalty, whose numbers are stored by a recipe.
+
+    Differs from torch.optim as :class:`AdamW` does.
+
+    Args:
+        params: as for :class:`AdamW`, like all arguments but these:
+        weight_decay: multiplied by the weight and added to the gradient.
+        decoupled_weight_decay: decay as AdamW does.
+
+    Raises:
+        ValueError: the recipe is unknown, or a parameter is neither bf16 nor fp32.
+
+    Example:
+        >>> optimizer = torch_bf16.Adam(model.parameters(), lr=1e-3, recipe="bf16-fp32-master")
+    """
+
+    torch_class = torch.optim.Adam
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        self._adopt(recipe)
+        # torch knows this argument since 2.7.
+        newer = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        super().__init__(
+            params,
+            lr,
+            betas,  # pyright: ignore[reportArgumentType]
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            **newer,
+        )
+        self._step_supports_amp_scaling = False

@@ -1,0 +1,42 @@
+"""The gradient norm that clipping needs, in fp32."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["total_norm"]
+
+
+def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together.
+
+    torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %; here squares
+    are summed in fp32.
+
+    Args:
+        parameters: those without a gradient are passed over; the gradients are only read.
+
+    Returns:
+        0-d fp32 tensor on the gradients' device; 0 where there is no gradient. Nothing waits for the
+        device.
+
+    Example:
+        >>> norm = total_norm(model.parameters())
+        >>> optimizer.scale_next_step((1.0 / (norm + 1e-6)).clamp(max=1.0))
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_device[parameter.grad.device].append(parameter.grad)
+    if not by_device:
+        return torch.zeros(())
+    norms = [
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+        for gradients in by_device.values()
+    ]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

@@ -1,0 +1,163 @@
+"""Turning a user's ``torch.optim`` optimizer into ours, in place."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import nn
+
+from .. import checkpoint
+from ..recipe import Recipe, get_recipe
+from .adam import Adam, AdamW
+from .optimizer import BF16Optimizer, check_group
+from .sgd import SGD
+
+__all__ = ["CONVERTIBLE", "convert"]
+
+CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
+    each.torch_class: each for each in (AdamW, Adam, SGD)
+}
+"""For each ``torch.optim`` class, ours."""
+
+_T = TypeVar("_T", bound=torch.optim.Optimizer)
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+
+
+def convert(
+    optimizer: _T,
+    recipe: str | Recipe = "true-bf16-stochastic",
+    *,
+    module: nn.Module | None = None,
+    backend: str | None = None,
+) -> _T:
+    """Make a ``torch.optim`` optimizer store its numbers by a recipe, in place.
+
+    The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that were
+    built on it before or will be after. State it already has is taken over: moments are rounded into
+    the recipe's formats at once.
+
+    Args:
+        optimizer: exactly a ``torch.optim.AdamW``, ``Adam`` or ``SGD``; mutated.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        module: the module that owns the parameters: their names then key the rounding noise, so that
+            it does not depend on the order of the parameters.
+        backend: name of the backend that takes the steps; None for the best that works.
+
+    Returns:
+        ``optimizer`` itself.
+
+    Raises:
+        ValueError: it was converted before, or a parameter's dtype or a name of a recipe or backend is
+            not known; nothing has been changed.
+        NotImplementedError: there is no fused rule for this class or option.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> torch_bf16.convert(optimizer, "bf16-stochastic", module=model) is optimizer
+        True
+    """
+    recipe = get_recipe(recipe)
+    if isinstance(optimizer, BF16Optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} already stores its numbers by recipe "
+            f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its state. "
+            "To change the recipe, make a new torch.optim optimizer and convert that one"
+        )
+    target = _target(optimizer)
+    for number in range(len(optimizer.param_groups)):
+        check_group(optimizer, number)
+    wrapped = _scheduler_wrapper(optimizer)
+
+    source = type(optimizer)
+    optimizer.__class__ = target
+    try:
+        optimizer._adopt(recipe, backend)
+        if module is not None:
+            optimizer._names = _names(optimizer, module)
+        taken = _take_over(optimizer)
+    except Exception:
+        optimizer.__class__ = source
+        raise
+    optimizer.state.update(taken)
+    # torch hangs its profiling and step hooks on the class the first time that one is made.
+    optimizer._patch_step_function()
+    if wrapped:
+        optimizer.__dict__["step"] = _count_steps(optimizer)
+    return optimizer
+
+
+def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:
+    known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
+        )
+    target = CONVERTIBLE.get(type(optimizer))
+    if target is None:
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        why = "there is no fused update rule for it"
+        if isinstance(optimizer, torch.optim.LBFGS):
+            why = "it evaluates the closure several times per step, outside any update rule"
+        elif isinstance(optimizer, tuple(CONVERTIBLE)):
+            why = "it is a subclass, whose own step would be replaced"
+        raise NotImplementedError(
+            f"{kind} cannot be converted: {why}. Use one of {known}, or keep this optimizer and train "
+            "in float32 or bf16-mixed"
+        )
+    return target
+
+
+def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
+    taken = {}
+    for number, group in enumerate(optimizer.param_groups):
+        rule = optimizer.rule_of(group)
+        for position, parameter in enumerate(group["params"]):
+            if state := optimizer.state.get(parameter):
+                taken[parameter] = checkpoint.complete_state(
+                    state, parameter, rule, optimizer.recipe, optimizer.label(number, position)
+                )
+    return taken
+
+
+def _names(optimizer: Any, module: nn.Module) -> dict[tuple[int, int], str]:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    known = {}
+    for name, parameter in module.named_parameters():
+        # Wrappers put themselves into the names; the noise must not depend on them.
+        known[parameter] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return {
+        (number, position): known[parameter]
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if parameter in known
+    }
+
+
+def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an LR scheduler put its own ``step`` on the optimizer, bound to the old class."""
+    step = optimizer.__dict__.get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise NotImplementedError(
+            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which would "
+            "go on running the old update; convert the optimizer first and replace its step afterwards"
+        )
+    return step is not None
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> Any:
+    # What torch's LRScheduler does to see that the optimizer steps before it, over the new class.
+    step, reference = type(optimizer).step, ref(optimizer)
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        live = reference()
+        live._opt_called = True  # pyright: ignore
+        return step(live, *args, **kwargs)  # pyright: ignore
+
+    wrapper._wrapped_by_lr_sched = True  # pyright: ignore
+    return wrapper

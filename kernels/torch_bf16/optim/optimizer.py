@@ -1,0 +1,350 @@
+"""What all our optimizers share: the step, and the care of their state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint
+from ..counter_rng import tensor_key
+from ..errors import StateMismatchError
+from ..islands import forget_lost_halves
+from ..plan import Participant, Plan
+from ..recipe import Recipe, get_recipe
+from ..rules import Rule
+
+__all__ = ["BF16Optimizer", "check_group"]
+
+_GRADIENTS = (torch.bfloat16, torch.float32)
+
+
+class BF16Optimizer(torch.optim.Optimizer):
+    """Base of the optimizers that store their numbers by a recipe.
+
+    Not made directly: use :class:`AdamW`, :class:`Adam`, :class:`SGD` or :func:`convert`. It is a mixin
+    in front of a ``torch.optim`` class, whose constructor, parameter groups and hooks stay as they are.
+    All tensors of a bucket are updated in one call. Gradients are read, never rewritten.
+
+    Attributes:
+        recipe: how numbers are stored.
+        backend: name of the backend, or None for the best that works.
+    """
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]]
+
+    recipe: Recipe
+    backend: str | None
+    _names: dict[tuple[int, int], str]
+    _plan: Plan | None
+    _seen: dict[Tensor, _Seen]
+    _next_scale: float | Tensor
+
+    def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
+        """Set up what torch's constructor does not know; the groups exist already."""
+        self.recipe = get_recipe(recipe)
+        self.backend = backend
+        self._names = {}
+        self._forget()
+        # GradScaler would leave unscaling to the step; it does not read those tensors yet.
+        self._step_supports_amp_scaling = False
+
+    def _forget(self) -> None:
+        self._plan = None
+        self._seen = {}
+        self._next_scale = 1.0
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        """The update rule of a parameter group."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """Take one step for every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Raises:
+            ValueError: a gradient is sparse or of another dtype than bf16 or fp32.
+            StateMismatchError: a parameter was moved, recast or replaced since its state was made.
+            In both cases nothing has been updated.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        participants = self._participants()
+        if participants:
+            if self._plan is None or not self._plan.fits(participants):
+                self._plan = self._make_plan(participants)
+            self._respect_writes(participants)
+            self._plan.run(participants, float(self._next_scale))
+            for each in participants:
+                # The kernels write through addresses, which autograd does not see.
+                torch.autograd.graph.increment_version(each.parameter)
+                self._seen[each.parameter] = _Seen.of(each.parameter)
+        self._next_scale = 1.0
+        return loss
+
+    def scale_next_step(self, coefficient: float | Tensor) -> None:
+        """Multiply every gradient by ``coefficient`` in the next step, and only there.
+
+        This is how clipping by norm costs no pass over the gradients: they stay as they are in
+        memory. ``zero_grad`` and ``step`` reset it to 1.
+
+        Args:
+            coefficient: a number or a 0-d tensor.
+        """
+        self._next_scale = coefficient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as in torch, and what :meth:`scale_next_step` was told."""
+        self._next_scale = 1.0
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch.
+
+        Raises:
+            ValueError: a parameter's dtype cannot be trained by these optimizers.
+            NotImplementedError: an option of the group is not supported.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_group(self, len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe."""
+        state_dict = super().state_dict()
+        state_dict[checkpoint.HEADER] = checkpoint.header(self.recipe)
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this recipe, or one of the ``torch.optim`` class it stands for.
+
+        States keep their exact bits and dtypes; torch would cast them to the parameter's. fp32 moments
+        of a ``torch.optim`` optimizer are rounded into the recipe's formats, and exact masters start
+        from the weights that ``cast_module`` saw. Tensors are copied, and the saved noise seed is taken
+        over, so that a resumed run repeats the uninterrupted one bit for bit.
+
+        Raises:
+            StateMismatchError: recipe, shapes or masters do not fit; nothing has been changed.
+            ValueError: the number of groups or parameters differs, as in torch.
+        """
+        loaded: dict[Tensor, dict[str, Any]] = {}
+        recipe = self.recipe
+
+        def take(optimizer, given):
+            nonlocal recipe
+            recipe = checkpoint.check_header(given.get(checkpoint.HEADER), self.recipe)
+            loaded.update(self._read(given))
+            # torch would cast what it finds here to the parameters' dtype.
+            return {**given, "state": {}}
+
+        def put(optimizer):
+            self.state.update(loaded)
+
+        # After the user's own pre-hooks and before their post-hooks.
+        hooks = [
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._forget()
+        self.recipe = recipe
+
+    def _read(self, state_dict) -> dict[Tensor, dict[str, Any]]:
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != [len(group["params"]) for group in saved_groups]:
+            return {}  # torch itself refuses this in a moment
+        read = {}
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            rule = self.rule_of({**group, **saved})
+            for position, key in enumerate(saved["params"]):
+                if state := state_dict["state"].get(key):
+                    parameter = group["params"][position]
+                    label = self.label(number, position)
+                    copy = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+                    read[parameter] = checkpoint.complete_state(
+                        copy, parameter, rule, self.recipe, label
+                    )
+        return read
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("recipe", "backend", "_names")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def label(self, group: int, position: int) -> str:
+        """How errors call a parameter: its name where known, its place, shape and dtype."""
+        parameter = self.param_groups[group]["params"][position]
+        return (
+            f"parameter {self._name(group, position)!r} (number {position} of group {group}, shape "
+            f"{tuple(parameter.shape)}, {parameter.dtype})"
+        )
+
+    def _name(self, group: int, position: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        if names is not None:
+            return names[position]
+        known = self._names.get((group, position))
+        if known is not None:
+            return known
+        before = sum(len(each["params"]) for each in self.param_groups[:group])
+        return f"#{before + position}"
+
+    def _participants(self) -> list[Participant]:
+        """Everything that has a gradient, checked before anything is updated."""
+        participants = []
+        for number, group in enumerate(self.param_groups):
+            rule = self.rule_of(group)
+            for position, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._check(parameter, number, position)
+                    participants.append(
+                        Participant(
+                            parameter=parameter,
+                            gradient=parameter.grad,
+                            group=group,
+                            group_index=number,
+                            position=position,
+                            rule=rule,
+                            state=self.state.get(parameter, {}),
+                            key=_key(self._name(number, position)),
+                        )
+                    )
+        return participants
+
+    def _make_plan(self, participants: list[Participant]) -> Plan:
+        self._check_replaced(participants)
+        for each in participants:
+            label = self.label(each.group_index, each.position)
+            each.state = checkpoint.complete_state(
+                each.state, each.parameter, each.rule, self.recipe, label
+            )
+        plan = Plan(participants, self.recipe, self.backend)
+        # Only now, so that an error above leaves no half-made states.
+        for each in participants:
+            self.state[each.parameter] = each.state
+            forget_lost_halves(each.parameter)
+        return plan
+
+    def _respect_writes(self, participants: list[Participant]) -> None:
+        """Drop the lower half of a weight that something else has written since the last step."""
+        for each in participants:
+            seen = self._seen.get(each.parameter)
+            if seen and seen.version != each.parameter._version and "remainder" in each.state:
+                each.state["remainder"].zero_()
+
+    def _check(self, parameter: Tensor, group: int, position: int) -> None:
+        gradient = parameter.grad
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"{self.label(group, position)} has a sparse gradient ({gradient.layout}), which the "
+                "fused update cannot read; make it dense (Embedding(sparse=False)) or train this "
+                "parameter with torch.optim.SparseAdam"
+            )
+        if gradient.dtype not in _GRADIENTS:
+            raise ValueError(
+                f"{self.label(group, position)} has a gradient of {gradient.dtype}; bfloat16 and "
+                "float32 gradients can be used"
+            )
+        seen = self._seen.get(parameter)
+        if seen is None:
+            return
+        if (parameter.dtype, parameter.shape) != (seen.dtype, seen.shape):
+            raise StateMismatchError(
+                f"{self.label(group, position)} was {seen.dtype} of shape {tuple(seen.shape)} at the "
+                "last step and was changed since. Change it back, or make a new optimizer for the "
+                "changed model; nothing was updated"
+            )
+        state = self.state.get(parameter, {})
+        devices = {v.device for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
+        if devices - {parameter.device}:
+            raise StateMismatchError(
+                f"{self.label(group, position)} is on {parameter.device} and its optimizer state on "
+                f"{', '.join(map(str, devices))}: it was moved after the first step. Move it back, or "
+                "let the state follow: optimizer.load_state_dict(optimizer.state_dict()); nothing was "
+                "updated"
+            )
+
+    def _check_replaced(self, participants: list[Participant]) -> None:
+        current = {p for group in self.param_groups for p in group["params"]}
+        orphans = [p for p in self.state if isinstance(p, Tensor) and p not in current]
+        new = [each for each in participants if not each.state]
+        if orphans and new:
+            raise StateMismatchError(
+                f"{self.label(new[0].group_index, new[0].position)} has no optimizer state, while a "
+                f"parameter of shape {tuple(orphans[0].shape)} that has one is in no group any more: "
+                "it was replaced after the first step. Put the old one back and write into it "
+                "(p.data.copy_(...)), or start its state anew: del optimizer.state[old_parameter]; "
+                "nothing was updated"
+            )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a parameter was when the last step had updated it."""
+
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Seen:
+        return cls(parameter._version, parameter.dtype, parameter.shape)
+
+
+_key = functools.lru_cache(maxsize=None)(tensor_key)
+
+
+def check_group(optimizer: BF16Optimizer | torch.optim.Optimizer, number: int) -> None:
+    """Refuse what these optimizers cannot train.
+
+    Raises:
+        ValueError: the dtype of a parameter.
+        NotImplementedError: an option of the group.
+    """
+    group = optimizer.param_groups[number]
+    for option in ("amsgrad", "differentiable"):
+        if group.get(option):
+            raise NotImplementedError(
+                f"{option}=True in parameter group {number} is not supported by torch_bf16; leave it "
+                f"off, or use torch.optim.{type(optimizer).__name__} for this group"
+            )
+    for position, parameter in enumerate(group["params"]):
+        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+            continue
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"parameter number {position} of group {number}, shape {tuple(parameter.shape)}, is "
+                f"{parameter.dtype}; bfloat16 and float32 parameters can be trained. "
+                + _remedy(parameter.dtype)
+            )
+
+
+def _remedy(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "Store it as torch.view_as_real(p), or give it to a torch.optim optimizer of its own"
+    if dtype.is_floating_point:
+        return "Call model.float() and then torch_bf16.cast_module(model)"
+    return "Leave parameters that are no floating-point numbers out of the optimizer"

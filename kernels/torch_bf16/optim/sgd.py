@@ -1,0 +1,81 @@
+"""SGD with ``torch.optim``'s signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recipe import Recipe
+from ..rules import SGD as PLAIN
+from ..rules import SGD_MOMENTUM, SGD_NESTEROV, Rule
+from .optimizer import BF16Optimizer
+
+__all__ = ["SGD"]
+
+
+class SGD(BF16Optimizer, torch.optim.SGD):
+    """SGD with momentum, dampening and Nesterov's variant, whose numbers are stored by a recipe.
+
+    The momentum buffer has the recipe's ``exp_avg`` format.
+
+    Differs from torch.optim: the state also counts ``step``, which keys the rounding noise; ``foreach``
+    and ``fused`` are accepted and change nothing; ``differentiable`` is refused.
+
+    Args:
+        params: bf16 or fp32 parameters, named ones, or groups of them.
+        lr: learning rate, a float or a 0-d tensor.
+        momentum: decay rate of the momentum buffer; 0 keeps none.
+        dampening: share of the gradient that does not enter the buffer, from the second step on.
+        weight_decay: multiplied by the weight and added to the gradient.
+        nesterov: look ahead along the momentum.
+        maximize: ascend instead of descend.
+        foreach: ignored.
+        differentiable: must be False.
+        fused: ignored.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+
+    Raises:
+        ValueError: the recipe is unknown, or a parameter is neither bf16 nor fp32.
+
+    Example:
+        >>> optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    """
+
+    torch_class = torch.optim.SGD
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        self._adopt(recipe)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._step_supports_amp_scaling = False
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        if not group["momentum"]:
+            return PLAIN
+        return SGD_NESTEROV if group["nesterov"] else SGD_MOMENTUM

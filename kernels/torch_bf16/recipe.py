@@ -1,0 +1,137 @@
+"""Recipes: which format each number of an optimizer is stored in."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import FORMATS, FP32, REMAINDER16, Format, get_format
+
+__all__ = ["RECIPES", "Recipe", "get_recipe"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The formats of weights and moments, and which modules stay in fp32.
+
+    A recipe speaks of bf16 parameters with two or more dimensions. Two kinds of parameters are never
+    compressed: fp32 ones keep everything in fp32, and bf16 ones with at most one dimension (norm
+    gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and fp32 moments, because
+    near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that.
+
+    Attributes:
+        name: shown to users and stored in checkpoints.
+        weights: format of the weights: ``bf16_stochastic`` (2 bytes per element), ``remainder16``
+            (4, an exact fp32 master in two halves), ``master32`` (6) or ``bf16_nearest`` (2, loses
+            small updates; a control for experiments).
+        exp_avg: format of first moments and momentum buffers: ``fp32``, ``bf16_nearest`` or
+            ``bf16_stochastic``.
+        exp_avg_sq: format of second moments, likewise.
+        keep_fp32: modules whose parameters ``cast_module`` leaves in fp32: shell-style patterns of
+            qualified module names (``"lm_head"``, ``"*.router"``) or module classes.
+        seed: seed of the rounding noise. The same on every replica.
+
+    Example:
+        >>> Recipe("mine", weights="remainder16", exp_avg_sq="bf16_stochastic").bytes_per_parameter
+        8
+    """
+
+    name: str
+    weights: str = "bf16_stochastic"
+    exp_avg: str = "bf16_nearest"
+    exp_avg_sq: str = "bf16_stochastic"
+    keep_fp32: tuple[str | type, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if get_format(self.weights).planes[0].dtype != torch.bfloat16:
+            raise ValueError(
+                f"weights={self.weights!r} does not store bf16 weights; use one of "
+                + ", ".join(n for n, f in FORMATS.items() if f.planes[0].dtype == torch.bfloat16)
+            )
+        for role in ("exp_avg", "exp_avg_sq"):
+            name = getattr(self, role)
+            if len(get_format(name).planes) > 1:
+                raise ValueError(
+                    f"{role}={name!r} is a format for weights; use one of "
+                    + ", ".join(n for n, f in FORMATS.items() if len(f.planes) == 1)
+                )
+        if isinstance(self.keep_fp32, (str, type)):
+            raise ValueError(
+                f"keep_fp32={self.keep_fp32!r} must be a tuple of module name patterns or module "
+                f"classes: keep_fp32=({self.keep_fp32!r},)"
+            )
+        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r} must be an int")
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes of weight and AdamW moments per element, gradients not counted."""
+        names = (self.weights, self.exp_avg, self.exp_avg_sq)
+        return sum(get_format(name).bytes_per_element for name in names)
+
+    def format_of(self, role: str, parameter: Tensor) -> Format:
+        """The format of ``"weights"``, ``"exp_avg"`` or ``"exp_avg_sq"`` of one parameter."""
+        if parameter.dtype == torch.float32:
+            return FP32
+        if parameter.ndim <= 1:
+            return _exact_weights(self) if role == "weights" else FP32
+        return get_format(getattr(self, role))
+
+    def has_master(self, parameter: Tensor) -> bool:
+        """Whether a weight is kept in more planes than the parameter itself."""
+        return len(self.format_of("weights", parameter).planes) > 1
+
+
+def _exact_weights(recipe: Recipe) -> Format:
+    chosen = get_format(recipe.weights)
+    # The control that is meant to lose updates loses them everywhere.
+    return chosen if len(chosen.planes) > 1 or not chosen.stochastic else REMAINDER16
+
+
+_STOCHASTIC = Recipe("true-bf16-stochastic")
+_FP32_MASTER = Recipe("bf16-fp32-master", weights="remainder16", exp_avg="fp32", exp_avg_sq="fp32")
+
+RECIPES: dict[str, Recipe] = {
+    "true-bf16-stochastic": _STOCHASTIC,
+    "bf16-stochastic": _STOCHASTIC,
+    "bf16-fp32-master": _FP32_MASTER,
+}
+"""The named recipes; ``bf16-stochastic`` is an alias."""
+
+
+def get_recipe(recipe: str | Recipe, **overrides: Any) -> Recipe:
+    """The recipe of that name, or the recipe itself, with ``overrides`` applied.
+
+    Args:
+        recipe: a name from :data:`RECIPES` or a :class:`Recipe`.
+        **overrides: fields of :class:`Recipe` to replace.
+
+    Raises:
+        ValueError: the name or a field is unknown; the message lists the known ones.
+
+    Example:
+        >>> get_recipe("bf16-stochastic", weights="remainder16", seed=7).weights
+        'remainder16'
+    """
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {recipe!r}; known recipes: {', '.join(RECIPES)}")
+        recipe = RECIPES[recipe]
+    elif not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"recipe must be a name or a torch_bf16.Recipe, not {type(recipe).__name__}; "
+            f"known recipes: {', '.join(RECIPES)}"
+        )
+    fields = {field.name for field in dataclasses.fields(Recipe)}
+    if unknown := overrides.keys() - fields:
+        raise ValueError(
+            f"unknown recipe option {', '.join(sorted(unknown))}; known options: "
+            + ", ".join(sorted(fields - {"name"}))
+        )
+    return dataclasses.replace(recipe, **overrides) if overrides else recipe

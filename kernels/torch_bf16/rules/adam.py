@@ -1,0 +1,57 @@
+"""Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019).
+
+With bias corrections ``c1 = 1 - beta1**t`` and ``c2 = 1 - beta2**t``, torch computes
+``w -= lr/c1 * m / (sqrt(v)/sqrt(c2) + eps)``. Both rules multiply through by ``sqrt(c2)``, which saves a
+division per element: ``w -= (lr*sqrt(c2)/c1) * m / (sqrt(v) + eps*sqrt(c2))``.
+"""
+
+from __future__ import annotations
+
+from . import arithmetic
+from .rule import FIRST_MOMENT, SECOND_MOMENT, Rule, State
+
+__all__ = ["ADAM", "ADAMW"]
+
+_STATES = (State("exp_avg", FIRST_MOMENT), State("exp_avg_sq", SECOND_MOMENT))
+
+
+def _adamw(w, g, states, scalars):
+    grad_scale, decay, beta2, one_minus_beta1, one_minus_beta2, step_size, eps = scalars
+    m, v = states
+    g = g * grad_scale
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    w = w * decay - (m * step_size) / (arithmetic.sqrt(v) + eps)
+    return w, (m, v)
+
+
+def _adam(w, g, states, scalars):
+    grad_scale, weight_decay, beta2, one_minus_beta1, one_minus_beta2, step_size, eps = scalars
+    m, v = states
+    g = g * grad_scale
+    g = g + w * weight_decay
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    w = w - (m * step_size) / (arithmetic.sqrt(v) + eps)
+    return w, (m, v)
+
+
+def _moment_scalars(group, step):
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    correction1 = 1.0 - beta1**step
+    correction2_sqrt = (1.0 - beta2**step) ** 0.5
+    step_size = float(group["lr"]) * correction2_sqrt / correction1
+    return beta2, 1.0 - beta1, 1.0 - beta2, step_size, float(group["eps"]) * correction2_sqrt
+
+
+def _adamw_scalars(group, step, grad_scale):
+    decay = 1.0 - float(group["lr"]) * float(group["weight_decay"])
+    return grad_scale, decay, *_moment_scalars(group, step)
+
+
+def _adam_scalars(group, step, grad_scale):
+    return grad_scale, float(group["weight_decay"]), *_moment_scalars(group, step)
+
+
+ADAMW = Rule("adamw", _STATES, _adamw, _adamw_scalars)
+ADAM = Rule("adam", _STATES, _adam, _adam_scalars)
