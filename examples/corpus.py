@@ -1,0 +1,67 @@
+"""Real text that every machine has: the bytes of the Python standard library's own sources."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_VALIDATION_SHARE = 10  # one file in ten
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two byte strings as uint8 tensors; no file is in both."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
+    """Read about ``n_bytes`` of source text, the same bytes each time on one Python version.
+
+    Files are taken in the order of a hash of their names, so that a small corpus is still a fair
+    sample of the library, and every tenth file goes to the validation part.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: dict[str, list[bytes]] = {"train": [], "validation": []}
+    total = 0
+    for position, path in enumerate(_source_files(root)):
+        if total >= n_bytes:
+            break
+        text = path.read_bytes()
+        total += len(text)
+        parts["validation" if position % _VALIDATION_SHARE == 0 else "train"].append(text)
+    if not parts["train"] or not parts["validation"]:
+        raise FileNotFoundError(
+            f"{root} holds too few .py files for a corpus. This Python comes without the sources of "
+            "its standard library; use one from python.org, a distribution or conda."
+        )
+    return Corpus(
+        **{
+            name: torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
+            for name, texts in parts.items()
+        }
+    )
+
+
+def batches(
+    text: torch.Tensor, *, n: int, batch_size: int, context: int, seed: int
+) -> torch.Tensor:
+    """Draw ``n`` batches of ``context + 1`` bytes each: int64, shape (n, batch_size, context + 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - context - 1, (n, batch_size, 1), generator=generator)
+    return text[starts + torch.arange(context + 1)].long()
+
+
+def _source_files(root: Path) -> list[Path]:
+    files = [
+        (path.relative_to(root).as_posix(), path)
+        for path in root.rglob("*.py")
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    ]
+    return [path for _, path in sorted(files, key=lambda f: hashlib.sha256(f[0].encode()).digest())]
