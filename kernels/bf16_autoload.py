@@ -1,5 +1,150 @@
-"""What torch calls at the end of ``import torch`` once torch-bf16 is installed."""
+"""The zero-import hook: what torch calls at the end of ``import torch``.
+
+`autoload` is the entry point ``bf16`` of the group ``torch.backends``. It puts one finder in front
+of ``sys.meta_path`` that waits for a handful of modules of Lightning and Accelerate. When one of
+them has been imported, and before anybody else sees it, the plugin of that host gets to add its
+precision names::
+
+    importlib.import_module(plugin).on_import(host_module)
+
+Nothing of ours is imported until then. torch is half-initialised while `autoload` runs, and an
+exception there would make ``import torch`` fail for every program of the environment, so this file
+imports the standard library only, catches everything, and is a module of its own: a submodule of a
+package would run that package's ``__init__``.
+
+``BF16_AUTOLOAD=0`` turns it off; ``import lightning_bf16`` and ``import accelerate_bf16`` work
+without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["TARGETS", "autoload", "watch"]
+
+_LIGHTNING = "lightning_bf16._host"
+_ACCELERATE = "accelerate_bf16._host"
+
+# `accelerate`, `accelerate.accelerator`, `lightning.fabric.fabric` and `lightning_fabric.fabric`
+# cannot be here: they are the very modules that import torch, so they are half-executed already.
+TARGETS: dict[str, str] = {
+    "lightning.fabric.plugins.precision.precision": _LIGHTNING,
+    "lightning.fabric.connector": _LIGHTNING,
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _LIGHTNING,
+    "lightning_fabric.plugins.precision.precision": _LIGHTNING,
+    "lightning_fabric.connector": _LIGHTNING,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _LIGHTNING,
+    "accelerate.utils.dataclasses": _ACCELERATE,
+    "accelerate.state": _ACCELERATE,
+}
+"""Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
+
+_OFF = ("0", "false", "no", "off")
 
 
 def autoload() -> None:
-    """Do nothing yet."""
+    """Wait for Lightning and Accelerate to be imported. Never raises."""
+    try:
+        if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() not in _OFF:
+            watch()
+    except Exception as error:
+        _warn(f"torch-bf16 could not register itself: {error!r}")
+
+
+def watch(plugin: str | None = None) -> None:
+    """Patch the host modules that are imported, and the others as soon as they are.
+
+    Calling it again does no harm; ``on_import`` has to bear a second call for one module.
+
+    Args:
+        plugin: only the targets of this plugin module, for example ``"lightning_bf16._host"``.
+
+    Example:
+        >>> watch("lightning_bf16._host")
+    """
+    wanted = {name for name, target in TARGETS.items() if plugin in (None, target)}
+    finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
+    if finder is None:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+    finder.names |= wanted
+    for name in wanted:
+        module = sys.modules.get(name)
+        if module is not None and not _is_initialising(module):
+            _tell(module, raising=plugin is not None)
+
+
+class _Finder:
+    """Finds nothing itself: lets the others find a target and listens to its loader."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.names:
+            return None
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec = find(name, path, target)
+            if spec is not None:
+                _listen(spec)
+                return spec
+        return None
+
+
+def _listen(spec: ModuleSpec) -> None:
+    # An instance attribute, gone before the module runs, leaves the loader and the spec what they
+    # were: inspect.getsource, importlib.reload and resources see nothing.
+    loader: Any = spec.loader
+    try:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            _tell(module)
+
+        loader.exec_module = exec_module
+    except Exception as error:
+        _warn(f"torch-bf16 cannot follow the import of {spec.name}: {error!r}")
+
+
+def _tell(module: ModuleType, raising: bool = False) -> None:
+    plugin = TARGETS[module.__name__]
+    try:
+        importlib.import_module(plugin).on_import(module)
+    except Exception as error:
+        if raising:
+            raise
+        package = plugin.partition(".")[0]
+        _warn(
+            f"{package} could not add its precision modes to {module.__name__}: {error!r}. "
+            "BF16_AUTOLOAD=0 turns this off."
+        )
+
+
+def _is_initialising(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+_warned: set[str] = set()
+
+
+def _warn(message: str) -> None:
+    if message in _warned:
+        return
+    _warned.add(message)
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except Exception:  # warnings may be errors, and the host's import must go on
+        print(message, file=sys.stderr)
