@@ -38,8 +38,8 @@ def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
         parts["validation" if position % _VALIDATION_SHARE == 0 else "train"].append(text)
     if not parts["train"] or not parts["validation"]:
         raise FileNotFoundError(
-            f"{root} holds too few .py files for a corpus. This Python comes without the sources of "
-            "its standard library; use one from python.org, a distribution or conda."
+            f"{root} holds too few .py files for a corpus of {n_bytes} bytes. If this Python comes "
+            "without the sources of its standard library, use one from python.org or conda."
         )
     return Corpus(
         **{
@@ -52,7 +52,7 @@ def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
 def batches(
     text: torch.Tensor, *, n: int, batch_size: int, context: int, seed: int
 ) -> torch.Tensor:
-    """Draw ``n`` batches of ``context + 1`` bytes each: int64, shape (n, batch_size, context + 1)."""
+    """Draw ``n`` batches of windows: int64, shape (n, batch_size, context + 1)."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context - 1, (n, batch_size, 1), generator=generator)
     return text[starts + torch.arange(context + 1)].long()

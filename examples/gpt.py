@@ -75,7 +75,7 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats, in fp32 whatever the model computes in. ``batch``: bytes, int64."""
+    """Mean cross entropy in nats, in fp32 whatever the model computes in."""
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
