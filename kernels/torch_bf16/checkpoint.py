@@ -139,11 +139,12 @@ def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The second plane of a weight that starts now: from the fp32 weight that was cast, if known."""
     half = lost_halves(parameter)
-    if half is None:
-        half = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+    if half is None and dtype == torch.int16:
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     if dtype == torch.int16:
-        return half.clone()
-    return join16(parameter.detach().contiguous(), half)
+        return half
+    weight = parameter.detach().contiguous()
+    return weight.float() if half is None else join16(weight, half)
 
 
 def _check_shape(saved, parameter, key, label) -> None:
