@@ -127,9 +127,10 @@ def _tell(module: ModuleType, raising: bool = False) -> None:
         if raising:
             raise
         package = plugin.partition(".")[0]
+        host = module.__name__.partition(".")[0]
         _warn(
-            f"{package} could not add its precision modes to {module.__name__}: {error!r}. "
-            "BF16_AUTOLOAD=0 turns this off."
+            f"{package} could not add its precision modes to {host}: {error!r}. BF16_AUTOLOAD=0 "
+            "turns this off."
         )
 
 

@@ -1,0 +1,91 @@
+"""bf16 training for Lightning's Trainer and Fabric.
+
+Importing it makes two precisions known, in any order with the hosts::
+
+    import lightning_bf16
+    from lightning import Trainer
+
+    Trainer(precision="bf16-stochastic")   # 8 bytes per parameter
+    Trainer(precision="bf16-fp32-master")  # 14 bytes per parameter, an exact fp32 master
+
+Where torch-bf16 is installed with its metadata, torch itself announces it, and the first line is
+not needed. The plugin class, for options, of each host:
+
+=========================  =================================================
+``lightning`` Trainer      ``lightning_bf16.BF16Precision``
+``lightning.fabric``       ``lightning_bf16.fabric.BF16Precision``
+``pytorch_lightning``      ``lightning_bf16.pytorch_lightning.BF16Precision``
+``lightning_fabric``       ``lightning_bf16.lightning_fabric.BF16Precision``
+=========================  =================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import bf16_autoload
+
+if TYPE_CHECKING:
+    from .pytorch import BF16Precision
+
+__all__ = ["BF16Precision", "register"]
+
+_NEEDED = (2, 5)
+_HOSTS = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def register() -> None:
+    """Make the precisions known to every Lightning package, imported already or later.
+
+    ``import lightning_bf16`` calls it; calling it again does no harm.
+
+    Raises:
+        ImportError: no Lightning package is installed in a version that can be used.
+
+    Example:
+        >>> import lightning_bf16
+        >>> lightning_bf16.register()
+    """
+    _check_hosts(_installed())
+    bf16_autoload.watch("lightning_bf16._host")
+
+
+def __getattr__(name: str) -> Any:
+    # Late, because it imports a Trainer.
+    if name == "BF16Precision":
+        host = "pytorch" if "lightning" in _installed() else "pytorch_lightning"
+        return importlib.import_module(f"{__name__}.{host}").BF16Precision
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _installed() -> dict[str, str | None]:
+    """Version of each host that can be imported, None where it has no metadata."""
+    found: dict[str, str | None] = {}
+    for host in _HOSTS:
+        if importlib.util.find_spec(host) is not None:
+            try:
+                found[host] = metadata.version(host)
+            except metadata.PackageNotFoundError:
+                found[host] = None
+    return found
+
+
+def _check_hosts(found: dict[str, str | None]) -> None:
+    if any(version is None or _release(version) >= _NEEDED for version in found.values()):
+        return
+    needed = ".".join(map(str, _NEEDED))
+    seen = ", ".join(f"{host} {version}" for host, version in found.items()) or "none of them"
+    raise ImportError(
+        f"lightning_bf16 needs lightning, pytorch_lightning or lightning_fabric >= {needed}; found "
+        f"{seen}. pip install 'lightning>={needed}'"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+register()

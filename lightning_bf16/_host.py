@@ -1,0 +1,153 @@
+"""The only file that names private parts of Lightning.
+
+Three changes, each of which does no harm when made again:
+
+- the ``Literal`` of precision names grows in place, which reaches every module that imported it;
+- the connectors of Trainer and Fabric make our plugin for our names;
+- Fabric, which has no ``connect``, converts optimizers when they are set up.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch_bf16
+
+__all__ = ["is_placeholder", "on_import", "stage_of"]
+
+_PLUGINS = {
+    "lightning.pytorch": "lightning_bf16.pytorch",
+    "lightning.fabric": "lightning_bf16.fabric",
+    "pytorch_lightning": "lightning_bf16.pytorch_lightning",
+    "lightning_fabric": "lightning_bf16.lightning_fabric",
+}
+
+# Strategies that do the numerics themselves, and what to use there.
+_REFUSED = {
+    "DeepSpeedStrategy": (
+        "DeepSpeed's engine owns the optimizer and its own fp32 masters",
+        "precision='bf16-true' or another strategy, such as 'ddp'",
+    ),
+    **dict.fromkeys(
+        ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy"),
+        ("the fused optimizer step does not run on XLA devices", "precision='bf16-true'"),
+    ),
+}
+
+
+def on_import(module: ModuleType) -> None:
+    """Patch one of the host modules that ``bf16_autoload.TARGETS`` lists for this plugin."""
+    root, _, rest = module.__name__.partition(".")
+    if rest.endswith("plugins.precision.precision"):
+        _add_names(module)
+    elif rest.endswith("accelerator_connector"):
+        family = "lightning.pytorch" if root == "lightning" else root
+        attributes = ("_precision_flag", "_precision_plugin_flag")
+        _wrap_connector(module._AcceleratorConnector, attributes, family, module)
+    else:
+        family = "lightning.fabric" if root == "lightning" else root
+        attributes = ("_precision_input", "_precision_instance")
+        _wrap_connector(module._Connector, attributes, family, module)
+
+
+def is_placeholder(optimizer: Any) -> bool:
+    """Whether this is what the Trainer puts where ``configure_optimizers`` returned None."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
+def stage_of(module: Any) -> str | None:
+    """``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``, None outside a Trainer."""
+    trainer = getattr(module, "_trainer", None)
+    function = trainer.state.fn if trainer is not None else None
+    return None if function is None else str(getattr(function, "value", function))
+
+
+def _add_names(module: ModuleType) -> None:
+    literal = module._PRECISION_INPUT_STR
+    literal.__args__ += tuple(name for name in torch_bf16.RECIPES if name not in literal.__args__)
+
+
+def _wrap_connector(
+    connector: type, attributes: tuple[str, str], family: str, module: ModuleType
+) -> None:
+    def make(self: Any, original: Callable[[], Any]) -> Any:
+        # Only here, so that a program that uses another precision pays for nothing.
+        from .precision import PrecisionBody
+
+        name, given = (getattr(self, attribute) for attribute in attributes)
+        if given is None and isinstance(name, str) and name in torch_bf16.RECIPES:
+            given = importlib.import_module(_PLUGINS[family]).BF16Precision(name)
+        elif not isinstance(given, PrecisionBody):
+            return original()
+        _refuse(self.strategy, given, module)
+        if family.endswith("fabric"):
+            _wrap_fabric(sys.modules[f"{family}.fabric"].Fabric)
+        return given
+
+    _wrap(connector, "_check_and_init_precision", make)
+
+
+def _refuse(strategy: Any, plugin: Any, module: ModuleType) -> None:
+    for name, (why, instead) in _REFUSED.items():
+        refused = getattr(module, name, None)
+        if refused is not None and isinstance(strategy, refused):
+            raise ValueError(
+                f"precision {plugin.mode!r} cannot be used with {type(strategy).__name__}: {why}. "
+                f"Use {instead}"
+            )
+
+
+def _wrap_fabric(fabric: type) -> None:
+    # Not by a hook on its module: lightning.fabric.fabric is often the one that imports torch.
+    from .precision import PrecisionBody
+
+    def setup(self: Any, original: Callable[..., Any], module: Any, *optimizers: Any, **kw: Any):
+        plugin = self._precision
+        if not isinstance(plugin, PrecisionBody):
+            return original(module, *optimizers, **kw)
+        self._validate_setup(module, optimizers)
+        plugin.convert_module(getattr(module, "_orig_mod", module))
+        # Before the host wraps them: its wrapper takes the class over.
+        converted = plugin.convert_optimizers(optimizers)
+        result = original(module, *optimizers, **kw)
+        plugin.sync_replicas((result[0] if isinstance(result, tuple) else result)._forward_module)
+        plugin.announce(converted)
+        return result
+
+    def setup_module(self: Any, original: Callable[..., Any], *args: Any, **kw: Any):
+        result = original(*args, **kw)
+        if isinstance(self._precision, PrecisionBody):
+            self._precision.sync_replicas(result._forward_module)
+        return result
+
+    def setup_optimizers(self: Any, original: Callable[..., Any], *optimizers: Any, **kw: Any):
+        if isinstance(self._precision, PrecisionBody):
+            self._validate_setup_optimizers(optimizers)
+            self._precision.announce(self._precision.convert_optimizers(optimizers))
+        return original(*optimizers, **kw)
+
+    for name, wrapper in (
+        ("setup", setup),
+        ("setup_module", setup_module),
+        ("setup_optimizers", setup_optimizers),
+    ):
+        _wrap(fabric, name, wrapper)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``wrapper(self, original, *args)`` stand in for a method; once."""
+    original = owner.__dict__[name]
+    if hasattr(original, "_torch_bf16"):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, functools.partial(original, self), *args, **kwargs)
+
+    method._torch_bf16 = True  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(owner, name, method)

@@ -1,0 +1,24 @@
+"""The plugin for Fabric of ``lightning.fabric``."""
+
+from lightning.fabric.plugins.precision import FSDPPrecision, HalfPrecision
+
+from .precision import PrecisionBody
+
+__all__ = ["BF16Precision"]
+
+
+class BF16Precision(PrecisionBody, FSDPPrecision, HalfPrecision):
+    """Train a module with Fabric in bf16 and end where fp32 would have ended.
+
+    ``Fabric(precision="bf16-stochastic")`` makes one; make it yourself for the options.
+
+    Args:
+        mode: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
+        compute: ``"autocast"``, or ``"bf16"`` for inputs cast to bf16 and no autocast.
+        keep_fp32: modules that stay in fp32, by pattern of their name or by class.
+        seed: seed of the rounding noise, the same on every rank; None for the recipe's.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(plugins=[BF16Precision("bf16-fp32-master", seed=1)])
+    """

@@ -1,0 +1,178 @@
+"""The body of the precision plugins, written once for Fabric and Trainer of both packages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_bf16
+
+from .cpu_autocast import fill_gaps
+from .fp32_results import to_fp32
+
+__all__ = ["PrecisionBody"]
+
+_COMPUTE = ("autocast", "bf16")
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class PrecisionBody(_Base):
+    """What Fabric and Trainer have in common; stands in front of the host's precision classes.
+
+    Args:
+        mode: name of a recipe or a :class:`torch_bf16.Recipe`.
+        compute: ``"autocast"`` runs the forward pass in autocast over bf16 weights: inputs,
+            buffers, losses and metrics stay fp32, and so do norms and softmax where torch's
+            autocast says so. ``"bf16"`` is the lean option: floating-point inputs are cast to bf16
+            and every operation runs in the dtype of what it is given; losses are then computed in
+            bf16 unless the module upcasts its logits.
+        keep_fp32: modules that stay in fp32, by pattern of their name or by class.
+        seed: seed of the rounding noise, the same on every rank; None for the recipe's.
+    """
+
+    def __init__(
+        self,
+        mode: str | torch_bf16.Recipe = "bf16-stochastic",
+        *,
+        compute: str = "autocast",
+        keep_fp32: Sequence[Any] = (),
+        seed: int | None = None,
+    ) -> None:
+        super().__init__("bf16-true")
+        if compute not in _COMPUTE:
+            raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(_COMPUTE)}")
+        overrides: dict[str, Any] = {} if seed is None else {"seed": seed}
+        if keep_fp32:
+            overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
+        self.recipe = torch_bf16.get_recipe(mode, **overrides)
+        self.compute = compute
+        self._modules: list[weakref.ref[Module]] = []
+
+    @property
+    def mode(self) -> str:
+        """Name of the recipe; ``precision`` stays ``"bf16-true"``, which the hosts know."""
+        return self.recipe.name
+
+    # What the hosts call.
+
+    def convert_module(self, module: Module) -> Module:
+        """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
+        torch_bf16.cast_module(module, self.recipe)
+        self._modules = [ref for ref in self._modules if ref() not in (None, module)]
+        self._modules.append(weakref.ref(module))
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Nothing: new tensors are fp32, the default dtype is never touched."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Nothing: weights are drawn in fp32, so that exact masters start from them."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast on the device of the module; nothing for ``compute="bf16"``."""
+        if self.compute == "bf16":
+            return nullcontext()
+        device = self._device_type()
+        if device == "cpu":
+            fill_gaps()
+        # The cache holds casts of fp32 weights; there are none worth it, and it would keep stale
+        # copies of the modules in keep_fp32.
+        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+
+    def convert_input(self, data: Any) -> Any:
+        """Inputs as they are; their floats in bf16 for ``compute="bf16"``."""
+        return super().convert_input(data) if self.compute == "bf16" else data
+
+    def convert_output(self, data: Any) -> Any:
+        """bf16 outputs in fp32."""
+        return to_fp32(data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this plugin is; the numbers are all in the optimizers' state."""
+        return {"mode": self.mode, "seed": self.recipe.seed, "compute": self.compute}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the seed over; the optimizers do so too, and check the recipe."""
+        if "seed" in state_dict:
+            self.recipe = torch_bf16.get_recipe(self.recipe, seed=state_dict["seed"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned process converts its own copy of the module.
+        return {**self.__dict__, "_modules": []}
+
+    # What _host.py and the Trainer's connect call.
+
+    def convert_optimizers(
+        self, optimizers: Iterable[Any], is_placeholder: Callable[[Any], bool] | None = None
+    ) -> list[torch_bf16.BF16Optimizer]:
+        """Convert the torch optimizers among ``optimizers`` in place.
+
+        Returns:
+            Those that were converted by this call.
+        """
+        converted: list[Any] = []
+        for wrapped in optimizers:
+            optimizer = unwrapped(wrapped)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                continue  # an object with its own step, which the hosts allow
+            if is_placeholder is not None and is_placeholder(optimizer):
+                continue
+            if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+                torch_bf16.convert(optimizer, self.recipe, module=self._owner(optimizer))
+                converted.append(optimizer)
+        return converted
+
+    def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
+        """Say in one line what is trained how."""
+        if not optimizers:
+            return
+        module = self._owner(optimizers[0])
+        if module is not None:
+            rank_zero_info(torch_bf16.describe(module, optimizers[0]))
+
+    def sync_replicas(self, module: Module) -> None:
+        """Let exact masters start from rank 0's, as DDP does with the weights it can see."""
+        module = getattr(module, "_orig_mod", module)
+        if isinstance(module, DistributedDataParallel):
+            torch_bf16.sync_masters(module.module, group=module.process_group)
+
+    def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
+        """The module that has all the parameters of an optimizer, if it was converted here."""
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        for module in self._live_modules():
+            if trained <= set(module.parameters()):
+                return module
+        return None
+
+    def _live_modules(self) -> list[Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def _device_type(self) -> str:
+        for module in reversed(self._live_modules()):
+            for parameter in module.parameters():
+                return parameter.device.type
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside LightningOptimizer and Fabric's wrapper, which only proxy reads."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [p.grad for p in parameters if p.grad is not None]

@@ -1,0 +1,110 @@
+"""The Trainer's part of the plugin body: optimizers, steps and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+import torch_bf16
+
+from ._host import is_placeholder, stage_of
+from .fp32_results import Fp32Results
+from .precision import PrecisionBody, gradients, unwrapped
+
+__all__ = ["TrainerBody"]
+
+
+class TrainerBody(PrecisionBody):
+    """Stands in front of FSDPPrecision and HalfPrecision of a Trainer."""
+
+    _fsdp1 = False
+    _results: Fp32Results | None = None
+
+    def convert_module(self, module: Module) -> Module:
+        """Cast the parameters to bf16, in place, and say so where nobody asked for training."""
+        stage = stage_of(module)
+        if stage not in (None, "fit") and any(
+            p.dtype == torch.float32 for p in module.parameters()
+        ):
+            rank_zero_info(
+                f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
+                "place, and they stay so; hand over copy.deepcopy(model) to keep the fp32 ones"
+            )
+        self._results = Fp32Results(module)
+        return super().convert_module(module)
+
+    def connect(
+        self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Any], list[Any]]:
+        """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
+        self._fsdp1 = isinstance(model, FullyShardedDataParallel)
+        self.sync_replicas(model)
+        self.announce(self.convert_optimizers(optimizers, is_placeholder))
+        return model, optimizers, lr_schedulers
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Clip by the fp32 norm of this optimizer's gradients.
+
+        The coefficient is handed to the step, which multiplies as it reads: gradients stay
+        unclipped in memory. In manual optimization, where a step may be skipped, they are scaled
+        in place.
+        """
+        if self._fsdp1:
+            super().clip_grad_by_norm(optimizer, clip_val)  # says that it cannot
+            return
+        parameters = list(self.main_params(optimizer))
+        inner = unwrapped(optimizer)
+        if not isinstance(inner, torch_bf16.BF16Optimizer) or any(
+            isinstance(p, DTensor) for p in parameters
+        ):
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+            return
+        norm = torch_bf16.total_norm(parameters)
+        coefficient = (clip_val / (norm + 1e-6)).clamp(max=1.0)
+        if inner is optimizer:
+            inner.scale_next_step(coefficient)
+        else:
+            for gradient in gradients(parameters):
+                gradient.mul_(coefficient.to(gradient.device))
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Around ``training_step``."""
+        with self._step_context("training_step"):
+            yield
+
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """Around ``validation_step``."""
+        with self._step_context("validation_step"):
+            yield
+
+    @contextmanager
+    def test_step_context(self) -> Iterator[None]:
+        """Around ``test_step``."""
+        with self._step_context("test_step"):
+            yield
+
+    @contextmanager
+    def predict_step_context(self) -> Iterator[None]:
+        """Around ``predict_step``."""
+        with self._step_context("predict_step"):
+            yield
+
+    @contextmanager
+    def _step_context(self, step: str) -> Iterator[None]:
+        # Without autocast what forward returns may go on into another bf16 layer, so it stays bf16.
+        methods = (step,) if self.compute == "bf16" else (step, "forward")
+        results = nullcontext() if self._results is None else self._results.of(*methods)
+        with results, self.forward_context():
+            yield
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_results": None}
