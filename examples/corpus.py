@@ -11,6 +11,7 @@ import torch
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _VALIDATION_SHARE = 10  # one file in ten
+_LONGEST_FILE = 64_000  # bytes taken of one file, so that no single one dominates
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def load_corpus(n_bytes: int = 4_000_000) -> Corpus:
     for position, path in enumerate(_source_files(root)):
         if total >= n_bytes:
             break
-        text = path.read_bytes()
+        text = path.read_bytes()[:_LONGEST_FILE]
         total += len(text)
         parts["validation" if position % _VALIDATION_SHARE == 0 else "train"].append(text)
     if not parts["train"] or not parts["validation"]:

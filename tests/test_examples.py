@@ -1,0 +1,102 @@
+"""The demos run from end to end, and the verdict of `make demo` can say no."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_demo as demo
+import pytest
+import torch
+from corpus import batches, load_corpus
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = [
+    "--steps=4",
+    "--batch-size=2",
+    "--context=16",
+    "--width=16",
+    "--layers=1",
+    "--validation-batches=2",
+    "--corpus-bytes=200000",
+]
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_lightning_demo_ends_with_table_verdicts_and_plot(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "lightning_demo.py"), *TINY, "--accelerator=cpu", cwd=tmp_path)
+    for mode in demo.MODES:
+        assert mode in output
+    plot = tmp_path / "demo" / "loss_curves.png"
+    assert str(plot) in output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"], "nothing else is left behind"
+
+
+@pytest.mark.parametrize("mode", ["bf16-stochastic", "bf16-fp32-master"])
+def test_accelerate_demo_takes_its_mode_from_the_launcher(mode: str, tmp_path: Path) -> None:
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+    script = str(EXAMPLES / "accelerate_demo.py")
+    output = run(*launch, f"--mixed_precision={mode}", script, *TINY, cwd=tmp_path)
+    assert mode in output
+    assert "validation loss" in output
+
+
+def finished(losses: dict[str, float]) -> dict[str, demo.Run]:
+    return {mode: demo.Run(validation_loss=loss) for mode, loss in losses.items()}
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((2.0, 2.004, 2.009, 2.1), [True, True, True]),
+        ((2.0, 2.006, 2.011, 2.1), [False, False, True]),
+        ((2.0, 1.994, 1.989, 2.1), [False, False, True]),
+        ((2.0, 2.0, 2.0, 2.02), [True, True, False]),
+        ((2.0, float("nan"), 2.0, float("nan")), [False, True, False]),
+    ],
+    ids=["all-hold", "too-high", "too-low", "control-too-good", "not-a-number"],
+)
+def test_verdicts_follow_the_losses(losses: tuple[float, ...], expected: list[bool]) -> None:
+    found = demo.verdicts(finished(dict(zip(demo.MODES, losses, strict=True))))
+    assert [holds for holds, _ in found] == expected
+    assert ["NOT" not in sentence for _, sentence in found] == expected
+
+
+def test_bytes_per_parameter_counts_a_shared_storage_once() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8))
+    module[1].weight = module[0].weight
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert demo.bytes_per_parameter(module, optimizer) == 4
+    module(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    steps = 2 * 4  # AdamW's fp32 step counters, one for each of two parameters
+    assert demo.bytes_per_parameter(module, optimizer) == 16 + steps / 72
+
+
+def test_corpus_is_the_same_each_time_and_of_the_size_asked_for() -> None:
+    first, second = load_corpus(200_000), load_corpus(200_000)
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    assert 200_000 <= len(first.train) + len(first.validation) < 300_000
+    drawn = batches(first.train, n=3, batch_size=2, context=16, seed=0)
+    assert drawn.shape == (3, 2, 17)
+    assert torch.equal(drawn, batches(second.train, n=3, batch_size=2, context=16, seed=0))
+
+
+def test_corpus_without_sources_says_what_to_do(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"too few \.py files"):
+        load_corpus()
