@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .cpu_autocast import fill_gaps
 from .recipe import Recipe, get_recipe
 from .rounding import split16
 
@@ -79,6 +80,7 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
                 "cast_module starts from float32. Call module.float() first"
             )
     chosen = {id(p): p for _, p in named if p.dtype == torch.float32}
+    fill_gaps()
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     for key, parameter in chosen.items():
         parameter.grad = None
