@@ -1,0 +1,260 @@
+"""Every seam between Accelerate and us: the only file that names Accelerate's private parts.
+
+``bf16_autoload`` calls :func:`on_import` right after two modules of Accelerate have been executed,
+before anybody imports a name from them. ``accelerate`` and ``accelerate.accelerator`` are
+half-executed then, so ``Accelerator`` itself is changed when the first ``AcceleratorState`` is
+made, inside the first ``Accelerator()``. Only methods are replaced and enum members added, on
+classes that everybody shares; no name is rebound, so nobody holds a stale alias when Accelerate was
+imported first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .enum_members import add_alias, add_member
+from .modes import ALIASES, MODES, canonical, canonical_or_refuse
+from .refusals import PARALLELISM, refuse_engine
+from .registration import check_version
+
+if TYPE_CHECKING:
+    from .preparation import Preparation
+
+__all__ = ["on_import"]
+
+_current: Preparation | None = None
+"""The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
+
+
+def on_import(module: ModuleType) -> None:
+    """Make the modes known to a module of Accelerate that has just been executed.
+
+    Args:
+        module: ``accelerate.utils.dataclasses`` or ``accelerate.state``; mutated, once.
+
+    Raises:
+        ImportError: this Accelerate is too old.
+    """
+    check_version(sys.modules["accelerate"].__version__)
+    if module.__name__ == "accelerate.utils.dataclasses":
+        _extend_dataclasses(module)
+    else:
+        _extend_state(module)
+        _extend_parsers()
+
+
+def _extend_dataclasses(module: Any) -> None:
+    for mode in MODES:
+        add_member(module.PrecisionType, _identifier(mode), mode)
+    for alias, mode in ALIASES.items():
+        add_alias(module.PrecisionType, _identifier(alias), alias, module.PrecisionType(mode))
+    for plugin, engine in (
+        ("DeepSpeedPlugin", "DEEPSPEED"),
+        ("MegatronLMPlugin", "MEGATRON_LM"),
+        ("FullyShardedDataParallelPlugin", "FSDP"),
+    ):
+        _replace(getattr(module, plugin), "set_mixed_precision", _refusing(engine))
+
+
+def _extend_state(module: Any) -> None:
+    state = module.AcceleratorState
+    _replace(state, "__init__", functools.partial(_canonical_state, state))
+    if mode := canonical(state._shared_state.get("_mixed_precision")):
+        # An Accelerator was made before us, with a name that came unchecked from the environment.
+        state._shared_state["_mixed_precision"] = mode
+    _extend_accelerator()
+
+
+def _extend_parsers() -> None:
+    # Standard library only, and argparse reads the choices when a parser is built: early enough for
+    # the command line, also as python -m accelerate.commands.launch.
+    parsers = importlib.import_module("accelerate.commands.utils")
+    for name in ("CustomArgumentParser", "CustomArgumentGroup"):
+        _replace(getattr(parsers, name), "add_argument", _with_our_choices)
+
+
+def _extend_accelerator() -> None:
+    accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if accelerator is not None:
+        for make in (_prepare, _prepare_model, _prepare_optimizer, _autocast):
+            _replace(accelerator, make.__name__[1:], make)
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, "_before_bf16"):
+        replacement = functools.wraps(original)(make(original))
+        replacement._before_bf16 = original
+        setattr(owner, name, replacement)
+
+
+def _identifier(mode: str) -> str:
+    return mode.upper().replace("-", "_")
+
+
+def _refusing(engine: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def set_mixed_precision(self: Any, mixed_precision: Any, *args: Any, **kwargs: Any) -> Any:
+            if mode := canonical(mixed_precision):
+                refuse_engine(mode, engine)
+            return original(self, mixed_precision, *args, **kwargs)
+
+        return set_mixed_precision
+
+    return make
+
+
+def _canonical_state(state: Any, original: Any) -> Any:
+    def __init__(self: Any, mixed_precision: Any = None, *args: Any, **kwargs: Any) -> None:
+        first = not state._shared_state
+        if first:
+            _extend_accelerator()
+            if mixed_precision is None:
+                value = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+                mixed_precision = canonical_or_refuse(value)
+        mode = canonical(mixed_precision)
+        try:
+            original(self, mode or mixed_precision, *args, **kwargs)
+        except NotImplementedError:
+            if first and mode:
+                # Refused half-way: the next Accelerator() would take half a state for a whole one.
+                state._shared_state.clear()
+            raise
+
+    return __init__
+
+
+def _with_our_choices(original: Any) -> Any:
+    def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "--mixed_precision" in args and "bf16" in (kwargs.get("choices") or ()):
+            ours = (name for name in (*MODES, *ALIASES) if name not in kwargs["choices"])
+            kwargs["choices"] = [*kwargs["choices"], *ours]
+        return original(self, *args, **kwargs)
+
+    return add_argument
+
+
+def _mode_of(accelerator: Any) -> str | None:
+    if _current is not None:
+        return _current.mode
+    return canonical(accelerator.state._mixed_precision)
+
+
+@contextmanager
+def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
+    """Inside, Accelerate takes the mode for "no", so that it leaves bf16 weights alone."""
+    global _current
+    if _current is not None:
+        yield _current
+        return
+    from .preparation import Preparation
+    from .proof import announce
+
+    refuse_engine(mode, accelerator.distributed_type.value)
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled):
+        refuse_engine(mode, PARALLELISM)
+    state = accelerator.state
+    hidden = state._mixed_precision
+    _current = Preparation(mode, accelerator._models, accelerator._optimizers)
+    state._mixed_precision = "no"
+    try:
+        yield _current
+        proofs = list(_current.proofs())
+    finally:
+        state._mixed_precision = hidden
+        _current = None
+    if accelerator.is_main_process:
+        for line in proofs:
+            announce(line)
+
+
+def _prepare(original: Any) -> Any:
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = _mode_of(self)
+        if mode is None:
+            return original(self, *args, **kwargs)
+        from torch.nn import Module
+        from torch.optim import Optimizer
+
+        with _preparing(self, mode) as preparation:
+            new = [each for each in args if not getattr(each, "_is_accelerate_prepared", False)]
+            models = [each for each in new if isinstance(each, Module)]
+            optimizers = [each for each in new if isinstance(each, Optimizer)]
+            # All at once, because Accelerate goes by the order of the arguments.
+            preparation.run(models, optimizers)
+            return original(self, *args, **kwargs)
+
+    return prepare
+
+
+def _prepare_model(original: Any) -> Any:
+    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = _mode_of(self)
+        if mode is None or getattr(model, "_is_accelerate_prepared", False):
+            return original(self, model, *args, **kwargs)
+        from .models import autocast, share_masters
+
+        with _preparing(self, mode) as preparation:
+            preparation.run([model], [])
+            _wrap_forward(model, autocast(self.device.type, self.autocast_handler))
+            prepared = original(self, model, *args, **kwargs)
+            share_masters(prepared)
+            return prepared
+
+    return prepare_model
+
+
+def _prepare_optimizer(original: Any) -> Any:
+    def prepare_optimizer(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = _mode_of(self)
+        if mode is None or getattr(optimizer, "_is_accelerate_prepared", False):
+            return original(self, optimizer, *args, **kwargs)
+        with _preparing(self, mode) as preparation:
+            preparation.run([], [optimizer])
+            return original(self, optimizer, *args, **kwargs)
+
+    return prepare_optimizer
+
+
+def _autocast(original: Any) -> Any:
+    @contextmanager
+    def autocast(self: Any, autocast_handler: Any = None) -> Iterator[None]:
+        if _mode_of(self) is None:
+            context = original(self, autocast_handler)
+        else:
+            from .models import autocast as bf16_autocast
+
+            context = bf16_autocast(self.device.type, autocast_handler or self.autocast_handler)
+        with context:
+            yield
+
+    return autocast
+
+
+def _wrap_forward(model: Any, context: Any) -> None:
+    """Run ``forward`` under ``context`` and return fp32, as Accelerate does for its own bf16 mode.
+
+    ``unwrap_model(keep_fp32_wrapper=False)`` knows the attributes that are set here and takes the
+    wrapper off again.
+    """
+    from accelerate.utils import convert_outputs_to_fp32
+
+    if "_original_forward" in model.__dict__:
+        return
+    function = getattr(model.forward, "__func__", None)
+    if function is None:  # an instance attribute: a partial, a closure
+        model._original_forward = model.forward
+        model.forward = convert_outputs_to_fp32(context(model.forward))
+        return
+    # Accelerate keeps the bound method here, does not meet it in the chain of __wrapped__ when it
+    # unwraps, and takes the user's own decorators off with ours. The function it does meet.
+    model._original_forward = function
+    model.forward = MethodType(convert_outputs_to_fp32(context(function)), model)

@@ -1,0 +1,45 @@
+"""Models: below their wrappers, under autocast, and the same on every replica."""
+
+from __future__ import annotations
+
+import torch
+from accelerate.utils import AutocastKwargs, extract_model_from_parallel
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_bf16
+
+__all__ = ["autocast", "bare", "share_masters"]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The user's own module, below DDP and ``torch.compile``."""
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def autocast(device_type: str, handler: AutocastKwargs | None = None) -> torch.autocast:
+    """The context in which bf16 weights compute.
+
+    Weights are bf16 already, so the cache of cast weights would only hold on to memory.
+
+    Args:
+        device_type: for example ``"cuda"``.
+        handler: the user's settings, which win.
+
+    Example:
+        >>> with autocast("cpu"):
+        ...     y = model(x)
+    """
+    settings = {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
+    return torch.autocast(device_type, dtype=torch.bfloat16, **settings)
+
+
+def share_masters(model: nn.Module) -> None:
+    """Give all replicas the exact weights of the first rank, whose bf16 halves DDP has sent.
+
+    Args:
+        model: as ``prepare`` returns it; nothing happens to one without DDP.
+    """
+    inner = getattr(model, "_orig_mod", model)  # torch.compile goes around DDP
+    if isinstance(inner, DistributedDataParallel):
+        torch_bf16.sync_masters(inner, group=inner.process_group)

@@ -1,0 +1,63 @@
+"""What happens to an optimizer: it becomes ours, and stays the same object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+import torch_bf16
+
+__all__ = ["convert", "inner", "owns"]
+
+
+def inner(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer, below Accelerate's wrapper."""
+    while isinstance(below := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = below
+    return optimizer
+
+
+def convert(optimizer: Optimizer, mode: str, models: Sequence[nn.Module]) -> bool:
+    """Convert an optimizer in place, unless it is one of ours already.
+
+    Args:
+        optimizer: mutated.
+        mode: names the recipe.
+        models: the bare models known so far, in the order in which they were prepared. The names of
+            their parameters key the rounding noise; an optimizer that is prepared before its model
+            counts positions instead.
+
+    Returns:
+        Whether there was anything to do.
+
+    Raises:
+        NotImplementedError: there is no fused update for its class; nothing has been changed.
+        ValueError: a parameter cannot be trained; nothing has been changed.
+
+    Example:
+        >>> convert(optimizer, "bf16-stochastic", [model])
+        True
+    """
+    if isinstance(optimizer, torch_bf16.BF16Optimizer):
+        return False
+    torch_bf16.convert(optimizer, mode, module=_named(optimizer, models))
+    return True
+
+
+def owns(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer updates a parameter of a model."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in own for parameter in model.parameters())
+
+
+def _named(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
+    """A module that names the parameters of an optimizer, whatever models they are from."""
+    owned = {number: each for number, each in enumerate(models) if owns(optimizer, each)}
+    if not owned:
+        return None
+    if owned.keys() == {0}:
+        return models[0]
+    # The number tells apart two models of one class, which must not draw the same noise.
+    return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})

@@ -1,0 +1,72 @@
+"""What the modes cannot be combined with, and what to do instead."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["refuse_engine", "refuse_wrapped"]
+
+PARALLELISM = "tensor or context parallelism"
+"""How :func:`refuse_engine` calls a ``ParallelismConfig`` that shards parameters."""
+
+_ENGINES = {
+    "DEEPSPEED": "DeepSpeed brings an optimizer of its own and knows fp16 and bf16 only, so that "
+    "it would train in fp32 under this name",
+    "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own and knows fp16 and bf16 "
+    "only, so that it would train in fp32 under this name",
+    "FSDP": "sharded parameters are not supported yet",
+    "XLA": "the updates have no XLA backend",
+    PARALLELISM: "sharded parameters are not supported yet",
+}
+
+
+def refuse_engine(mode: str, engine: str) -> None:
+    """Raise if a mode cannot train with an engine.
+
+    Args:
+        mode: the mode that was asked for.
+        engine: a value of Accelerate's ``DistributedType``, or :data:`PARALLELISM`.
+
+    Raises:
+        NotImplementedError: with the reason and what works.
+
+    Example:
+        >>> refuse_engine("bf16-stochastic", "MULTI_GPU")
+    """
+    if engine in _ENGINES:
+        raise NotImplementedError(
+            f"mixed_precision={mode!r} cannot be combined with {engine}: {_ENGINES[engine]}. What "
+            "works: one process, or several with DDP, which need no plugin; or this setup with "
+            "mixed_precision='bf16'"
+        )
+
+
+def refuse_wrapped(mode: str, model: nn.Module) -> None:
+    """Raise if a model was wrapped or sharded before it came to ``prepare``.
+
+    Args:
+        mode: the mode that was asked for.
+        model: as the user passed it.
+
+    Raises:
+        ValueError: it is wrapped by DDP.
+        NotImplementedError: a parameter is a DTensor.
+
+    Example:
+        >>> refuse_wrapped("bf16-stochastic", nn.Linear(2, 2))
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"mixed_precision={mode!r} was given a model that is already wrapped in "
+            "DistributedDataParallel; its gradient hooks would not survive the cast to bf16. Pass "
+            "the bare model: prepare wraps it"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"mixed_precision={mode!r} cannot train parameter {name!r}, a DTensor: sharded "
+                "parameters are not supported yet. Pass the unsharded model"
+            )
