@@ -1,0 +1,67 @@
+"""A fresh Accelerate for every test, and a model small enough to train in milliseconds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch):
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def make_accelerator():
+    """Makes an Accelerator on the CPU, whatever the machine has."""
+
+    def make(mixed_precision=None, **options):
+        return Accelerator(mixed_precision=mixed_precision, cpu=True, **options)
+
+    return make
+
+
+@pytest.fixture(params=["bf16-stochastic", "bf16-fp32-master"])
+def mode(request):
+    """Each of the two modes."""
+    return request.param
+
+
+class Model(nn.Module):
+    """A norm on raw fp32 inputs, a buffer, tied weights, batch norm."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, width)
+        self.batch_norm = nn.BatchNorm1d(width)
+        self.middle = nn.Linear(width, width)
+        self.also_middle = nn.Linear(width, width)
+        self.also_middle.weight = self.middle.weight
+        self.down = nn.Linear(width, 1)
+        self.register_buffer("scale", torch.tensor(1.0009765625))
+
+    def forward(self, x):
+        x = self.batch_norm(self.up(self.norm(x) * self.scale))
+        return self.down(self.also_middle(torch.relu(self.middle(torch.relu(x)))))
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+@pytest.fixture
+def batches():
+    """Inputs and targets that a small network can learn."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 16, 8, generator=generator)
+    return list(zip(x, (x[..., :1] - x[..., 1:2]).tanh(), strict=True))

@@ -1,0 +1,178 @@
+"""The names: where Accelerate takes them, and what it says about others."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import pickle
+from enum import Enum
+
+import pytest
+from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import MegatronLMPlugin, PrecisionType
+
+import accelerate_bf16
+from accelerate_bf16 import ALIASES, MODES
+from accelerate_bf16.enum_members import add_alias, add_member
+from accelerate_bf16.registration import check_version
+
+
+def test_modes_are_members_of_accelerates_own_enum(mode):
+    member = PrecisionType(mode)
+    assert mode in PrecisionType
+    assert mode in PrecisionType.list()
+    assert member is PrecisionType[member.name] is getattr(PrecisionType, member.name)
+    assert str(member) == member.value == mode == member
+    assert isinstance(member, PrecisionType)
+    assert hash(member) == hash(PrecisionType[member.name])
+    assert pickle.loads(pickle.dumps(member)) is member
+    assert copy.deepcopy(member) is member
+    assert json.dumps({"mixed_precision": member}) == json.dumps({"mixed_precision": mode})
+
+
+def test_enum_lists_every_mode_once_and_keeps_accelerates_own():
+    assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16", *MODES]
+    assert len(PrecisionType) == 4 + len(MODES)
+    assert PrecisionType("bf16") is PrecisionType.BF16
+
+
+def test_alias_is_the_same_member_and_is_not_listed():
+    for alias, name in ALIASES.items():
+        assert PrecisionType(alias) is PrecisionType(name)
+        assert alias in PrecisionType
+        assert alias not in PrecisionType.list()
+
+
+def test_members_can_be_added_to_any_string_enum_twice_without_harm():
+    class Colour(str, Enum):
+        RED = "red"
+
+    blue = add_member(Colour, "BLUE", "blue")
+    assert add_member(Colour, "BLUE", "blue") is blue is Colour("blue") is Colour.BLUE
+    add_alias(Colour, "AZURE", "azure", blue)
+    assert Colour("azure") is Colour["AZURE"] is blue
+    assert [each.value for each in Colour] == ["red", "blue"]
+    with pytest.raises(ValueError, match="'green' is not a valid"):
+        Colour("green")
+
+
+def test_accelerator_takes_each_mode(make_accelerator, mode):
+    assert make_accelerator(mode).mixed_precision == mode
+
+
+def test_accelerator_takes_the_enum_member(make_accelerator):
+    accelerator = make_accelerator(PrecisionType("bf16-fp32-master"))
+    assert accelerator.mixed_precision == "bf16-fp32-master"
+
+
+def test_alias_becomes_the_canonical_name(make_accelerator):
+    assert make_accelerator("true-bf16-stochastic").mixed_precision == "bf16-stochastic"
+    # Accelerate compares strings when a second one is made.
+    assert make_accelerator("bf16-stochastic").mixed_precision == "bf16-stochastic"
+    assert make_accelerator("true-bf16-stochastic").mixed_precision == "bf16-stochastic"
+
+
+def test_second_accelerator_of_another_mode_gets_accelerates_own_error(make_accelerator):
+    make_accelerator("bf16-stochastic")
+    with pytest.raises(ValueError, match="has already been initialized"):
+        make_accelerator("bf16-fp32-master")
+
+
+def test_unknown_mode_gets_accelerates_own_error_with_our_names(make_accelerator):
+    with pytest.raises(ValueError, match=r"Unknown mixed_precision mode: bf17.*bf16-stochastic"):
+        make_accelerator("bf17")
+
+
+@pytest.mark.parametrize("value", ["true-bf16-stochastic", "BF16-Stochastic", "bf16-stochastic"])
+def test_environment_variable_names_the_mode_in_every_spelling(
+    make_accelerator, monkeypatch, value
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
+    assert make_accelerator().mixed_precision == "bf16-stochastic"
+
+
+@pytest.mark.parametrize("value", ["bf16_stochastic", "bf16-stochastc", "true-bf16", "BF16-mixed"])
+def test_misspelt_environment_variable_raises_instead_of_training_in_fp32(
+    make_accelerator, monkeypatch, value
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
+    with pytest.raises(ValueError, match=f"ACCELERATE_MIXED_PRECISION='{value}' is no mode"):
+        make_accelerator()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
+    assert make_accelerator().mixed_precision == "bf16-stochastic"
+
+
+@pytest.mark.parametrize("value", ["no", "bf16"])
+def test_accelerates_own_modes_stay_what_they_were(make_accelerator, monkeypatch, value):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
+    accelerator = make_accelerator()
+    assert accelerator.mixed_precision == value
+    assert accelerator.native_amp == (value == "bf16")
+
+
+def test_launcher_offers_the_modes_and_refuses_others(capsys):
+    parser = launch_command_parser()
+    for name in (*MODES, *ALIASES, "bf16"):
+        assert parser.parse_args(["--mixed_precision", name, "x.py"]).mixed_precision == name
+        assert parser.parse_args(["--mixed-precision", name, "x.py"]).mixed_precision == name
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--mixed_precision", "bf17", "x.py"])
+    assert "invalid choice: 'bf17'" in capsys.readouterr().err
+
+
+def test_other_parsers_keep_their_choices():
+    parser = argparse.ArgumentParser()
+    action = parser.add_argument("--mixed_precision", choices=["no", "bf16"])
+    assert action.choices == ["no", "bf16"]
+
+
+def test_deepspeed_is_refused_with_the_reason(mode):
+    plugin = DeepSpeedPlugin(zero_stage=1)
+    with pytest.raises(NotImplementedError, match=f"'{mode}' cannot be combined with DEEPSPEED"):
+        plugin.set_mixed_precision(mode)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.deepspeed_config["bf16"]["enabled"] is True
+
+
+def test_megatron_is_refused_with_the_reason(mode):
+    # Megatron's plugin cannot be made without Megatron; the method needs no instance to refuse.
+    with pytest.raises(NotImplementedError, match=f"'{mode}' cannot be combined with MEGATRON_LM"):
+        MegatronLMPlugin.set_mixed_precision(object(), mode)
+
+
+def test_fsdp_is_refused_with_what_works(mode):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(NotImplementedError, match=r"FSDP: sharded .* What works: one process, or"):
+        plugin.set_mixed_precision(mode)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy is not None
+
+
+def test_registering_again_changes_nothing(make_accelerator):
+    from accelerate import Accelerator
+
+    before = Accelerator.prepare, PrecisionType.list()
+    accelerate_bf16.register()
+    assert (Accelerator.prepare, PrecisionType.list()) == before
+
+
+def test_old_accelerate_is_refused_with_both_versions_and_the_remedy():
+    check_version("1.1.0")
+    check_version("1.16.0.dev0")
+    with pytest.raises(ImportError, match=r'>=1\.1 and found 0\.34\.2\. Run: pip install -U "acc'):
+        check_version("0.34.2")
+
+
+def test_missing_accelerate_is_named_with_the_remedy(monkeypatch):
+    from importlib.metadata import PackageNotFoundError
+
+    from accelerate_bf16 import registration
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(registration, "version", missing)
+    with pytest.raises(ImportError, match=r"which is not installed\. Run: pip install"):
+        accelerate_bf16.register()

@@ -1,0 +1,134 @@
+"""What only a fresh process can show: the launcher, torchrun, replicas, the order of imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BIN = Path(sys.executable).parent
+BOUND = 120
+
+
+def run(command, folder, **variables):
+    """Runs in another folder, so that nothing is found because it lies beside."""
+    ours = ("ACCELERATE_", "BF16_", "PYTHON", "MASTER_", "RANK", "LOCAL_", "WORLD_", "COVERAGE")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=False,
+    )
+    return done
+
+
+def launched(command, tmp_path, **variables):
+    out = tmp_path / "result.json"
+    done = run([*command, out], tmp_path, **variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text()), done.stderr
+
+
+def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
+    launch = [BIN / "accelerate", "launch", "--cpu", "--num_processes", "1"]
+    options = ["--num_machines", "1", "--dynamo_backend", "no"]
+    result, stderr = launched(
+        [*launch, *options, "--mixed_precision", "bf16-stochastic", SCRIPTS / "unchanged.py"],
+        tmp_path,
+    )
+    assert result["mode"] == "bf16-stochastic"
+    assert result["weights"] == "torch.bfloat16"
+    assert result["optimizer"].startswith("torch_bf16.")
+    assert result["loss"] == "torch.float32"
+    assert result["last"] < 0.5 * result["first"]
+    assert stderr.count("mixed_precision=bf16-stochastic: true-bf16-stochastic: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mode"),
+    [("torchrun", "bf16-stochastic"), ("accelerate", "bf16-fp32-master")],
+    ids=["torchrun-stochastic", "accelerate-master"],
+)
+def test_replicas_with_different_seeds_end_bit_identical(tmp_path, launcher, mode):
+    variables = {"ACCELERATE_USE_CPU": "true"}
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc_per_node", "2"]
+        variables["ACCELERATE_MIXED_PRECISION"] = mode
+    else:
+        command = [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"]
+        command += ["--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
+        command += ["--mixed_precision", mode]
+    result, stderr = launched([*command, SCRIPTS / "replicas.py"], tmp_path, **variables)
+
+    first, second = result["ranks"]
+    assert result["mode"] == mode
+    assert first["initial"] != second["initial"]
+    assert set(first["steps"]) == {50}
+    kept = "remainder 1.weight" if mode == "bf16-fp32-master" else "remainder 0.weight"
+    assert kept in first["digests"]
+    assert first == {**second, "initial": first["initial"]}
+    assert stderr.count(f"mixed_precision={mode}: ") == 1
+
+
+PREPARE = """
+import torch
+from accelerate import Accelerator
+{before}
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+{accelerator}
+accelerator.prepare(model, optimizer)
+print(accelerator.mixed_precision, model.weight.dtype, type(optimizer).__module__)
+"""
+
+TRAINS = "bf16-stochastic torch.bfloat16 torch_bf16.optim.adam\n"
+NEW = "accelerator = Accelerator(mixed_precision='bf16-stochastic', cpu=True)"
+
+
+def test_switched_off_accelerate_knows_its_own_modes_only(tmp_path):
+    script = PREPARE.format(before="", accelerator=NEW)
+    done = run([sys.executable, "-c", script], tmp_path, BF16_AUTOLOAD="0")
+    assert done.returncode == 1
+    assert "Unknown mixed_precision mode: bf16-stochastic. Choose between ['no'," in done.stderr
+
+
+def test_late_import_works_with_the_hook_switched_off(tmp_path):
+    script = PREPARE.format(before="import accelerate_bf16", accelerator=NEW)
+    done = run([sys.executable, "-W", "error", "-c", script], tmp_path, BF16_AUTOLOAD="0")
+    assert done.stdout == TRAINS, done.stderr
+
+
+def test_early_import_works_with_the_hook_switched_off(tmp_path):
+    script = "import accelerate_bf16\n" + PREPARE.format(before="", accelerator=NEW)
+    done = run([sys.executable, "-c", script], tmp_path, BF16_AUTOLOAD="0")
+    assert done.stdout == TRAINS, done.stderr
+
+
+def test_import_after_the_accelerator_still_comes_before_prepare(tmp_path):
+    # The environment alone names the mode, unchecked, before anybody knew what it means.
+    made = "accelerator = Accelerator(cpu=True)\nimport accelerate_bf16"
+    done = run(
+        [sys.executable, "-c", PREPARE.format(before="", accelerator=made)],
+        tmp_path,
+        BF16_AUTOLOAD="0",
+        ACCELERATE_MIXED_PRECISION="true-bf16-stochastic",
+    )
+    assert done.stdout == TRAINS, done.stderr
+    assert done.stderr.count("mixed_precision=bf16-stochastic: ") == 1
+
+
+def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path):
+    script = "import sys, accelerate; print('torch_bf16' in sys.modules, 'numba' in sys.modules)"
+    done = run([sys.executable, "-W", "error::RuntimeWarning", "-c", script], tmp_path)
+    assert done.stdout == "False False\n", done.stderr
