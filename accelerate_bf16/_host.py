@@ -90,7 +90,7 @@ def _extend_accelerator() -> None:
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name)
     if not hasattr(original, "_before_bf16"):
-        replacement = functools.wraps(original)(make(original))
+        replacement: Any = functools.wraps(original)(make(original))
         replacement._before_bf16 = original
         setattr(owner, name, replacement)
 

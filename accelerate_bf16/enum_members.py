@@ -30,7 +30,7 @@ def add_member(enum: type[Enum], name: str, value: str) -> Enum:
     maps: Any = enum
     if value in maps._value2member_map_:
         return maps._value2member_map_[value]
-    member: Any = str.__new__(enum, value)
+    member = str.__new__(maps, value)
     member._name_ = name
     member._value_ = value
     member._sort_order_ = len(maps._member_names_)
