@@ -65,7 +65,8 @@ def _installed() -> dict[str, str | None]:
     """Version of each host that can be imported, None where it has no metadata."""
     found: dict[str, str | None] = {}
     for host in _HOSTS:
-        if importlib.util.find_spec(host) is not None:
+        spec = importlib.util.find_spec(host)
+        if spec is not None and spec.origin is not None:  # a mere folder of that name has none
             try:
                 found[host] = metadata.version(host)
             except metadata.PackageNotFoundError:

@@ -1,0 +1,93 @@
+"""Requests that cannot be met say what was asked, why not, and what works instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning_models import batches, host, make_module, make_trainer
+
+import lightning_bf16
+import torch_bf16
+from lightning_bf16 import _host
+
+
+def fit_with(pl, configure_optimizers):
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
+
+
+def test_an_unknown_precision_gives_lightnings_own_error_with_our_names(pl):
+    names = ", ".join(f"'{name}'" for name in torch_bf16.RECIPES)
+    with pytest.raises(ValueError, match=f"'bf16-stochastc' is invalid.*{names}"):
+        make_trainer(pl, "bf16-stochastc")
+
+
+def test_an_unknown_mode_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown recipe 'bf16'.*bf16-fp32-master"):
+        lightning_bf16.BF16Precision("bf16")
+
+
+def test_an_unknown_compute_lists_the_known_ones():
+    with pytest.raises(ValueError, match="compute='fp8' is unknown; use one of autocast, bf16"):
+        lightning_bf16.BF16Precision(compute="fp8")
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "LBFGS"])
+def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
+    def configure_optimizers(self):
+        return getattr(torch.optim, name)(self.parameters())
+
+    with pytest.raises(NotImplementedError, match=rf"{name} cannot be converted.*AdamW"):
+        fit_with(pl, configure_optimizers)
+
+
+@pytest.mark.parametrize("plugin_given", [False, True], ids=["by-name", "by-plugin"])
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy"])
+def test_deepspeed_and_xla_are_refused_by_name(pl, name, plugin_given):
+    # Neither can be installed everywhere, so the connector meets a stand-in of that class.
+    connector = host(f"{pl.__name__}.trainer.connectors.accelerator_connector")
+    strategy = object.__new__(getattr(connector, name))
+    plugin = lightning_bf16.BF16Precision() if plugin_given else None
+    half_made = SimpleNamespace(
+        _precision_flag="32-true" if plugin_given else "bf16-fp32-master",
+        _precision_plugin_flag=plugin,
+        strategy=strategy,
+    )
+    make = connector._AcceleratorConnector._check_and_init_precision
+    with pytest.raises(ValueError, match=rf"cannot be used with {name}: .*precision='bf16-true'"):
+        make(half_made)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [({}, "found none of them"), ({"lightning": "2.4.0"}, "found lightning 2.4.0")],
+    ids=["nothing", "too-old"],
+)
+def test_a_missing_or_old_host_is_named_with_the_version_needed(monkeypatch, found, said):
+    monkeypatch.setattr(lightning_bf16, "_installed", lambda: found)
+    with pytest.raises(ImportError, match=rf">= 2\.5; {said}. pip install 'lightning>=2.5'"):
+        lightning_bf16.register()
+
+
+@pytest.mark.parametrize("installed", ["lightning", "pytorch_lightning"])
+def test_the_plugin_class_is_that_of_the_installed_package(monkeypatch, installed):
+    monkeypatch.setattr(lightning_bf16, "_installed", lambda: {installed: "2.6.0"})
+    lightning_bf16.register()
+    assert lightning_bf16.BF16Precision.__mro__[1].__name__ == "TrainerBody"
+    host_class = lightning_bf16.BF16Precision.__mro__[3]
+    assert host_class.__module__.split(".")[0] == installed
+
+
+def test_a_name_that_the_package_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'BF16Precison'"):
+        lightning_bf16.BF16Precison  # noqa: B018
+
+
+def test_registering_again_changes_nothing(pl):
+    connector = host(f"{pl.__name__}.trainer.connectors.accelerator_connector")
+    before = connector._AcceleratorConnector._check_and_init_precision
+    lightning_bf16.register()
+    _host.on_import(connector)
+    assert connector._AcceleratorConnector._check_and_init_precision is before

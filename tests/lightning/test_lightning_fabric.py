@@ -1,0 +1,131 @@
+"""Fabric on one device, in both packages and both modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning_models import batches, network
+from torch.nn import functional as F
+
+import torch_bf16
+
+
+@pytest.fixture
+def fabric(fabric_package, mode):
+    return fabric_package.Fabric(accelerator="cpu", devices=1, precision=mode)
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    model = network()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(fabric, model, optimizer, data):
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_setup_converts_optimizer_and_module_in_place(fabric, mode):
+    network_, adamw = made()
+    parameters = list(network_.parameters())
+    model, optimizer = fabric.setup(network_, adamw)
+    assert optimizer.optimizer is adamw
+    assert model.module is network_
+    assert isinstance(adamw, torch_bf16.AdamW)
+    assert isinstance(optimizer, torch_bf16.AdamW)
+    assert adamw.recipe == torch_bf16.get_recipe(mode)
+    assert all(p.dtype == torch.bfloat16 for p in parameters)
+    assert [id(p) for p in adamw.param_groups[0]["params"]] == [id(p) for p in parameters]
+
+
+def test_training_lowers_an_fp32_loss(fabric):
+    model, optimizer = fabric.setup(*made())
+    losses = train(fabric, model, optimizer, batches(2, repeat=20))
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
+
+
+def test_outputs_are_fp32_and_inputs_untouched(fabric):
+    model = fabric.setup(network())
+    x = torch.randn(2, 8)
+    output = model(x)
+    assert output.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+    with fabric.autocast():
+        assert torch.zeros(1).dtype == torch.float32
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_split_setup_equals_joint_setup_bit_for_bit(fabric):
+    joint, optimizer = fabric.setup(*made())
+    train(fabric, joint, optimizer, batches(3))
+    network_, adamw = made()
+    split = fabric.setup_module(network_)
+    train(fabric, split, fabric.setup_optimizers(adamw), batches(3))
+    for one, other in zip(joint.parameters(), split.parameters(), strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_init_module_draws_fp32_weights(fabric):
+    with fabric.init_module():
+        model = network()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_scheduler_made_before_setup_goes_on_driving_the_optimizer(fabric):
+    model, adamw = made()
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw, 1, gamma=0.5)
+    model, optimizer = fabric.setup(model, adamw)
+    for x, y in batches(2):
+        fabric.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-2)
+
+
+@pytest.mark.parametrize("how", [{"clip_val": 0.01}, {"max_norm": 0.01}], ids=["value", "norm"])
+def test_clip_gradients_clips(fabric, how):
+    model, optimizer = fabric.setup(*made())
+    x, y = next(iter(batches(1)))
+    fabric.backward(F.cross_entropy(model(x), y))
+    fabric.clip_gradients(model, optimizer, **how)
+    if "clip_val" in how:
+        assert max(p.grad.abs().max() for p in model.parameters()) == torch.tensor(0.01).bfloat16()
+    else:
+        norm = torch_bf16.total_norm(model.parameters())
+        assert norm.item() == pytest.approx(0.01, rel=8e-3)
+
+
+def test_two_models_with_their_own_optimizers_train_with_names_from_their_modules(fabric):
+    networks = [made(seed) for seed in (0, 1)]
+    for model, optimizer in networks:
+        model, wrapped = fabric.setup(model, optimizer)
+        train(fabric, model, wrapped, batches(1))
+        assert "'0.weight'" in optimizer.label(0, 0)
+
+
+def test_an_unknown_precision_gives_the_hosts_own_error_with_our_names(fabric_package):
+    with pytest.raises(ValueError, match=r"'bf16-stochastc' is invalid.*'bf16-fp32-master'"):
+        fabric_package.Fabric(accelerator="cpu", precision="bf16-stochastc")
+
+
+def test_an_unsupported_optimizer_is_refused_at_setup(fabric):
+    model = network()
+    with pytest.raises(NotImplementedError, match=r"RMSprop cannot be converted.*AdamW"):
+        fabric.setup(model, torch.optim.RMSprop(model.parameters()))
+
+
+def test_other_precisions_of_fabric_are_left_alone(fabric_package, fabric):
+    fabric.setup(*made())
+    stock = fabric_package.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    model, optimizer = stock.setup(*made())
+    train(stock, model, optimizer, batches(1))
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    assert next(model.parameters()).dtype == torch.float32

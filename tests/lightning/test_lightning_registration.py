@@ -1,0 +1,96 @@
+"""The names are known by import, and without one in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TIMEOUT = 120
+
+MAKE = """
+import {pl}, {fabric}
+for mode in ("bf16-stochastic", "bf16-fp32-master"):
+    trainer = {pl}.Trainer(
+        accelerator="cpu", precision=mode, logger=False, enable_checkpointing=False
+    )
+    assert type(trainer.precision_plugin).__name__ == "BF16Precision", trainer.precision_plugin
+    fabric = {fabric}.Fabric(accelerator="cpu", devices=1, precision=mode)
+    assert type(fabric._precision).__name__ == "BF16Precision", fabric._precision
+    assert {fabric}.Fabric.setup._torch_bf16
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k != "BF16_AUTOLOAD"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+
+
+@pytest.mark.parametrize(
+    "packages",
+    [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")],
+    ids=["lightning", "pytorch_lightning"],
+)
+def test_an_installed_wheel_needs_no_import(packages):
+    code = MAKE.format(pl=packages[0], fabric=packages[1])
+    done = run(code + "import sys; assert 'accelerate' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_bf16_autoload_0_turns_it_off_and_a_late_import_turns_it_on():
+    code = """
+import sys, lightning.pytorch, lightning.fabric
+assert not any(name.startswith(("torch_bf16", "lightning_bf16")) for name in sys.modules)
+try:
+    lightning.pytorch.Trainer(accelerator="cpu", precision="bf16-stochastic")
+except ValueError as error:
+    assert "is invalid" in str(error)
+else:
+    raise SystemExit("it was not off")
+import lightning_bf16
+"""
+    code += MAKE.format(pl="lightning.pytorch", fabric="lightning.fabric")
+    done = run(code, BF16_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_before_the_host_works_where_torch_loads_no_entry_points():
+    code = "import lightning_bf16, sys; assert 'lightning' not in sys.modules\n"
+    code += MAKE.format(pl="pytorch_lightning", fabric="lightning_fabric")
+    done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_plugin_breaks_neither_torch_nor_the_host():
+    code = """
+import sys, warnings
+sys.modules["lightning_bf16"] = None
+import torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import lightning.pytorch
+ours = [str(w.message) for w in caught if "lightning_bf16" in str(w.message)]
+assert len(ours) == 1 and "BF16_AUTOLOAD=0" in ours[0], ours
+lightning.pytorch.Trainer(accelerator="cpu", precision="bf16-true", logger=False)
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_alone_imports_nothing_of_ours_but_the_hook():
+    code = """
+import sys, torch
+assert "bf16_autoload" in sys.modules
+found = [n for n in sys.modules if n.split(".")[0] in ("torch_bf16", "lightning_bf16", "lightning")]
+assert not found, found
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr

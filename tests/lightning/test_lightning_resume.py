@@ -1,0 +1,111 @@
+"""A resumed run equals the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning_models import (
+    batches,
+    differences,
+    host,
+    make_module,
+    make_trainer,
+    network,
+    snapshot,
+)
+from torch.nn import functional as F
+
+FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def configure_optimizers(self):
+    self.made = [torch.optim.AdamW(self.parameters(), lr=1e-2)]
+    return self.made, [torch.optim.lr_scheduler.StepLR(self.made[0], 1, gamma=0.5)]
+
+
+def fit(pl, mode, epochs, checkpoint=None, seed=0):
+    module = make_module(pl, seed=seed, configure_optimizers=configure_optimizers)
+    trainer = make_trainer(pl, mode, max_epochs=epochs, gradient_clip_val=0.5)
+    trainer.fit(module, batches(5), ckpt_path=checkpoint)
+    return trainer, snapshot(module, module.made[0])
+
+
+def test_trainer_resumed_at_step_k_equals_the_uninterrupted_run(pl, mode, tmp_path):
+    _, uninterrupted = fit(pl, mode, epochs=2)
+    trainer, halfway = fit(pl, mode, epochs=1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    # Another initialisation, so that what is not restored shows.
+    resumed_trainer, resumed = fit(pl, mode, epochs=2, checkpoint=tmp_path / "half.ckpt", seed=99)
+    assert resumed_trainer.global_step == 10
+    assert differences(uninterrupted, resumed) == []
+    assert differences(halfway, resumed)
+
+
+def test_fabric_resumed_at_step_k_equals_the_uninterrupted_run(pl, mode, tmp_path):
+    package = host(FABRIC_OF[pl.__name__])
+    fabric = package.Fabric(accelerator="cpu", devices=1, precision=mode)
+
+    def start(seed):
+        torch.manual_seed(seed)
+        model = network()
+        return fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train(model, optimizer, data):
+        for x, y in data:
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+    first, second = list(batches(4)), list(batches(4, seed=1))
+    model, optimizer = start(0)
+    train(model, optimizer, first)
+    fabric.save(tmp_path / "half.ckpt", {"model": model, "optimizer": optimizer})
+    train(model, optimizer, second)
+
+    resumed, its_optimizer = start(99)
+    fabric.load(tmp_path / "half.ckpt", {"model": resumed, "optimizer": its_optimizer})
+    train(resumed, its_optimizer, second)
+    assert (
+        differences(
+            snapshot(model.module, optimizer.optimizer),
+            snapshot(resumed.module, its_optimizer.optimizer),
+        )
+        == []
+    )
+
+
+def test_a_checkpoint_holds_the_plugins_own_state_and_loads_with_weights_only(pl, mode, tmp_path):
+    trainer, _ = fit(pl, mode, epochs=1)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    saved = torch.load(tmp_path / "some.ckpt", weights_only=True)
+    assert saved["BF16Precision"] == {
+        "mode": trainer.precision_plugin.mode,
+        "seed": 0,
+        "compute": "autocast",
+    }
+    assert {t.dtype for t in saved["state_dict"].values()} == {torch.bfloat16}
+
+
+def test_the_weights_of_a_checkpoint_train_on_in_32_true(pl, mode, tmp_path):
+    trainer, _ = fit(pl, mode, epochs=1)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    module = make_module(pl)
+    module.load_state_dict(torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"])
+    make_trainer(pl, "32-true").fit(module, batches(1))
+    assert next(module.parameters()).dtype == torch.float32
+
+
+def test_the_checkpoint_of_another_recipe_is_refused(pl, tmp_path):
+    trainer, _ = fit(pl, "bf16-fp32-master", epochs=1)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    with pytest.raises(ValueError, match="saved with recipe 'bf16-fp32-master'"):
+        fit(pl, "bf16-stochastic", epochs=2, checkpoint=tmp_path / "some.ckpt")
+
+
+def test_a_checkpoint_of_32_true_goes_on_in_bf16(pl, mode, tmp_path):
+    trainer, _ = fit(pl, "32-true", epochs=1)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    resumed, after = fit(pl, mode, epochs=2, checkpoint=tmp_path / "some.ckpt", seed=99)
+    assert resumed.global_step == 10
+    assert float(after["state 0 step"]) == 10
+    assert after["weight net.0.weight"].dtype == torch.bfloat16

@@ -1,0 +1,251 @@
+"""A fit, a validation and a prediction, on one device, in both packages and both modes."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import torch
+from lightning_models import batches, host, loader, make_module, make_trainer
+from torch.nn import functional as F
+
+import torch_bf16
+
+
+def test_fit_trains_bf16_weights_to_a_lower_loss(pl, mode):
+    data = batches(2, repeat=20)
+    module = make_module(pl)
+    with torch.no_grad():
+        before = sum(F.cross_entropy(module(x), y) for x, y in data)
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module, data)
+    with torch.no_grad():
+        after = sum(F.cross_entropy(module.float()(x), y) for x, y in data)
+    assert after < 0.5 * before
+    assert trainer.global_step == len(data)
+
+
+def test_fit_keeps_the_identity_of_optimizer_and_parameters(pl, mode):
+    module = make_module(pl)
+    parameters = list(module.parameters())
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module, batches(2))
+    assert [id(p) for p in module.parameters()] == [id(p) for p in parameters]
+    assert {p.dtype for p in parameters} == {torch.bfloat16}
+    assert trainer.optimizers == module.made
+    assert isinstance(module.made[0], torch_bf16.AdamW)
+    assert isinstance(module.made[0], torch.optim.AdamW)
+    assert module.made[0].recipe == torch_bf16.get_recipe(mode)
+    group = module.made[0].param_groups[0]
+    assert [id(p) for p in group["params"]] == [id(p) for p in parameters]
+
+
+def test_the_loss_is_fp32_also_where_the_step_computes_in_bf16(pl):
+    reached = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        assert loss.dtype == torch.bfloat16
+        return {"loss": loss, "logits": self(batch[0])}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        reached.extend([outputs["loss"].dtype, outputs["logits"].dtype])
+
+    hooks = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+    module = make_module(pl, **hooks)
+    make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
+    assert reached == [torch.float32, torch.float32]
+
+
+def test_logits_of_forward_and_losses_of_the_step_are_fp32(pl, mode):
+    module = make_module(pl)
+    logits = []
+    module.register_forward_hook(lambda _, args, output: logits.append(output.dtype))
+    make_trainer(pl, mode).fit(module, batches(2))
+    assert module.seen == [torch.float32] * 2
+    assert logits == [torch.float32] * 2
+
+
+def test_inputs_and_targets_are_not_rounded(pl):
+    seen = []
+
+    def training_step(self, batch, batch_idx):
+        seen.append(batch)
+        return self.net(batch["x"]).sum()
+
+    batch = {"x": torch.full((1, 8), 1000.3), "time": torch.tensor(257.0, dtype=torch.float64)}
+    make_trainer(pl, "bf16-stochastic").fit(
+        make_module(pl, training_step=training_step), loader([batch])
+    )
+    assert torch.equal(seen[0]["x"], batch["x"])
+    assert seen[0]["time"].dtype == torch.float64
+
+
+def test_predictions_are_fp32_arrays(pl, mode):
+    module = make_module(pl)
+    predictions = make_trainer(pl, mode).predict(module, batches(2))
+    assert predictions[0].numpy().dtype == "float32"
+    assert "predict_step" not in vars(module)
+    assert "forward" not in vars(module)
+
+
+def test_validation_runs_within_a_fit_and_alone(pl, mode):
+    module = make_module(pl)
+    trainer = make_trainer(pl, mode, max_epochs=2)
+    trainer.fit(module, batches(2), batches(2, seed=1))
+    within = trainer.callback_metrics["val_loss"]
+    alone = trainer.validate(module, batches(2, seed=1), verbose=False)[0]["val_loss"]
+    assert within.dtype == torch.float32
+    assert within.item() == alone
+    assert trainer.test(module, batches(2, seed=1), verbose=False)[0]["test_loss"] == alone
+
+
+@pytest.mark.parametrize("kind", ["step", "sequential", "plateau"])
+def test_schedulers_built_in_configure_optimizers_work_as_in_32_true(pl, kind):
+    rates: list[float] = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9)
+        schedulers = torch.optim.lr_scheduler
+        if kind == "step":
+            scheduler = schedulers.StepLR(optimizer, 1, gamma=0.5)
+        elif kind == "sequential":
+            parts = [schedulers.ConstantLR(optimizer, 0.5), schedulers.StepLR(optimizer, 1, 0.5)]
+            scheduler = schedulers.SequentialLR(optimizer, parts, [1])
+        else:
+            scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        config = {"scheduler": scheduler, "interval": "step", "monitor": "flat"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def training_step(self, batch, batch_idx):
+        self.log("flat", 1.0)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *_):
+        rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def rates_of(precision):
+        rates.clear()
+        module = make_module(
+            pl,
+            configure_optimizers=configure_optimizers,
+            training_step=training_step,
+            on_train_batch_end=on_train_batch_end,
+        )
+        trainer = make_trainer(pl, precision)
+        trainer.fit(module, batches(4))
+        return list(rates), type(trainer.optimizers[0])
+
+    stock, _ = rates_of("32-true")
+    ours, optimizer = rates_of("bf16-stochastic")
+    assert optimizer is torch_bf16.SGD
+    assert ours == stock
+    assert len(set(ours)) > 1
+
+
+def test_manual_optimization_with_two_optimizers_trains_both(pl):
+    def configure_optimizers(self):
+        first, last = self.net[0], self.net[3]
+        return [
+            torch.optim.SGD(first.parameters(), lr=0.1),
+            torch.optim.Adam(last.parameters(), lr=0.1),
+        ]
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hooks = {"configure_optimizers": configure_optimizers, "training_step": training_step}
+    module = make_module(pl, **hooks)
+    module.automatic_optimization = False
+    before = [module.net[i].weight.detach().bfloat16() for i in (0, 3)]
+    trainer = make_trainer(pl, "bf16-fp32-master")
+    trainer.fit(module, batches(3))
+    assert [type(o) for o in trainer.optimizers] == [torch_bf16.SGD, torch_bf16.Adam]
+    for old, i in zip(before, (0, 3), strict=True):
+        assert not torch.equal(old, module.net[i].weight)
+
+
+def test_a_module_without_optimizer_and_one_with_our_own_are_left_alone(pl):
+    def none(self):
+        return None
+
+    def own(self):
+        return torch_bf16.AdamW(self.parameters(), recipe="bf16-fp32-master")
+
+    module = make_module(pl, configure_optimizers=none)
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
+    trainer = make_trainer(pl, "bf16-stochastic")
+    trainer.fit(make_module(pl, configure_optimizers=own), batches(1))
+    assert trainer.optimizers[0].recipe.name == "bf16-fp32-master"
+
+
+def test_lean_compute_casts_inputs_and_runs_without_autocast(pl):
+    plugin = _plugin_class(pl)("bf16-stochastic", compute="bf16")
+    seen = []
+
+    def training_step(self, batch, batch_idx):
+        seen.append((batch[0].dtype, self(batch[0]).dtype, torch.is_autocast_enabled("cpu")))
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    trainer = make_trainer(pl, plugins=[plugin])
+    trainer.fit(make_module(pl, training_step=training_step), batches(1))
+    assert seen == [(torch.bfloat16, torch.bfloat16, False)]
+
+
+def test_one_line_tells_what_is_trained_how(pl, mode, caplog):
+    with caplog.at_level(logging.INFO):
+        make_trainer(pl, mode).fit(make_module(pl), batches(1))
+    name = torch_bf16.get_recipe(mode).name
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith(name)]
+    assert len(lines) == 1
+    assert "bytes per trained parameter" in lines[0]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation_says_that_it_casts_the_module(pl, stage, caplog):
+    module = make_module(pl)
+    with caplog.at_level(logging.INFO):
+        run = getattr(make_trainer(pl, "bf16-stochastic"), stage)
+        run(module, batches(1), **({} if stage == "predict" else {"verbose": False}))
+        run(module, batches(1), **({} if stage == "predict" else {"verbose": False}))
+    lines = [r.getMessage() for r in caplog.records if "casts the parameters" in r.getMessage()]
+    assert len(lines) == 1
+    assert f"trainer.{stage} casts" in lines[0]
+
+
+def test_the_precision_that_lightning_sees_is_bf16_true(pl, mode):
+    trainer = make_trainer(pl, mode)
+    assert trainer.precision == "bf16-true"
+    assert trainer.precision_plugin.mode == torch_bf16.get_recipe(mode).name
+
+
+def test_a_used_plugin_can_be_pickled(pl):
+    trainer = make_trainer(pl, "bf16-stochastic")
+    trainer.fit(make_module(pl), batches(1))
+    copy = pickle.loads(pickle.dumps(trainer.precision_plugin))
+    assert type(copy) is type(trainer.precision_plugin)
+    assert (copy.recipe, copy.compute) == (trainer.precision_plugin.recipe, "autocast")
+
+
+def test_a_plugin_takes_the_recipes_options(pl):
+    plugin = _plugin_class(pl)("bf16-fp32-master", keep_fp32=["net.3"], seed=7)
+    module = make_module(pl)
+    trainer = make_trainer(pl, plugins=[plugin])
+    trainer.fit(module, batches(1))
+    assert module.net[0].weight.dtype == torch.bfloat16
+    assert module.net[3].weight.dtype == torch.float32
+    assert trainer.optimizers[0].recipe.seed == 7
+
+
+def _plugin_class(pl):
+    families = {
+        "lightning.pytorch": "lightning_bf16.pytorch",
+        "pytorch_lightning": "lightning_bf16.pytorch_lightning",
+    }
+    return host(families[pl.__name__]).BF16Precision
