@@ -173,9 +173,11 @@ def test_a_file_is_named_after_a_subject(file: Path) -> None:
     assert FORBIDDEN_NAMES.isdisjoint(parts)
 
 
-def test_kernels_is_a_folder_and_no_package() -> None:
-    assert not (ROOT / "kernels" / "__init__.py").exists()
+def test_kernels_and_tests_are_folders_and_no_packages() -> None:
+    """As packages they would shadow the hosts that their folders are named after, and `kernels`."""
     assert not (ROOT / "__init__.py").exists()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("package", ["kernels/torch_bf16", *PLUGINS])
