@@ -15,7 +15,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-WEIGHT, FIRST_MOMENT, SECOND_MOMENT, GRADIENT = 0, 1, 2, 3
+# (stream, shift): the 16 bits of a stream's word that a number is rounded with
+WEIGHT, FIRST_MOMENT, SECOND_MOMENT = (0, 16), (1, 16), (0, 0)
 
 
 # Rounding
@@ -111,11 +112,13 @@ def noise_at(seed, step, key, stream, index):
     k0 = mix32(((t0 ^ block) + step * 0x9E3779B9) % 2**32)
     k1 = mix32(t1 ^ k0)
     x = index_lo ^ k0
-    x ^= x >> 16
-    x = x * 0x7FEB352D % 2**32
-    x ^= x >> 15
+    x ^= x >> 17
+    x = x * 0xED5AD4BB % 2**32
+    x ^= x >> 11
     x = (x + k1) % 2**32
-    x = x * 0x846CA68B % 2**32
+    x = x * 0xAC4C1B51 % 2**32
+    x ^= x >> 15
+    x = x * 0x31848BAB % 2**32
     return x ^ x >> 16
 
 
@@ -134,11 +137,13 @@ def noise(seed, step, key, stream, start, n):
         index_lo = np.uint64(begin % 2**32) + np.arange(end - begin, dtype=np.uint64)
         x[here] = index_lo ^ np.uint64(k0)
         k1[here] = mix32(t1 ^ k0)
-    x ^= x >> np.uint64(16)
-    x = x * np.uint64(0x7FEB352D) % modulus
-    x ^= x >> np.uint64(15)
+    x ^= x >> np.uint64(17)
+    x = x * np.uint64(0xED5AD4BB) % modulus
+    x ^= x >> np.uint64(11)
     x = (x + k1) % modulus
-    x = x * np.uint64(0x846CA68B) % modulus
+    x = x * np.uint64(0xAC4C1B51) % modulus
+    x ^= x >> np.uint64(15)
+    x = x * np.uint64(0x31848BAB) % modulus
     x ^= x >> np.uint64(16)
     return x.astype(np.uint32)
 
@@ -219,7 +224,7 @@ def sgd_nesterov(w, g, b, s):
     return w, b
 
 
-# rule -> (function, its state roles with the stream of each)
+# rule -> (function, its state roles with the noise of each)
 RULES = {
     "adamw": (adamw, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT))),
     "adam": (adam, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT))),
@@ -288,11 +293,11 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
     with np.errstate(all="ignore"):
         new = function(old[0], g, *old[1:], scalars(rule, step, hyper))
     result = {}
-    for (role, stream), x in zip(roles, new, strict=True):
+    for (role, (stream, shift)), x in zip(roles, new, strict=True):
         assert x.dtype == np.float32, (role, x.dtype)
         r = None
         if formats[role] == "bf16_stochastic":
             draws = noise(seed, step, tensor_key(name), stream, start, x.size)
-            r = (draws >> np.uint32(16)).reshape(x.shape)
+            r = (draws >> np.uint32(shift) & np.uint32(0xFFFF)).reshape(x.shape)
         result[role] = encode(formats[role], x, r)
     return result

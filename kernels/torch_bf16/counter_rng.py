@@ -5,17 +5,22 @@ bits for the same element. All arithmetic is modulo 2**32 and every shift is log
 
 - Per tensor and stream, once: `stream_base` hashes (seed, tensor key, stream) to two words.
 - Per step, and per block of 2**32 elements: `block_keys` mixes step and block into two words.
-- Per element: `noise_bits`, two multiplications. The word between them keeps two tensors whose
-  first keys happen to differ by a few bits from drawing permutations of each other's noise.
+- Per element: `noise_bits`, three multiplications. With two, draws at some distances in a tensor
+  depend on each other, and two steps whose first keys differ in few bits draw permutations of each
+  other's noise, off by a constant.
 
-The mixer is the "lowbias32" hash (C. Wellons, "Prospecting for hash functions", public domain).
-Rounding to bf16 takes the upper 16 bits of a draw, `upper16`.
+The mixers are the hashes "lowbias32" for keys and "triple32" for elements (C. Wellons, "Prospecting
+for hash functions", public domain). The second has ``k1`` added on its way, and a last shift of 16
+instead of 14, which leaves the upper half as the last multiplication made it.
+
+Rounding to bf16 takes 16 bits, so one word serves two numbers: `WEIGHT` is its upper half and
+`SECOND_MOMENT` its lower one.
 """
 
 import struct
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,23 +30,35 @@ __all__ = [
     "GRADIENT",
     "SECOND_MOMENT",
     "WEIGHT",
+    "Draw",
     "block_keys",
+    "draw16",
     "noise",
     "noise_bits",
     "stream_base",
     "tensor_key",
-    "upper16",
 ]
 
-WEIGHT = 0
-FIRST_MOMENT = 1
-SECOND_MOMENT = 2
-GRADIENT = 3
+
+class Draw(NamedTuple):
+    """Sixteen random bits of an element: those above ``shift`` in the word of a stream."""
+
+    stream: int
+    shift: int
+
+
+WEIGHT = Draw(stream=0, shift=16)
+SECOND_MOMENT = Draw(stream=0, shift=0)
+FIRST_MOMENT = Draw(stream=1, shift=16)
+GRADIENT = Draw(stream=2, shift=16)
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
-_MULTIPLIER_1 = 0x7FEB352D
-_MULTIPLIER_2 = 0x846CA68B
+_KEY_MULTIPLIER_1 = 0x7FEB352D
+_KEY_MULTIPLIER_2 = 0x846CA68B
+_ELEMENT_MULTIPLIER_1 = 0xED5AD4BB
+_ELEMENT_MULTIPLIER_2 = 0xAC4C1B51
+_ELEMENT_MULTIPLIER_3 = 0x31848BAB
 _STEP_MULTIPLIER = 0x9E3779B9
 _BLOCK_MULTIPLIER = 0x85EBCA6B
 # The most elements drawn at once: their numbers must fit in a non-negative int32.
@@ -63,7 +80,7 @@ def stream_base(seed: int, tensor_key: int, stream: int) -> tuple[int, int]:
     Args:
         seed: any integer, negative ones included; taken modulo 2**64.
         tensor_key: from `tensor_key`.
-        stream: `WEIGHT`, `FIRST_MOMENT`, `SECOND_MOMENT` or `GRADIENT`.
+        stream: the stream of a `Draw`.
     """
     packed = struct.pack("<QQB", seed & _MASK64, tensor_key, stream)
     return struct.unpack("<II", blake2b(packed, digest_size=8).digest())
@@ -103,18 +120,20 @@ def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:
     """
     x = index_lo ^ _as_int32(k0)
     # torch shifts int32 arithmetically; the masks make the shifts logical.
-    x ^= (x >> 16) & 0xFFFF
-    x *= _MULTIPLIER_1
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= (x >> 17) & 0x7FFF
+    x *= _as_int32(_ELEMENT_MULTIPLIER_1)
+    x ^= (x >> 11) & 0x1FFFFF
     x += _as_int32(k1)
-    x *= _as_int32(_MULTIPLIER_2)
+    x *= _as_int32(_ELEMENT_MULTIPLIER_2)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _ELEMENT_MULTIPLIER_3
     x ^= (x >> 16) & 0xFFFF
     return x
 
 
-def upper16(bits: Tensor) -> Tensor:
-    """The 16 bits of each draw that rounding uses, as int32 in [0, 65535]."""
-    return (bits >> 16) & 0xFFFF
+def draw16(bits: Tensor, draw: Draw) -> Tensor:
+    """The 16 bits of each word that are ``draw``, as int32 in [0, 65535]."""
+    return (bits >> draw.shift) & 0xFFFF
 
 
 def noise(
@@ -132,7 +151,7 @@ def noise(
         seed: any integer; taken modulo 2**64.
         step: the optimizer's step; taken modulo 2**32.
         key: from `tensor_key`.
-        stream: `WEIGHT`, `FIRST_MOMENT`, `SECOND_MOMENT` or `GRADIENT`.
+        stream: the stream of a `Draw`.
         start: global index of the first element, in row-major order; may pass 2**32.
         n: number of elements.
         device: where the result is made.
@@ -145,8 +164,8 @@ def noise(
 
     Example:
         >>> key = tensor_key("layers.0.weight")
-        >>> whole = noise(0, 1, key, WEIGHT, start=0, n=8)
-        >>> torch.equal(noise(0, 1, key, WEIGHT, start=5, n=3), whole[5:])
+        >>> whole = noise(0, 1, key, WEIGHT.stream, start=0, n=8)
+        >>> torch.equal(noise(0, 1, key, WEIGHT.stream, start=5, n=3), whole[5:])
         True
     """
     if start < 0 or n < 0:
@@ -169,9 +188,9 @@ def noise(
 
 def _mix32(x: _Word) -> _Word:
     x = x ^ x >> 16
-    x = x * _MULTIPLIER_1 & _MASK32
+    x = x * _KEY_MULTIPLIER_1 & _MASK32
     x = x ^ x >> 15
-    x = x * _MULTIPLIER_2 & _MASK32
+    x = x * _KEY_MULTIPLIER_2 & _MASK32
     return x ^ x >> 16
 
 

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import counter_rng
 from .backends import Bucket, Variant, choose
+from .counter_rng import stream_base
 from .recipe import Recipe
-from .rules import FIRST_MOMENT, SECOND_MOMENT, Rule
+from .rules import Rule
 
 __all__ = ["Participant", "Plan"]
-
-_STREAMS = {FIRST_MOMENT: counter_rng.FIRST_MOMENT, SECOND_MOMENT: counter_rng.SECOND_MOMENT}
 
 
 @dataclass
@@ -114,12 +112,8 @@ class Plan:
         torch._foreach_add_(counters, 1)
 
     def _bucket(self, variant, indices, participants, recipe) -> Bucket:
-        streams = [counter_rng.WEIGHT, *(_STREAMS[s.role] for s in variant.rule.states)]
         bases = [
-            [
-                counter_rng.stream_base(recipe.seed, participants[i].key, stream)
-                for stream in streams
-            ]
+            [stream_base(recipe.seed, participants[i].key, draw.stream) for draw in variant.draws]
             for i in indices
         ]
         return Bucket(

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from ..errors import BackendUnavailableError
+from torch_bf16.errors import BackendUnavailableError
 from .bucket import Bucket, Variant
 
 __all__ = ["BACKENDS", "Bucket", "Variant", "choose", "explain"]

@@ -10,10 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..formats import Format
-from ..rules import Rule
+from torch_bf16 import rules
+from torch_bf16.counter_rng import FIRST_MOMENT, SECOND_MOMENT, WEIGHT, Draw
+from torch_bf16.formats import Format
+from torch_bf16.rules import Rule
 
 __all__ = ["Bucket", "Variant"]
+
+_DRAWS = {rules.FIRST_MOMENT: FIRST_MOMENT, rules.SECOND_MOMENT: SECOND_MOMENT}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Variant:
         return (self.weights, *self.states)
 
     @property
+    def draws(self) -> tuple[Draw, ...]:
+        """The noise of the weights and then of each state."""
+        return (WEIGHT, *(_DRAWS[state.role] for state in self.rule.states))
+
+    @property
     def name(self) -> str:
         """A readable identifier, for example ``adamw_remainder16_fp32_fp32_bfloat16``."""
         parts = [self.rule.name, *(each.name for each in self.formats)]
@@ -58,7 +67,7 @@ class Bucket:
         planes: for each tensor, for each format, its plane tensors; updated in place by a step.
         numels: int64 ``[n]``.
         offsets: int64 ``[n]``, global index of each tensor's first element.
-        bases: uint32 ``[n, f, 2]``, the noise words of each tensor and stream.
+        bases: uint32 ``[n, f, 2]``, what each tensor's noise for each format starts from.
         gradients: one tensor for each tensor.
         steps: int64 ``[n]``, the 1-based number of this step for each tensor.
         rows: int64 ``[n]``, which row of ``scalars`` each tensor uses.

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 import torch
 from torch import Tensor
 
-from ..counter_rng import block_keys, noise_bits, upper16
+from torch_bf16.counter_rng import block_keys, draw16, noise_bits
 from .bucket import Bucket
 
 __all__ = ["SLICE", "run", "unavailable"]
@@ -48,13 +48,14 @@ def _run_slice(bucket, update, tensor, gradient, start, stop):
     weight, states = update(numbers[0], slice_of_gradient, tuple(numbers[1:]), scalars)
 
     index_hi, index_lo = divmod(int(bucket.offsets[tensor]) + start, _BLOCK)
-    for stream, (each, views) in enumerate(zip(formats, planes, strict=True)):
+    for number, (each, views) in enumerate(zip(formats, planes, strict=True)):
         r = None
         if each.stochastic:
-            base = tuple(int(word) for word in bucket.bases[tensor, stream])
+            base = tuple(int(word) for word in bucket.bases[tensor, number])
             k0, k1 = block_keys(base, int(bucket.steps[tensor]), index_hi)
-            r = upper16(noise_bits(k0, k1, _indices(index_lo, stop - start, gradient.device)))
-        each.encode((weight, *states)[stream], r, views)
+            word = noise_bits(k0, k1, _indices(index_lo, stop - start, gradient.device))
+            r = draw16(word, bucket.variant.draws[number])
+        each.encode((weight, *states)[number], r, views)
 
 
 def _indices(first: int, count: int, device: torch.device) -> Tensor:

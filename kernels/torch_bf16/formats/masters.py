@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..rounding import bf16_nearest, join16, split16
+from torch_bf16.rounding import bf16_nearest, join16, split16
 from .format import Format, Plane
 
 __all__ = ["MASTER32", "REMAINDER16"]

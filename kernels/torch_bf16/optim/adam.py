@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import Recipe
-from ..rules import ADAM, ADAMW, Rule
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import ADAM, ADAMW, Rule
 from .optimizer import BF16Optimizer
 
 __all__ = ["Adam", "AdamW"]

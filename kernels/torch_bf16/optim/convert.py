@@ -9,8 +9,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from .. import checkpoint
-from ..recipe import Recipe, get_recipe
+from torch_bf16 import checkpoint
+from torch_bf16.recipe import Recipe, get_recipe
 from .adam import Adam, AdamW
 from .optimizer import BF16Optimizer, check_group
 from .sgd import SGD

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import checkpoint
-from ..counter_rng import tensor_key
-from ..errors import StateMismatchError
-from ..islands import forget_lost_halves
-from ..plan import Participant, Plan
-from ..recipe import Recipe, get_recipe
-from ..rules import Rule
+from torch_bf16 import checkpoint
+from torch_bf16.counter_rng import tensor_key
+from torch_bf16.errors import StateMismatchError
+from torch_bf16.islands import forget_lost_halves
+from torch_bf16.plan import Participant, Plan
+from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.rules import Rule
 
 __all__ = ["BF16Optimizer", "check_group"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import Recipe
-from ..rules import SGD as PLAIN
-from ..rules import SGD_MOMENTUM, SGD_NESTEROV, Rule
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import SGD as PLAIN
+from torch_bf16.rules import SGD_MOMENTUM, SGD_NESTEROV, Rule
 from .optimizer import BF16Optimizer
 
 __all__ = ["SGD"]

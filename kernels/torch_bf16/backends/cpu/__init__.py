@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from ..bucket import Bucket
+from torch_bf16.backends.bucket import Bucket
 
 __all__ = ["run", "unavailable"]
 

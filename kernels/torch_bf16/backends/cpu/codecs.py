@@ -1,8 +1,9 @@
 """The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
 
-``decode(planes, i)`` reads element ``i``; ``encode(planes, i, x, k0, k1, index)`` writes it. ``planes``
+``decode(planes, i)`` reads element ``i``; ``encode(planes, i, x, k0, k1, index, shift)`` writes it. ``planes``
 is a tuple of one-dimensional arrays in the order of ``Format.planes``, bf16 as uint16; ``k0, k1`` are
-the noise keys of this tensor, stream and step, ``index`` the low 32 bits of the element's global index.
+the noise keys of this tensor, stream and step, ``index`` the low 32 bits of the element's global index
+and ``shift`` that of the number's ``Draw``.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ _u32 = np.uint32
 _SIGN, _MAGNITUDE = _u32(0x80000000), _u32(0x7FFFFFFF)
 _INFINITY, _LARGEST, _QUIET = _u32(0x7F800000), _u32(0x7F7FFFFF), _u32(0x00400000)
 _HALF, _LOW, _ONE = _u32(0x8000), _u32(0xFFFF), _u32(1)
-_S15, _S16 = _u32(15), _u32(16)
-_M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
+_S11, _S15, _S16, _S17 = _u32(11), _u32(15), _u32(16), _u32(17)
+_M1, _M2, _M3 = _u32(0xED5AD4BB), _u32(0xAC4C1B51), _u32(0x31848BAB)
 
 
 @numba.njit
-def noise16(k0, k1, index):
-    """The upper 16 bits of ``counter_rng``'s word for one element."""
+def noise16(k0, k1, index, shift):
+    """``counter_rng``'s word for one element, and of it the 16 bits above ``shift``."""
     x = xor32(index, k0)
-    x = mul32(xor32(x, shr32(x, _S16)), _M1)
-    x = add32(xor32(x, shr32(x, _S15)), k1)
+    x = mul32(xor32(x, shr32(x, _S17)), _M1)
+    x = add32(xor32(x, shr32(x, _S11)), k1)
     x = mul32(x, _M2)
-    return shr32(xor32(x, shr32(x, _S16)), _S16)
+    x = mul32(xor32(x, shr32(x, _S15)), _M3)
+    return and32(shr32(xor32(x, shr32(x, _S16)), shift), _LOW)
 
 
 @numba.njit
@@ -74,7 +76,7 @@ def decode_fp32(planes, i):
 
 
 @numba.njit
-def encode_fp32(planes, i, x, k0, k1, index):
+def encode_fp32(planes, i, x, k0, k1, index, shift):
     planes[0][i] = x
 
 
@@ -84,13 +86,13 @@ def decode_bf16(planes, i):
 
 
 @numba.njit
-def encode_bf16_nearest(planes, i, x, k0, k1, index):
+def encode_bf16_nearest(planes, i, x, k0, k1, index, shift):
     planes[0][i] = np.uint16(nearest16(x))
 
 
 @numba.njit
-def encode_bf16_stochastic(planes, i, x, k0, k1, index):
-    planes[0][i] = np.uint16(stochastic16(x, noise16(k0, k1, index)))
+def encode_bf16_stochastic(planes, i, x, k0, k1, index, shift):
+    planes[0][i] = np.uint16(stochastic16(x, noise16(k0, k1, index, shift)))
 
 
 @numba.njit
@@ -105,7 +107,7 @@ def decode_remainder16(planes, i):
 
 
 @numba.njit
-def encode_remainder16(planes, i, x, k0, k1, index):
+def encode_remainder16(planes, i, x, k0, k1, index, shift):
     bits = float_to_bits(x)
     nan = and32(bits, _MAGNITUDE) > _INFINITY
     high = or32(bits, _QUIET) if nan else add32(bits, _HALF)
@@ -122,7 +124,7 @@ def decode_master32(planes, i):
 
 
 @numba.njit
-def encode_master32(planes, i, x, k0, k1, index):
+def encode_master32(planes, i, x, k0, k1, index, shift):
     planes[0][i] = np.uint16(nearest16(x))
     planes[1][i] = x
 

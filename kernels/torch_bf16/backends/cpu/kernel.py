@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from itertools import count
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -16,8 +17,8 @@ import numba
 import numpy as np
 import torch
 
-from ... import rules
-from ..bucket import Variant
+from torch_bf16 import rules
+from torch_bf16.backends.bucket import Variant
 from .bits import add32, address_as_pointer, low32, mul32, shr32, xor32
 from .codecs import CODECS
 
@@ -58,13 +59,13 @@ def _mix32(x):
 
 
 @_jit
-def _block_keys(bases, tensor, streams, step, index_hi):
-    """``counter_rng.block_keys`` for each stream of a tensor: uint32 ``[streams, 2]``."""
-    keys = np.empty((streams, 2), np.uint32)
-    for stream in range(streams):
-        t0 = xor32(bases[tensor, stream, 0], mul32(index_hi, _BLOCK))
-        keys[stream, 0] = _mix32(add32(t0, mul32(step, _STEP)))
-        keys[stream, 1] = _mix32(xor32(bases[tensor, stream, 1], keys[stream, 0]))
+def _block_keys(bases, tensor, step, index_hi):
+    """``counter_rng.block_keys`` for each format of a tensor: uint32 ``[formats * 2]``."""
+    keys = np.empty(2 * bases.shape[1], np.uint32)
+    for number in range(bases.shape[1]):
+        t0 = xor32(bases[tensor, number, 0], mul32(index_hi, _BLOCK))
+        keys[2 * number] = _mix32(add32(t0, mul32(step, _STEP)))
+        keys[2 * number + 1] = _mix32(xor32(bases[tensor, number, 1], keys[2 * number]))
     return keys
 
 
@@ -73,60 +74,81 @@ def _sqrt(x):
     return np.sqrt(x)
 
 
-def _lift(update):
-    """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
-    arithmetic = ModuleType("arithmetic")
-    arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
-    return _jit(FunctionType(update.__code__, dict(update.__globals__, arithmetic=arithmetic)))
+class _Workshop:
+    """Compiles the parts of one variant, each under a symbol of its own.
 
+    Kernels read from the cache are linked by symbol, and Numba numbers symbols per process: parts of
+    two variants that were compiled by two processes would be taken for one another.
+    """
 
-def _view_planes(dtypes, column):
-    """``view(addresses, start, n)``: arrays over a chunk's planes, whose addresses start at ``column``."""
-    if not dtypes:
-        return _jit(lambda addresses, start, n: ())
-    dtype, rest = _ELEMENTS[dtypes[0]], _view_planes(dtypes[1:], column + 1)
-    itemsize = np.dtype(dtype).itemsize
+    def __init__(self, variant: Variant) -> None:
+        self._suffix = f"{variant.name}_{_source_hash()}"
+        self._numbers = count()
 
-    def view(addresses, start, n):
-        pointer = address_as_pointer(addresses[column] + start * itemsize)
-        return (numba.carray(pointer, (n,), dtype), *rest(addresses, start, n))
+    def compile(self, function):
+        function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
+        return _jit(function)
 
-    return _jit(view)
+    def assemble(self, function, parts):
+        """``function`` with ``parts`` as globals, not yet compiled."""
+        return FunctionType(function.__code__, {**function.__globals__, **parts}, function.__name__)
 
+    def lift(self, update):
+        """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
+        arithmetic = ModuleType("arithmetic")
+        arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
+        return self.compile(self.assemble(update, {"arithmetic": arithmetic}))
 
-def _fixed_tuple(length):
-    """``take(row)``: the first ``length`` elements of an array as a tuple, kept in registers."""
-    if length == 0:
-        return _jit(lambda row: ())
-    last, rest = length - 1, _fixed_tuple(length - 1)
-    return _jit(lambda row: (*rest(row), row[last]))
+    def view(self, dtypes, column):
+        """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""
+        if not dtypes:
+            return self.compile(lambda addresses, start, n: ())
+        dtype, rest = _ELEMENTS[dtypes[0]], self.view(dtypes[1:], column + 1)
+        itemsize = np.dtype(dtype).itemsize
 
+        def view(addresses, start, n):
+            pointer = address_as_pointer(addresses[column] + start * itemsize)
+            return (numba.carray(pointer, (n,), dtype), *rest(addresses, start, n))
 
-def _state_codecs(formats, column, stream):
-    """``(view, decode, encode)`` over all states at once, as nested tuples."""
-    if not formats:
-        return (
-            _jit(lambda addresses, start, n: ()),
-            _jit(lambda planes, i: ()),
-            _jit(lambda planes, i, numbers, keys, index: None),
+        return self.compile(view)
+
+    def take(self, length):
+        """``take(row)``: the first ``length`` elements as a tuple, kept in registers."""
+        if length == 0:
+            return self.compile(lambda row: ())
+        last, rest = length - 1, self.take(length - 1)
+        return self.compile(lambda row: (*rest(row), row[last]))
+
+    def state_codecs(self, formats, draws, column):
+        """``(view, decode, encode)`` over all states at once, as nested tuples.
+
+        ``draws`` has for each state the number of its noise key and its shift.
+        """
+        if not formats:
+            return (
+                self.compile(lambda addresses, start, n: ()),
+                self.compile(lambda planes, i: ()),
+                self.compile(lambda planes, i, numbers, keys, index: None),
+            )
+        head, tail = formats[0], formats[1:]
+        view_one = self.view([plane.dtype for plane in head.planes], column)
+        decode_one, encode_one = CODECS[head.name]
+        view_rest, decode_rest, encode_rest = self.state_codecs(
+            tail, draws[1:], column + len(head.planes)
         )
-    head, tail = formats[0], formats[1:]
-    view_one = _view_planes([plane.dtype for plane in head.planes], column)
-    decode_one, encode_one = CODECS[head.name]
-    view_rest, decode_rest, encode_rest = _state_codecs(tail, column + len(head.planes), stream + 1)
-    k0, k1 = 2 * stream, 2 * stream + 1
+        key, shift = draws[0]
 
-    def view(addresses, start, n):
-        return (view_one(addresses, start, n), *view_rest(addresses, start, n))
+        def view(addresses, start, n):
+            return (view_one(addresses, start, n), *view_rest(addresses, start, n))
 
-    def decode(planes, i):
-        return (decode_one(planes[0], i), *decode_rest(planes[1:], i))
+        def decode(planes, i):
+            return (decode_one(planes[0], i), *decode_rest(planes[1:], i))
 
-    def encode(planes, i, numbers, keys, index):
-        encode_one(planes[0], i, numbers[0], keys[k0], keys[k1], index)
-        encode_rest(planes[1:], i, numbers[1:], keys, index)
+        def encode(planes, i, numbers, keys, index):
+            encode_one(planes[0], i, numbers[0], keys[key], keys[key + 1], index, shift)
+            encode_rest(planes[1:], i, numbers[1:], keys, index)
 
-    return _jit(view), _jit(decode), _jit(encode)
+        return self.compile(view), self.compile(decode), self.compile(encode)
 
 
 def _update_slice(weights, gradient, states, scalars, keys, index):
@@ -138,7 +160,7 @@ def _update_slice(weights, gradient, states, scalars, keys, index):
             scalars,
         )
         element = add32(index, low32(i))
-        encode_weight(weights, i, weight, keys[0], keys[1], element)
+        encode_weight(weights, i, weight, keys[0], keys[1], element, SHIFT)
         encode_states(states, i, numbers, keys, element)
 
 
@@ -150,13 +172,13 @@ def _run_chunks(chunks, addresses, numels, offsets, bases, steps, rows, scalars,
             index = offsets[tensor] + start
             # Noise keys hold for one block of 2**32 global indices.
             n = min(stop - start, 4294967296 - (index & 4294967295))
-            keys = _block_keys(bases, tensor, STREAMS, low32(steps[tensor]), low32(index >> 32))
+            keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
             update_slice(
                 view_weights(addresses[tensor], start, n),
                 view_gradient(addresses[tensor], start, n),
                 view_states(addresses[tensor], start, n),
                 take_scalars(scalars[rows[tensor]]),
-                take_keys(keys.reshape(-1)),
+                take_keys(keys),
                 low32(index),
             )
             start += n
@@ -176,28 +198,30 @@ def compile_step(variant: Variant, n_scalars: int):
         It releases the GIL, allocates nothing that grows with the tensors, and may run in several
         threads over different chunks.
     """
-    weights = variant.weights
-    view_states, decode_states, encode_states = _state_codecs(
-        variant.states, 1 + len(weights.planes), 1
+    workshop, weights = _Workshop(variant), variant.weights
+    # Two numbers that share a stream share its word: same keys, so that it is computed once.
+    streams = [draw.stream for draw in variant.draws]
+    draws = [(2 * streams.index(draw.stream), _u32(draw.shift)) for draw in variant.draws]
+    view_states, decode_states, encode_states = workshop.state_codecs(
+        variant.states, draws[1:], 1 + len(weights.planes)
     )
     gradient_codec = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
     parts = {
-        "rule": _lift(variant.rule.update),
+        "rule": workshop.lift(variant.rule.update),
         "decode_weight": CODECS[weights.name][0],
         "encode_weight": CODECS[weights.name][1],
         "decode_gradient": CODECS[gradient_codec][0],
         "decode_states": decode_states,
         "encode_states": encode_states,
-        "view_weights": _view_planes([plane.dtype for plane in weights.planes], 1),
-        "view_gradient": _view_planes([variant.gradient], 0),
+        "view_weights": workshop.view([plane.dtype for plane in weights.planes], 1),
+        "view_gradient": workshop.view([variant.gradient], 0),
         "view_states": view_states,
-        "take_scalars": _fixed_tuple(n_scalars),
-        "take_keys": _fixed_tuple(2 * len(variant.formats)),
-        "STREAMS": len(variant.formats),
+        "take_scalars": workshop.take(n_scalars),
+        "take_keys": workshop.take(2 * len(variant.formats)),
+        "SHIFT": draws[0][1],
     }
-    parts["update_slice"] = _jit(FunctionType(_update_slice.__code__, {**globals(), **parts}))
-    run = FunctionType(_run_chunks.__code__, {**globals(), **parts}, _run_chunks.__name__)
-    return _cached(run, f"run_{variant.name}_{_source_hash()}")
+    parts["update_slice"] = workshop.compile(workshop.assemble(_update_slice, parts))
+    return _cached(workshop.assemble(_run_chunks, parts), f"run_{variant.name}_{_source_hash()}")
 
 
 def _cached(function, name):

@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from ..bucket import Bucket
+from torch_bf16.backends.bucket import Bucket
 from .kernel import CHUNK, compile_step
 
 __all__ = ["launch"]

@@ -1,0 +1,180 @@
+"""Every format in every dialect against the oracle, on bits."""
+
+import numba
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from torch_bf16.backends.cpu.bits import add32, and32, float_from_bits, low32, shl32
+from torch_bf16.backends.cpu.codecs import CODECS, nearest16, stochastic16
+from torch_bf16.counter_rng import WEIGHT, draw16, noise_bits
+from torch_bf16.formats import FORMATS, get_format
+
+NUMPY = {torch.bfloat16: np.uint16, torch.int16: np.uint16, torch.float32: np.float32}
+ZERO = np.uint32(0)
+KEYS = (np.uint32(0x12345678), np.uint32(0x9ABCDEF0))
+
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+@pytest.fixture(scope="module")
+def patterns() -> np.ndarray:
+    """Every upper half with lower halves that meet each branch: 65,536 x 16 numbers."""
+    lower = np.array(
+        [
+            0,
+            1,
+            2,
+            255,
+            16383,
+            16384,
+            32766,
+            32767,
+            32768,
+            32769,
+            32770,
+            49151,
+            49152,
+            65280,
+            65534,
+            65535,
+        ],
+        np.uint32,
+    )
+    upper = np.arange(65536, dtype=np.uint32) << np.uint32(16)
+    return (upper[:, None] | lower).reshape(-1).view(np.float32)
+
+
+def as_numpy(plane: torch.Tensor) -> np.ndarray:
+    return plane.view(torch.int16).numpy().view(np.uint16) if plane.itemsize == 2 else plane.numpy()
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    unsigned = np.uint16 if a.itemsize == 2 else np.uint32
+    np.testing.assert_array_equal(a.view(unsigned), b.view(unsigned))
+
+
+def draws(n: int) -> np.ndarray:
+    """The upper halves of the words that KEYS give for elements 0 .. n - 1."""
+    words = noise_bits(*(int(key) for key in KEYS), torch.arange(n, dtype=torch.int32))
+    return draw16(words, WEIGHT).numpy().view(np.uint32)
+
+
+def numba_encode(name: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    planes = tuple(np.zeros(len(x), NUMPY[p.dtype]) for p in get_format(name).planes)
+    encode = CODECS[name][1]
+
+    @numba.njit(error_model="numpy")
+    def run(planes, x, k0, k1):
+        for i in range(len(x)):
+            encode(planes, i, x[i], k0, k1, low32(i), np.uint32(16))
+
+    run(planes, x, *KEYS)
+    return planes
+
+
+def numba_decode(name: str, planes: tuple[np.ndarray, ...]) -> np.ndarray:
+    out = np.zeros(len(planes[0]), np.float32)
+    decode = CODECS[name][0]
+
+    @numba.njit(error_model="numpy")
+    def run(planes, out):
+        for i in range(len(out)):
+            out[i] = decode(planes, i)
+
+    run(planes, out)
+    return out
+
+
+@every_format
+def test_encoding_is_the_oracles_for_every_upper_half(name, patterns):
+    r = draws(len(patterns))
+    expected = oracle.encode(name, patterns, r)
+    eager = [torch.zeros(len(patterns), dtype=p.dtype) for p in get_format(name).planes]
+    noise = torch.from_numpy(r.view(np.int32))
+    get_format(name).encode(torch.from_numpy(patterns.copy()), noise, eager)
+    for want, one, other in zip(expected, eager, numba_encode(name, patterns), strict=True):
+        same_bits(as_numpy(one), np.asarray(want))
+        same_bits(other, np.asarray(want))
+
+
+@every_format
+def test_decoding_is_the_oracles_for_any_bits_in_the_planes(name, patterns):
+    rng = np.random.default_rng(0)
+    planes = []
+    for plane in get_format(name).planes:
+        bits = rng.integers(0, 2 ** (8 * plane.dtype.itemsize), len(patterns), np.uint64)
+        unsigned = np.uint16 if plane.dtype.itemsize == 2 else np.uint32
+        planes.append(bits.astype(unsigned).view(NUMPY[plane.dtype]))
+    if name == "master32":  # half of them as encoded, half of them written from outside
+        planes[0][::2] = oracle.bf16_nearest(planes[1][::2])
+    signed = [
+        p.view(np.int16) if plane.dtype == torch.int16 else p
+        for p, plane in zip(planes, get_format(name).planes, strict=True)
+    ]
+    expected = oracle.decode(name, signed)
+    as_torch = [
+        torch.from_numpy(p.view(np.int16 if p.itemsize == 2 else np.float32)).view(plane.dtype)
+        for p, plane in zip(planes, get_format(name).planes, strict=True)
+    ]
+    same_bits(get_format(name).decode(as_torch).numpy(), expected)
+    same_bits(numba_decode(name, tuple(planes)), expected)
+
+
+@numba.njit(error_model="numpy")
+def count_round_ups(upper, counts):
+    """For each lower half, over all draws: how often the result is the next bf16."""
+    for lower in range(65536):
+        up = 0
+        x = float_from_bits(add32(shl32(upper, np.uint32(16)), low32(lower)))
+        for r in range(65536):
+            up += stochastic16(x, low32(r)) != upper
+        counts[lower] = up
+
+
+@pytest.mark.parametrize("upper", [0x3F80, 0xBF80, 0x0000, 0x8000, 0x007F, 0x4B12, 0x7F7E])
+def test_numba_rounds_up_as_often_as_the_discarded_half_says(upper):
+    counts = np.zeros(65536, np.int64)
+    count_round_ups(np.uint32(upper), counts)
+    np.testing.assert_array_equal(counts, np.arange(65536))
+
+
+@numba.njit(error_model="numpy")
+def count_broken(first, last):
+    """Patterns that the two halves do not restore, quieting aside; NaNs that do not stay NaN."""
+    encode, decode = ENCODE, DECODE
+    high, low = np.zeros(1, np.uint16), np.zeros(1, np.uint16)
+    x, back = np.zeros(1, np.float32), np.zeros(1, np.float32)
+    lost = visible = 0
+    for pattern in range(first, last):
+        bits = low32(pattern)
+        x[0] = float_from_bits(bits)
+        encode((high, low), 0, x[0], ZERO, ZERO, ZERO, ZERO)
+        back[0] = decode((high, low), 0)
+        nan = and32(bits, np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        want = bits | np.uint32(0x00400000) if nan else bits
+        lost += back.view(np.uint32)[0] != want
+        visible += nan != ((high[0] & 0x7FFF) > 0x7F80)
+    return lost, visible
+
+
+ENCODE, DECODE = CODECS["remainder16"][1], CODECS["remainder16"][0]
+
+
+@pytest.mark.parametrize("block", ["positive", "negative"])
+def test_numba_remainder16_restores_every_pattern_of_every_fifteenth_exponent(block):
+    sign = 0 if block == "positive" else 1 << 31
+    for exponent in range(0, 256, 15):
+        start = sign + (exponent << 23)
+        assert count_broken(start, start + (1 << 23)) == (0, 0)
+
+
+def test_numba_nearest_rounds_halfway_cases_to_even():
+    for bits, want in ((0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (0x7F7F8000, 0x7F80)):
+        assert nearest16(np.uint32(bits).view(np.float32)) == want
+
+
+def test_an_unknown_format_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown format 'fp4'; known formats: fp32, bf16_nearest"):
+        get_format("fp4")
