@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from accelerate.utils import AutocastKwargs, extract_model_from_parallel
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +14,10 @@ __all__ = ["autocast", "bare", "share_masters"]
 
 def bare(model: nn.Module) -> nn.Module:
     """The user's own module, below DDP and ``torch.compile``."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)
+    # The oldest Accelerate's own function cannot look below a compiled module.
+    while (inner := _below(model)) is not None:
+        model = inner
+    return model
 
 
 def autocast(device_type: str, handler: AutocastKwargs | None = None) -> torch.autocast:
@@ -43,3 +46,9 @@ def share_masters(model: nn.Module) -> None:
     inner = getattr(model, "_orig_mod", model)  # torch.compile goes around DDP
     if isinstance(inner, DistributedDataParallel):
         torch_bf16.sync_masters(inner, group=inner.process_group)
+
+
+def _below(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    return getattr(model, "_orig_mod", None)

@@ -66,13 +66,18 @@ class Preparation:
                 self._cast.append(model)
 
     def proofs(self) -> Iterator[str]:
-        """One line for each optimizer that trains something new, and each new model without one."""
+        """One line for each optimizer with something new to train, and each new model without."""
         silent = list(self._cast)
         for optimizer in self._optimizers:
             trained = [each for each in self._models if optimizers.owns(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 silent = [each for each in silent if each not in trained]
                 yield f"mixed_precision={self.mode}: {torch_bf16.describe(trained, optimizer)}"
+            elif not trained and optimizer in self._converted:
+                yield (
+                    f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
+                    "no prepared model; they become bf16 when their model is prepared"
+                )
         for model in silent:
             yield f"mixed_precision={self.mode}: {torch_bf16.describe(model, self.mode)}"
 

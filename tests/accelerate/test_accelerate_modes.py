@@ -143,7 +143,7 @@ def test_megatron_is_refused_with_the_reason(mode):
 
 
 def test_fsdp_is_refused_with_what_works(mode):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin = FullyShardedDataParallelPlugin()
     with pytest.raises(NotImplementedError, match=r"FSDP: sharded .* What works: one process, or"):
         plugin.set_mixed_precision(mode)
     plugin.set_mixed_precision("bf16")

@@ -74,6 +74,7 @@ def test_replicas_with_different_seeds_end_bit_identical(tmp_path, launcher, mod
     first, second = result["ranks"]
     assert result["mode"] == mode
     assert first["initial"] != second["initial"]
+    assert first["exact"] == second["exact"] == first["initial"]
     assert set(first["steps"]) == {50}
     kept = "remainder 1.weight" if mode == "bf16-fp32-master" else "remainder 0.weight"
     assert kept in first["digests"]

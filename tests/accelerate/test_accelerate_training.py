@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_bf16
+from accelerate_bf16.proof import announce
 from torch_bf16 import BF16Optimizer
 
 
@@ -345,6 +347,46 @@ def test_one_line_of_proof_is_visible_by_default(make_accelerator, mode, model, 
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"mixed_precision={mode}: {optimizer.recipe.name}: ")
     assert "bytes per trained parameter" in line
+
+
+def test_accelerate_sees_no_mixed_precision_while_it_prepares(make_accelerator, mode):
+    # Its FSDP branches would cast bf16 weights back to fp32 otherwise.
+    seen = []
+    accelerator = make_accelerator(mode)
+
+    class Spy(nn.Linear):
+        def to(self, *args, **kwargs):
+            seen.append(accelerator.mixed_precision)
+            if len(seen) > 1:
+                raise RuntimeError("cannot move")
+            return super().to(*args, **kwargs)
+
+    accelerator.prepare(Spy(2, 2))
+    with pytest.raises(RuntimeError, match="cannot move"):
+        accelerator.prepare(Spy(2, 2))
+    assert seen == ["no", "no"]
+    assert accelerator.mixed_precision == mode
+
+
+def test_an_optimizer_without_a_prepared_model_is_said_to_be_one(make_accelerator, model, caplog):
+    accelerator = make_accelerator("bf16-stochastic")
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    accelerator.prepare(model)
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "AdamW holds parameters of no prepared model; they become bf16 when" in first
+    assert "497 parameters (465 bfloat16, 32 float32)" in second
+
+
+def test_proof_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
+    logger = logging.getLogger("accelerate_bf16")
+    monkeypatch.setattr(logger, "propagate", False)
+    announce("one line")
+    assert capsys.readouterr().err == "one line\n"
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    logger.manager._clear_cache()
+    announce("not shown")
+    assert not capsys.readouterr().err
+    logger.manager._clear_cache()
 
 
 @pytest.mark.parametrize("value", ["no", "bf16"])

@@ -8,17 +8,25 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from torch_bf16.rounding import join16
+
 accelerator = Accelerator(gradient_accumulation_steps=2)
 rank = accelerator.process_index
 torch.manual_seed(rank)
 model = torch.nn.Sequential(
     torch.nn.LayerNorm(8), torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 1)
 )
-initial = model[1].weight.detach().clone()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+bias = model[1].bias
+initial = bias.tolist()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 model, optimizer = accelerator.prepare(model, optimizer)
 
-while optimizer.state.get(model.module[1].weight, {}).get("step", 0) < 50:
+exact = None
+while (step := optimizer.state.get(bias, {}).get("step", 0)) < 50:
+    if step == 1 and exact is None:
+        # The first step, at a rate of 0, made the masters and left them as they were seeded.
+        exact = join16(bias.detach(), optimizer.state[bias]["remainder"]).tolist()
+        optimizer.param_groups[0]["lr"] = 1e-3
     x = torch.randn(16, 8)
     with accelerator.accumulate(model):
         loss = torch.nn.functional.mse_loss(model(x), x[:, :1].tanh())
@@ -38,8 +46,12 @@ digests = {
     if value.ndim
 }
 steps = [int(optimizer.state[p]["step"]) for p in bare.parameters()]
-result = gather_object([{"digests": digests, "steps": steps, "initial": initial.sum().item()}])
+result = gather_object([{"digests": digests, "steps": steps, "initial": initial, "exact": exact}])
 if accelerator.is_main_process:
     with open(sys.argv[1], "w") as file:
         json.dump({"mode": accelerator.mixed_precision, "ranks": result}, file)
+# A process group that DDP still holds when the interpreter ends can abort the process, in any mode.
+accelerator.wait_for_everyone()
+accelerator.free_memory()
+del model, optimizer
 accelerator.end_training()
