@@ -4,7 +4,7 @@ Three changes, each of which does no harm when made again:
 
 - the ``Literal`` of precision names grows in place, which reaches every module that imported it;
 - the connectors of Trainer and Fabric make our plugin for our names;
-- Fabric, which has no ``connect``, converts optimizers when they are set up.
+- Fabric, which has no ``connect`` and clips past the plugin, does both in methods of its own.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ _PLUGINS = {
     "lightning_fabric": "lightning_bf16.lightning_fabric",
 }
 
-# Strategies that do the numerics themselves, and what to use there.
+_OTHER_STRATEGY = "strategy='ddp', or precision='bf16-true'"
+_DEEPSPEED = (ValueError, "DeepSpeed's engine owns the optimizer and its own fp32 masters")
+_XLA = (ValueError, "the fused optimizer step does not run on XLA devices")
+_SHARDED = (NotImplementedError, "sharded parameters are not supported yet")
+
+# By name, in the namespace of the connector: what it does not know it cannot have made.
 _REFUSED = {
-    "DeepSpeedStrategy": (
-        "DeepSpeed's engine owns the optimizer and its own fp32 masters",
-        "precision='bf16-true' or another strategy, such as 'ddp'",
-    ),
-    **dict.fromkeys(
-        ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy"),
-        ("the fused optimizer step does not run on XLA devices", "precision='bf16-true'"),
-    ),
+    "DeepSpeedStrategy": _DEEPSPEED,
+    "SingleDeviceXLAStrategy": _XLA,
+    "XLAStrategy": _XLA,
+    "XLAFSDPStrategy": _XLA,
+    "FSDPStrategy": _SHARDED,
+    "ModelParallelStrategy": _SHARDED,
 }
 
 
@@ -93,12 +96,12 @@ def _wrap_connector(
 
 
 def _refuse(strategy: Any, plugin: Any, module: ModuleType) -> None:
-    for name, (why, instead) in _REFUSED.items():
+    for name, (error, why) in _REFUSED.items():
         refused = getattr(module, name, None)
         if refused is not None and isinstance(strategy, refused):
-            raise ValueError(
+            raise error(
                 f"precision {plugin.mode!r} cannot be used with {type(strategy).__name__}: {why}. "
-                f"Use {instead}"
+                f"Use {_OTHER_STRATEGY}"
             )
 
 
@@ -131,7 +134,29 @@ def _wrap_fabric(fabric: type) -> None:
             self._precision.announce(self._precision.convert_optimizers(optimizers))
         return original(*optimizers, **kw)
 
+    def clip_gradients(
+        self: Any,
+        original: Callable[..., Any],
+        module: Any,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ):
+        ours = isinstance(self._precision, PrecisionBody) and float(norm_type) == 2.0
+        if not ours or max_norm is None or clip_val is not None:
+            return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+        norm = self._precision.clip_in_place(optimizer, max_norm)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
+                f"max_norm={max_norm}; pass error_if_nonfinite=False to go on with them"
+            )
+        return norm
+
     for name, wrapper in (
+        ("clip_gradients", clip_gradients),
         ("setup", setup),
         ("setup_module", setup_module),
         ("setup_optimizers", setup_optimizers),

@@ -1,6 +1,6 @@
 """The plugin for Fabric of ``lightning.fabric``."""
 
-from lightning.fabric.plugins.precision import FSDPPrecision, HalfPrecision
+from lightning.fabric.plugins.precision import FSDPPrecision, HalfPrecision, Precision
 
 from .precision import PrecisionBody
 
@@ -22,3 +22,6 @@ class BF16Precision(PrecisionBody, FSDPPrecision, HalfPrecision):
         >>> from lightning.fabric import Fabric
         >>> fabric = Fabric(plugins=[BF16Precision("bf16-fp32-master", seed=1)])
     """
+
+    # FSDPPrecision has one for its gradient scaler; with it Fabric would refuse loss.backward().
+    backward = Precision.backward

@@ -1,6 +1,6 @@
 """The plugin for Fabric of ``lightning_fabric``."""
 
-from lightning_fabric.plugins.precision import FSDPPrecision, HalfPrecision
+from lightning_fabric.plugins.precision import FSDPPrecision, HalfPrecision, Precision
 
 from .precision import PrecisionBody
 
@@ -22,3 +22,6 @@ class BF16Precision(PrecisionBody, FSDPPrecision, HalfPrecision):
         >>> from lightning_fabric import Fabric
         >>> fabric = Fabric(plugins=[BF16Precision("bf16-fp32-master", seed=1)])
     """
+
+    # FSDPPrecision has one for its gradient scaler; with it Fabric would refuse loss.backward().
+    backward = Precision.backward

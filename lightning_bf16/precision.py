@@ -136,6 +136,20 @@ class PrecisionBody(_Base):
                 converted.append(optimizer)
         return converted
 
+    def clip_in_place(self, optimizer: Any, limit: float) -> Tensor:
+        """Scale this optimizer's gradients to an fp32 norm of at most ``limit``.
+
+        Returns:
+            The norm they had.
+        """
+        parameters = list(self.main_params(optimizer))
+        norm = torch_bf16.total_norm(parameters)
+        coefficient = clip_coefficient(norm, limit)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient.to(parameter.grad.device))
+        return norm
+
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
         """Say in one line what is trained how."""
         if not optimizers:
@@ -173,6 +187,6 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
-    return [p.grad for p in parameters if p.grad is not None]
+def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
+    """What torch multiplies gradients of that norm by."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 import torch_bf16
 
 from ._host import is_placeholder, stage_of
 from .fp32_results import Fp32Results
-from .precision import PrecisionBody, gradients, unwrapped
+from .precision import PrecisionBody, clip_coefficient, unwrapped
 
 __all__ = ["TrainerBody"]
 
@@ -24,7 +22,6 @@ __all__ = ["TrainerBody"]
 class TrainerBody(PrecisionBody):
     """Stands in front of FSDPPrecision and HalfPrecision of a Trainer."""
 
-    _fsdp1 = False
     _results: Fp32Results | None = None
 
     def convert_module(self, module: Module) -> Module:
@@ -44,7 +41,6 @@ class TrainerBody(PrecisionBody):
         self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Any], list[Any]]:
         """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
-        self._fsdp1 = isinstance(model, FullyShardedDataParallel)
         self.sync_replicas(model)
         self.announce(self.convert_optimizers(optimizers, is_placeholder))
         return model, optimizers, lr_schedulers
@@ -56,23 +52,11 @@ class TrainerBody(PrecisionBody):
         unclipped in memory. In manual optimization, where a step may be skipped, they are scaled
         in place.
         """
-        if self._fsdp1:
-            super().clip_grad_by_norm(optimizer, clip_val)  # says that it cannot
-            return
-        parameters = list(self.main_params(optimizer))
-        inner = unwrapped(optimizer)
-        if not isinstance(inner, torch_bf16.BF16Optimizer) or any(
-            isinstance(p, DTensor) for p in parameters
-        ):
-            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
-            return
-        norm = torch_bf16.total_norm(parameters)
-        coefficient = (clip_val / (norm + 1e-6)).clamp(max=1.0)
-        if inner is optimizer:
-            inner.scale_next_step(coefficient)
+        if isinstance(optimizer, torch_bf16.BF16Optimizer) and unwrapped(optimizer) is optimizer:
+            norm = torch_bf16.total_norm(self.main_params(optimizer))
+            optimizer.scale_next_step(clip_coefficient(norm, clip_val))
         else:
-            for gradient in gradients(parameters):
-                gradient.mul_(coefficient.to(gradient.device))
+            self.clip_in_place(optimizer, clip_val)
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:

@@ -44,8 +44,16 @@ def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
 
 
 @pytest.mark.parametrize("plugin_given", [False, True], ids=["by-name", "by-plugin"])
-@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy"])
-def test_deepspeed_and_xla_are_refused_by_name(pl, name, plugin_given):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("DeepSpeedStrategy", ValueError),
+        ("XLAStrategy", ValueError),
+        ("FSDPStrategy", NotImplementedError),
+        ("ModelParallelStrategy", NotImplementedError),
+    ],
+)
+def test_strategies_that_cannot_be_used_are_refused_by_name(pl, name, error, plugin_given):
     # Neither can be installed everywhere, so the connector meets a stand-in of that class.
     connector = host(f"{pl.__name__}.trainer.connectors.accelerator_connector")
     strategy = object.__new__(getattr(connector, name))
@@ -56,7 +64,7 @@ def test_deepspeed_and_xla_are_refused_by_name(pl, name, plugin_given):
         strategy=strategy,
     )
     make = connector._AcceleratorConnector._check_and_init_precision
-    with pytest.raises(ValueError, match=rf"cannot be used with {name}: .*precision='bf16-true'"):
+    with pytest.raises(error, match=rf"cannot be used with {name}: .*precision='bf16-true'"):
         make(half_made)
 
 

@@ -95,12 +95,40 @@ def test_clip_gradients_clips(fabric, how):
     model, optimizer = fabric.setup(*made())
     x, y = next(iter(batches(1)))
     fabric.backward(F.cross_entropy(model(x), y))
-    fabric.clip_gradients(model, optimizer, **how)
+    before = torch_bf16.total_norm(model.parameters())
+    returned = fabric.clip_gradients(model, optimizer, **how)
     if "clip_val" in how:
         assert max(p.grad.abs().max() for p in model.parameters()) == torch.tensor(0.01).bfloat16()
     else:
+        assert returned.dtype == torch.float32
+        assert torch.equal(returned, before)
         norm = torch_bf16.total_norm(model.parameters())
-        assert norm.item() == pytest.approx(0.01, rel=8e-3)
+        assert norm.item() == pytest.approx(0.01, rel=4e-3)  # half an ulp of bf16 per gradient
+
+
+def test_backward_of_the_loss_itself_works_as_in_bf16_true(fabric):
+    model, optimizer = fabric.setup(*made())
+    x, y = next(iter(batches(1)))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert optimizer.optimizer.state
+
+
+def test_clipping_a_non_finite_norm_is_an_error_unless_told_otherwise(fabric):
+    model, optimizer = fabric.setup(*made())
+    model(torch.full((1, 8), float("nan"))).sum().backward()
+    with pytest.raises(RuntimeError, match=r"norm of the gradients is nan.*error_if_nonfinite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    assert norm.isnan()
+
+
+def test_clipping_by_another_norm_is_the_hosts(fabric):
+    model, optimizer = fabric.setup(*made())
+    x, y = next(iter(batches(1)))
+    fabric.backward(F.cross_entropy(model(x), y))
+    fabric.clip_gradients(model, optimizer, max_norm=0.01, norm_type="inf")
+    assert max(p.grad.abs().max() for p in model.parameters()) <= 0.0101
 
 
 def test_two_models_with_their_own_optimizers_train_with_names_from_their_modules(fabric):
