@@ -124,7 +124,8 @@ def assert_oracle_agrees(bucket, backend, steps, offsets):
                     want = np.asarray(want)
                     raw = want.view(np.int16 if want.itemsize == 2 else np.int32)
                     got_bits = bits(got)
-                    # Which NaN an operation makes is the processor's choice; that it is one, is not.
+                    # Which NaN an operation makes is the processor's choice; that it is one, is
+                    # not.
                     nan = np.isnan(got.float().numpy()) if got.is_floating_point() else False
                     is_nan = (
                         np.isnan(oracle.bf16_to_fp32(want))

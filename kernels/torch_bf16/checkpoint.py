@@ -1,9 +1,9 @@
 """What the optimizer keeps for a parameter: its schema, how it is made, checked and taken over.
 
-``state[p]`` holds ``step`` (fp32, 0-d, on the CPU, as in torch), one tensor per plane of each of the
-rule's states (``exp_avg`` ...), and the planes of the weight beyond the parameter itself (``remainder``
-or ``master``). A state dict is torch's, with one more top-level entry, ``"torch_bf16"``, made of
-primitives: torch and its distributed checkpoints ignore it.
+``state[p]`` holds ``step`` (fp32, 0-d, on the CPU, as in torch), one tensor per plane of each of
+the rule's states (``exp_avg`` ...), and the planes of the weight beyond the parameter itself
+(``remainder`` or ``master``). A state dict is torch's, with one more top-level entry,
+``"torch_bf16"``, made of primitives: torch and its distributed checkpoints ignore it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
         return recipe
     if saved.get("schema", 0) > SCHEMA:
         raise StateMismatchError(
-            f"the state dict has schema {saved['schema']} and this version of torch_bf16 reads up to "
-            f"{SCHEMA}; update torch-bf16"
+            f"the state dict has schema {saved['schema']} and this version of torch_bf16 reads "
+            f"schemas up to {SCHEMA}; update torch-bf16"
         )
     other = saved["recipe"]
     if differing := [name for name in _FORMAT_FIELDS if other[name] != getattr(recipe, name)]:
@@ -87,14 +87,15 @@ def complete_state(
         A new dict. Keys of ``state`` that the rule does not know are dropped.
 
     Raises:
-        StateMismatchError: a tensor has another shape, or a master that the recipe has no place for.
+        StateMismatchError: a tensor has another shape, or a master that the recipe has no place
+        for.
     """
     weights = recipe.format_of("weights", parameter)
     foreign = {"remainder", "master"} & state.keys() - set(weights.plane_names(""))
     if foreign:
         raise StateMismatchError(
-            f"the state of {label} has {', '.join(sorted(foreign))!s}, which recipe {recipe.name!r} "
-            f"has no place for (weights of a {parameter.dtype} parameter: {weights.name}); load it "
+            f"the state of {label} has {', '.join(sorted(foreign))}, which recipe "
+            f"{recipe.name!r} has no place for (weights of a {parameter.dtype} parameter: {weights.name}); load it "
             "into a model and an optimizer of the dtype and recipe it was saved with"
         )
     complete: dict[str, Any] = {"step": _step(state, parameter, rule)}
@@ -137,14 +138,11 @@ def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
 
 
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second plane of a weight that starts now: from the fp32 weight that was cast, if known."""
+    """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
     half = lost_halves(parameter)
-    if half is None and dtype == torch.int16:
-        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    if dtype == torch.int16:
-        return half
-    weight = parameter.detach().contiguous()
-    return weight.float() if half is None else join16(weight, half)
+    if half is None:
+        half = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+    return half if dtype == torch.int16 else join16(parameter.detach().contiguous(), half)
 
 
 def _check_shape(saved, parameter, key, label) -> None:

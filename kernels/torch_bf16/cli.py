@@ -95,8 +95,8 @@ def _bench(options: argparse.Namespace) -> int:
             f"{_bracket(row['ratio'], 2):>24}{row['bytes_per_parameter']:8.2f}{shown:>8}"
         )
     print(
-        f"\nratio: time divided by that of {BASELINE!r} in the same round. bytes: weights, gradients "
-        "and states per parameter, as allocated. peak: growth of a process's peak memory per parameter."
+        f"\nratio: time divided by that of {BASELINE!r} in the same round. bytes: weights, "
+        "gradients and states per parameter, as allocated. peak: growth of a process's peak memory."
     )
     if options.json:
         record = {"versions": _versions(), "parameters": total, "tensors": len(shapes)}

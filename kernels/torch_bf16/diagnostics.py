@@ -24,8 +24,9 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
         recipe: the optimizer that will train it, or a recipe, for which AdamW is assumed.
 
     Returns:
-        For example ``"true-bf16-stochastic: 1.2 M parameters (1.2 M bfloat16), 8.00 bytes per trained
-        parameter (weights 2.00, gradients 2.00, exp_avg 2.00, exp_avg_sq 2.00), backend cpu"``.
+        For example ``"true-bf16-stochastic: 1.2 M parameters (1.2 M bfloat16), 8.00 bytes per
+        trained parameter (weights 2.00, gradients 2.00, exp_avg 2.00, exp_avg_sq 2.00), backend
+        cpu"``.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     parameters = list({id(p): p for each in modules for p in each.parameters()}.values())

@@ -1,9 +1,9 @@
 """Casting a module to bf16 without ruining what must stay as it is.
 
-``module.to(torch.bfloat16)`` rounds rotary frequencies, drops the imaginary part of complex buffers and
-makes metrics stop counting at 256. :func:`cast_module` casts parameters only, leaves islands of fp32
-where they are needed, and remembers the bits that fp32 weights lose, so that exact masters start from
-the weights the user had.
+``module.to(torch.bfloat16)`` rounds rotary frequencies, drops the imaginary part of complex buffers
+and makes metrics stop counting at 256. :func:`cast_module` casts parameters only, leaves islands of
+fp32 where they are needed, and remembers the bits that fp32 weights lose, so that exact masters
+start from the weights the user had.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ _lost: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic") -> nn.Module:
     """Cast the fp32 parameters of a module to bf16, in place.
 
-    Parameters keep their identity, so tied weights stay tied and optimizers made before keep working.
-    What stays as it was: every buffer (rotary frequencies, complex ones, batch-norm statistics),
-    metrics of torchmetrics, modules with running statistics (batch norm; torch cannot mix bf16 gains
-    with fp32 statistics on CPUs), modules named by ``recipe.keep_fp32`` (which compute in fp32, their
-    inputs upcast), and parameters that are not fp32 or not plain tensors (quantised weights).
+    Parameters keep their identity, so tied weights stay tied and optimizers made before keep
+    working. What stays as it was: every buffer (rotary frequencies, complex ones, batch-norm
+    statistics), metrics of torchmetrics, modules with running statistics (batch norm; torch cannot
+    mix bf16 gains with fp32 statistics on CPUs), modules named by ``recipe.keep_fp32`` (which
+    compute in fp32, their inputs upcast), and parameters that are not fp32 or not plain tensors
+    (quantised weights).
 
-    Call it before the module is wrapped by DDP: afterwards a change of dtype would cut the hooks that
-    reduce gradients.
+    Call it before the module is wrapped by DDP: afterwards a change of dtype would cut the hooks
+    that reduce gradients.
 
     Args:
         module: mutated.
@@ -82,11 +83,12 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     chosen = {id(p): p for _, p in named if p.dtype == torch.float32}
     fill_gaps()
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
-    for key, parameter in chosen.items():
+    for parameter in chosen.values():
         parameter.grad = None
         if recipe.has_master(parameter.detach().to("meta", torch.bfloat16)):
             _lose(parameter)
-    # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from weights.
+    # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
+    # weights.
     module._apply(lambda t: t.to(torch.bfloat16) if id(t) in chosen else t)
     for key, parameter in chosen.items():
         if key in gradients:

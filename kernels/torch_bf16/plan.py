@@ -1,7 +1,8 @@
 """The plan of a step: made once, reused while the same tensors take part.
 
-Parameters are grouped into buckets that one kernel call updates: by device, rule, formats and gradient
-dtype. Parameter groups do not separate them; each group's hyperparameters are a row of a small table.
+Parameters are grouped into buckets that one kernel call updates: by device, rule, formats and
+gradient dtype. Parameter groups do not separate them; each group's hyperparameters are a row of a
+small table.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Plan:
         ]
         members: dict[Any, list[int]] = defaultdict(list)
         for index, each in enumerate(participants):
-            # A strided parameter goes through a contiguous copy. On its own, so that no more than one
-            # such copy exists at a time.
+            # A strided parameter goes through a contiguous copy. On its own, so that no more than
+            # one such copy exists at a time.
             alone = None if each.parameter.is_contiguous() else index
             members[_variant(each, recipe), alone].append(index)
         self._parts = [
@@ -109,7 +110,7 @@ class Plan:
             bucket.rows, bucket.scalars = _scalar_rows(chosen, bucket.steps, grad_scale)
             part.run()
             bucket.gradients = ()
-        torch._foreach_add_(counters, 1)
+        torch._foreach_add_(counters, 1)  # pyright: ignore[reportPrivateImportUsage]
 
     def _bucket(self, variant, indices, participants, recipe) -> Bucket:
         bases = [

@@ -18,10 +18,10 @@ __all__ = ["RECIPES", "Recipe", "get_recipe"]
 class Recipe:
     """The formats of weights and moments, and which modules stay in fp32.
 
-    A recipe speaks of bf16 parameters with two or more dimensions. Two kinds of parameters are never
-    compressed: fp32 ones keep everything in fp32, and bf16 ones with at most one dimension (norm
-    gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and fp32 moments, because
-    near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that.
+    A recipe speaks of bf16 parameters with two or more dimensions. Two kinds of parameters are
+    never compressed: fp32 ones keep everything in fp32, and bf16 ones with at most one dimension
+    (norm gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and fp32 moments,
+    because near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that.
 
     Attributes:
         name: shown to users and stored in checkpoints.

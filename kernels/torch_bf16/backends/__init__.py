@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from torch_bf16.errors import BackendUnavailableError
+
 from .bucket import Bucket, Variant
 
 __all__ = ["BACKENDS", "Bucket", "Variant", "choose", "explain"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.counter_rng import block_keys, draw16, noise_bits
+
 from .bucket import Bucket
 
 __all__ = ["SLICE", "run", "unavailable"]
@@ -51,8 +52,8 @@ def _run_slice(bucket, update, tensor, gradient, start, stop):
     for number, (each, views) in enumerate(zip(formats, planes, strict=True)):
         r = None
         if each.stochastic:
-            base = tuple(int(word) for word in bucket.bases[tensor, number])
-            k0, k1 = block_keys(base, int(bucket.steps[tensor]), index_hi)
+            t0, t1 = (int(word) for word in bucket.bases[tensor, number])
+            k0, k1 = block_keys((t0, t1), int(bucket.steps[tensor]), index_hi)
             word = noise_bits(k0, k1, _indices(index_lo, stop - start, gradient.device))
             r = draw16(word, bucket.variant.draws[number])
         each.encode((weight, *states)[number], r, views)
@@ -64,8 +65,8 @@ def _indices(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    # torch's fp32 square root on CPUs is an ulp off for 6 numbers in 1000. Taken in fp64 and rounded
-    # once more it is exact: 53 bits are more than twice 24 and 2.
+    # torch's fp32 square root on CPUs is an ulp off for 6 numbers in 1000. Taken in fp64 and
+    # rounded once more it is exact: 53 bits are more than twice 24 and 2.
     return x.double().sqrt().float()
 
 

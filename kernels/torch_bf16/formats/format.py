@@ -16,7 +16,7 @@ class Plane:
     """One of the tensors a format stores a number in.
 
     Attributes:
-        suffix: what the plane is called beside the number it belongs to; empty for the first plane,
+        suffix: what the plane is called beside the number it belongs to; empty for the first one,
             which carries the number's own name (a weight's first plane is the parameter itself).
         dtype: its dtype.
     """
@@ -27,14 +27,15 @@ class Plane:
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format in its eager dialect; the other backends have their own, bit for bit the same.
+    """A storage format in its eager dialect; other backends have their own, with the same bits.
 
     Attributes:
         name: the name used in recipes.
         planes: the tensors it needs, all of the number's shape; the first can be computed with.
         stochastic: whether ``encode`` needs 16 random bits per element.
         decode: ``decode(planes) -> fp32 tensor``.
-        encode: ``encode(x, r, planes)`` writes fp32 ``x`` into ``planes`` in place; ``r`` is an int32
+        encode: ``encode(x, r, planes)`` writes fp32 ``x`` into ``planes`` in place; ``r`` is an
+        int32
             tensor of uniform 16-bit integers where ``stochastic``, else None.
     """
 
@@ -50,7 +51,7 @@ class Format:
         return sum(plane.dtype.itemsize for plane in self.planes)
 
     def plane_names(self, name: str) -> tuple[str, ...]:
-        """The keys of ``optimizer.state[p]`` for a number called ``name``; weights are called ``""``."""
+        """The keys of ``optimizer.state[p]`` for a number; the name of weights is ``""``."""
         return tuple(
             name if not plane.suffix else f"{name}_{plane.suffix}" if name else plane.suffix
             for plane in self.planes

@@ -1,10 +1,11 @@
-"""Formats of two planes that keep an exact fp32 number beside a bf16 one that can be computed with."""
+"""Formats of two planes: a bf16 number to compute with, and what makes it an exact fp32 one."""
 
 from __future__ import annotations
 
 import torch
 
 from torch_bf16.rounding import bf16_nearest, join16, split16
+
 from .format import Format, Plane
 
 __all__ = ["MASTER32", "REMAINDER16"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_bf16.rounding import bf16_nearest, bf16_stochastic
+
 from .format import Format, Plane
 
 __all__ = ["BF16_NEAREST", "BF16_STOCHASTIC", "FP32"]

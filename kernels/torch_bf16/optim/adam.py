@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAM, ADAMW, Rule
+
 from .optimizer import BF16Optimizer
 
 __all__ = ["Adam", "AdamW"]
@@ -26,11 +27,13 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     Weight decay is part of the one rounding of each weight, so it acts at any size of ``lr`` times
     ``weight_decay``. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the equations.
 
-    Differs from torch.optim: ``foreach``, ``fused`` and ``capturable`` are accepted and change nothing
-    (one fused call updates everything anyway); ``amsgrad`` and ``differentiable`` are refused.
+    Differs from torch.optim: ``foreach``, ``fused`` and ``capturable`` are accepted and change
+    nothing (one fused call updates everything anyway); ``amsgrad`` and ``differentiable`` are
+    refused.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them. Names key the rounding noise;
+        params: bf16 or fp32 parameters, named ones, or groups of them. Names key the rounding
+        noise;
             without them the position does.
         lr: learning rate, a float or a 0-d tensor.
         betas: decay rates of the first and the second moment.

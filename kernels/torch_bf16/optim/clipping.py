@@ -21,8 +21,8 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         parameters: those without a gradient are passed over; the gradients are only read.
 
     Returns:
-        0-d fp32 tensor on the gradients' device; 0 where there is no gradient. Nothing waits for the
-        device.
+        0-d fp32 tensor on the gradients' device; 0 where there is no gradient. Nothing waits for
+        the device.
 
     Example:
         >>> norm = total_norm(model.parameters())
@@ -36,7 +36,11 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     if not by_device:
         return torch.zeros(())
     norms = [
-        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+        torch.linalg.vector_norm(
+            torch.stack(
+                torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+            )
+        )
         for gradients in by_device.values()
     ]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -11,8 +11,10 @@ from torch import nn
 
 from torch_bf16 import checkpoint
 from torch_bf16.recipe import Recipe, get_recipe
+
 from .adam import Adam, AdamW
-from .optimizer import BF16Optimizer, check_group
+from .admission import check_group
+from .optimizer import BF16Optimizer
 from .sgd import SGD
 
 __all__ = ["CONVERTIBLE", "convert"]
@@ -36,14 +38,15 @@ def convert(
 ) -> _T:
     """Make a ``torch.optim`` optimizer store its numbers by a recipe, in place.
 
-    The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that were
-    built on it before or will be after. State it already has is taken over: moments are rounded into
-    the recipe's formats at once.
+    The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that
+    were built on it before or will be after. State it already has is taken over: moments are
+    rounded into the recipe's formats at once.
 
     Args:
         optimizer: exactly a ``torch.optim.AdamW``, ``Adam`` or ``SGD``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        module: the module that owns the parameters: their names then key the rounding noise, so that
+        module: the module that owns the parameters: their names then key the rounding noise, so
+        that
             it does not depend on the order of the parameters.
         backend: name of the backend that takes the steps; None for the best that works.
 
@@ -51,7 +54,8 @@ def convert(
         ``optimizer`` itself.
 
     Raises:
-        ValueError: it was converted before, or a parameter's dtype or a name of a recipe or backend is
+        ValueError: it was converted before, or a parameter's dtype or a name of a recipe or backend
+        is
             not known; nothing has been changed.
         NotImplementedError: there is no fused rule for this class or option.
 
@@ -64,27 +68,27 @@ def convert(
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
-            f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its state. "
-            "To change the recipe, make a new torch.optim optimizer and convert that one"
+            f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its "
+            "state. To change the recipe, make a new torch.optim optimizer and convert that one"
         )
     target = _target(optimizer)
     for number in range(len(optimizer.param_groups)):
         check_group(optimizer, number)
     wrapped = _scheduler_wrapper(optimizer)
 
-    source = type(optimizer)
-    optimizer.__class__ = target
+    source, converted = type(optimizer), cast("Any", optimizer)
+    converted.__class__ = target
     try:
-        optimizer._adopt(recipe, backend)
+        converted._adopt(recipe, backend)
         if module is not None:
-            optimizer._names = _names(optimizer, module)
-        taken = _take_over(optimizer)
+            converted._names = _names(optimizer, module)
+        taken = _take_over(converted)
     except Exception:
-        optimizer.__class__ = source
+        converted.__class__ = source
         raise
     optimizer.state.update(taken)
     # torch hangs its profiling and step hooks on the class the first time that one is made.
-    optimizer._patch_step_function()
+    converted._patch_step_function()
     if wrapped:
         optimizer.__dict__["step"] = _count_steps(optimizer)
     return optimizer
@@ -105,8 +109,8 @@ def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:
         elif isinstance(optimizer, tuple(CONVERTIBLE)):
             why = "it is a subclass, whose own step would be replaced"
         raise NotImplementedError(
-            f"{kind} cannot be converted: {why}. Use one of {known}, or keep this optimizer and train "
-            "in float32 or bf16-mixed"
+            f"{kind} cannot be converted: {why}. Use one of {known}, or keep this optimizer "
+            "and train in float32 or bf16-mixed"
         )
     return target
 
@@ -143,8 +147,8 @@ def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     step = optimizer.__dict__.get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise NotImplementedError(
-            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which would "
-            "go on running the old update; convert the optimizer first and replace its step afterwards"
+            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which "
+            "would go on running the old update; convert the optimizer first, replace its step then"
         )
     return step is not None
 

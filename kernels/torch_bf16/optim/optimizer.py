@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_bf16 import checkpoint
+from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
-from torch_bf16.errors import StateMismatchError
 from torch_bf16.islands import forget_lost_halves
 from torch_bf16.plan import Participant, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
 
-__all__ = ["BF16Optimizer", "check_group"]
+from .admission import Seen, check_gradient, check_group, check_replaced, check_unchanged
 
-_GRADIENTS = (torch.bfloat16, torch.float32)
+__all__ = ["BF16Optimizer"]
 
 
 class BF16Optimizer(torch.optim.Optimizer):
     """Base of the optimizers that store their numbers by a recipe.
 
-    Not made directly: use :class:`AdamW`, :class:`Adam`, :class:`SGD` or :func:`convert`. It is a mixin
-    in front of a ``torch.optim`` class, whose constructor, parameter groups and hooks stay as they are.
-    All tensors of a bucket are updated in one call. Gradients are read, never rewritten.
+    Not made directly: use :class:`AdamW`, :class:`Adam`, :class:`SGD` or :func:`convert`. It is a
+    mixin in front of a ``torch.optim`` class, whose constructor, parameter groups and hooks stay as
+    they are. All tensors of a bucket are updated in one call. Gradients are read, never rewritten.
 
     Attributes:
         recipe: how numbers are stored.
@@ -41,12 +40,14 @@ class BF16Optimizer(torch.optim.Optimizer):
     backend: str | None
     _names: dict[tuple[int, int], str]
     _plan: Plan | None
-    _seen: dict[Tensor, _Seen]
+    _seen: dict[Tensor, Seen]
     _next_scale: float | Tensor
 
     def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
         """Set up what torch's constructor does not know; the groups exist already."""
         self.recipe = get_recipe(recipe)
+        if backend is not None and backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
         self._names = {}
         self._forget()
@@ -90,7 +91,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             for each in participants:
                 # The kernels write through addresses, which autograd does not see.
                 torch.autograd.graph.increment_version(each.parameter)
-                self._seen[each.parameter] = _Seen.of(each.parameter)
+                self._seen[each.parameter] = Seen.of(each.parameter)
         self._next_scale = 1.0
         return loss
 
@@ -133,10 +134,10 @@ class BF16Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this recipe, or one of the ``torch.optim`` class it stands for.
 
-        States keep their exact bits and dtypes; torch would cast them to the parameter's. fp32 moments
-        of a ``torch.optim`` optimizer are rounded into the recipe's formats, and exact masters start
-        from the weights that ``cast_module`` saw. Tensors are copied, and the saved noise seed is taken
-        over, so that a resumed run repeats the uninterrupted one bit for bit.
+        States keep their exact bits and dtypes; torch would cast them to the parameter's. fp32
+        moments of a ``torch.optim`` optimizer are rounded into the recipe's formats, and exact
+        masters start from the weights that ``cast_module`` saw. Tensors are copied, and the saved
+        noise seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
 
         Raises:
             StateMismatchError: recipe, shapes or masters do not fit; nothing has been changed.
@@ -218,24 +219,24 @@ class BF16Optimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             rule = self.rule_of(group)
             for position, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    self._check(parameter, number, position)
-                    participants.append(
-                        Participant(
-                            parameter=parameter,
-                            gradient=parameter.grad,
-                            group=group,
-                            group_index=number,
-                            position=position,
-                            rule=rule,
-                            state=self.state.get(parameter, {}),
-                            key=_key(self._name(number, position)),
-                        )
-                    )
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state.get(parameter, {})
+                label = functools.partial(self.label, number, position)
+                check_gradient(gradient, label)
+                if seen := self._seen.get(parameter):
+                    check_unchanged(parameter, seen, state, label)
+                key = _key(self._name(number, position))
+                participants.append(
+                    Participant(parameter, gradient, group, number, position, rule, state, key)
+                )
         return participants
 
     def _make_plan(self, participants: list[Participant]) -> Plan:
-        self._check_replaced(participants)
+        places = {each.parameter: (each.group_index, each.position) for each in participants}
+        stateless = [each.parameter for each in participants if not each.state]
+        check_replaced(self, stateless, lambda parameter: self.label(*places[parameter]))
         for each in participants:
             label = self.label(each.group_index, each.position)
             each.state = checkpoint.complete_state(
@@ -255,96 +256,5 @@ class BF16Optimizer(torch.optim.Optimizer):
             if seen and seen.version != each.parameter._version and "remainder" in each.state:
                 each.state["remainder"].zero_()
 
-    def _check(self, parameter: Tensor, group: int, position: int) -> None:
-        gradient = parameter.grad
-        if gradient.layout != torch.strided:
-            raise ValueError(
-                f"{self.label(group, position)} has a sparse gradient ({gradient.layout}), which the "
-                "fused update cannot read; make it dense (Embedding(sparse=False)) or train this "
-                "parameter with torch.optim.SparseAdam"
-            )
-        if gradient.dtype not in _GRADIENTS:
-            raise ValueError(
-                f"{self.label(group, position)} has a gradient of {gradient.dtype}; bfloat16 and "
-                "float32 gradients can be used"
-            )
-        seen = self._seen.get(parameter)
-        if seen is None:
-            return
-        if (parameter.dtype, parameter.shape) != (seen.dtype, seen.shape):
-            raise StateMismatchError(
-                f"{self.label(group, position)} was {seen.dtype} of shape {tuple(seen.shape)} at the "
-                "last step and was changed since. Change it back, or make a new optimizer for the "
-                "changed model; nothing was updated"
-            )
-        state = self.state.get(parameter, {})
-        devices = {v.device for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
-        if devices - {parameter.device}:
-            raise StateMismatchError(
-                f"{self.label(group, position)} is on {parameter.device} and its optimizer state on "
-                f"{', '.join(map(str, devices))}: it was moved after the first step. Move it back, or "
-                "let the state follow: optimizer.load_state_dict(optimizer.state_dict()); nothing was "
-                "updated"
-            )
-
-    def _check_replaced(self, participants: list[Participant]) -> None:
-        current = {p for group in self.param_groups for p in group["params"]}
-        orphans = [p for p in self.state if isinstance(p, Tensor) and p not in current]
-        new = [each for each in participants if not each.state]
-        if orphans and new:
-            raise StateMismatchError(
-                f"{self.label(new[0].group_index, new[0].position)} has no optimizer state, while a "
-                f"parameter of shape {tuple(orphans[0].shape)} that has one is in no group any more: "
-                "it was replaced after the first step. Put the old one back and write into it "
-                "(p.data.copy_(...)), or start its state anew: del optimizer.state[old_parameter]; "
-                "nothing was updated"
-            )
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a parameter was when the last step had updated it."""
-
-    version: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> _Seen:
-        return cls(parameter._version, parameter.dtype, parameter.shape)
-
 
 _key = functools.lru_cache(maxsize=None)(tensor_key)
-
-
-def check_group(optimizer: BF16Optimizer | torch.optim.Optimizer, number: int) -> None:
-    """Refuse what these optimizers cannot train.
-
-    Raises:
-        ValueError: the dtype of a parameter.
-        NotImplementedError: an option of the group.
-    """
-    group = optimizer.param_groups[number]
-    for option in ("amsgrad", "differentiable"):
-        if group.get(option):
-            raise NotImplementedError(
-                f"{option}=True in parameter group {number} is not supported by torch_bf16; leave it "
-                f"off, or use torch.optim.{type(optimizer).__name__} for this group"
-            )
-    for position, parameter in enumerate(group["params"]):
-        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
-            continue
-        if parameter.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(
-                f"parameter number {position} of group {number}, shape {tuple(parameter.shape)}, is "
-                f"{parameter.dtype}; bfloat16 and float32 parameters can be trained. "
-                + _remedy(parameter.dtype)
-            )
-
-
-def _remedy(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "Store it as torch.view_as_real(p), or give it to a torch.optim optimizer of its own"
-    if dtype.is_floating_point:
-        return "Call model.float() and then torch_bf16.cast_module(model)"
-    return "Leave parameters that are no floating-point numbers out of the optimizer"

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import SGD as PLAIN
 from torch_bf16.rules import SGD_MOMENTUM, SGD_NESTEROV, Rule
+
 from .optimizer import BF16Optimizer
 
 __all__ = ["SGD"]
@@ -20,8 +21,8 @@ class SGD(BF16Optimizer, torch.optim.SGD):
 
     The momentum buffer has the recipe's ``exp_avg`` format.
 
-    Differs from torch.optim: the state also counts ``step``, which keys the rounding noise; ``foreach``
-    and ``fused`` are accepted and change nothing; ``differentiable`` is refused.
+    Differs from torch.optim: the state also counts ``step``, which keys the rounding noise;
+    ``foreach`` and ``fused`` are accepted and change nothing; ``differentiable`` is refused.
 
     Args:
         params: bf16 or fp32 parameters, named ones, or groups of them.

@@ -1,8 +1,8 @@
 """Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019).
 
 With bias corrections ``c1 = 1 - beta1**t`` and ``c2 = 1 - beta2**t``, torch computes
-``w -= lr/c1 * m / (sqrt(v)/sqrt(c2) + eps)``. Both rules multiply through by ``sqrt(c2)``, which saves a
-division per element: ``w -= (lr*sqrt(c2)/c1) * m / (sqrt(v) + eps*sqrt(c2))``.
+``w -= lr/c1 * m / (sqrt(v)/sqrt(c2) + eps)``. Both rules multiply through by ``sqrt(c2)``, which
+saves a division per element: ``w -= (lr*sqrt(c2)/c1) * m / (sqrt(v) + eps*sqrt(c2))``.
 """
 
 from __future__ import annotations

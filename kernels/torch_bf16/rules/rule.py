@@ -34,8 +34,8 @@ class Rule:
         states: the numbers kept per element, in the order ``update`` takes and returns them.
         update: ``update(w, g, states, scalars) -> (w, states)``. Runs on whatever number type the
             backend gives it: fp32 tensors, or fp32 registers. It uses ``+ - * /`` and
-            ``arithmetic.sqrt`` only, and never combines two scalars, because a host would do that in
-            float64 and a kernel in fp32.
+            ``arithmetic.sqrt`` only, and never combines two scalars, because a host would do that
+            in float64 and a kernel in fp32.
         scalars: ``scalars(group, step, grad_scale) -> tuple`` in float64, from a parameter group's
             hyperparameters and the 1-based number of this step; rounded to fp32 once, by the plan.
     """

@@ -1,15 +1,16 @@
 """32-bit integer arithmetic and bit casts for Numba kernels.
 
-Numba promotes uint32 arithmetic to 64 bits. That halves the vector width and is wrong for a hash that
-relies on wrap-around, so each operation is emitted on i32 directly.
+Numba promotes uint32 arithmetic to 64 bits. That halves the vector width and is wrong for a hash
+that relies on wrap-around, so each operation is emitted on i32 directly.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
 
 __all__ = [
     "add32",
@@ -26,6 +27,9 @@ __all__ = [
     "shr32",
     "xor32",
 ]
+
+# Its functions are called without their first argument, which no type checker knows.
+intrinsic: Any = extending.intrinsic
 
 _I32 = ir.IntType(32)
 _F32 = ir.FloatType()

@@ -1,9 +1,9 @@
 """The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
 
-``decode(planes, i)`` reads element ``i``; ``encode(planes, i, x, k0, k1, index, shift)`` writes it. ``planes``
-is a tuple of one-dimensional arrays in the order of ``Format.planes``, bf16 as uint16; ``k0, k1`` are
-the noise keys of this tensor, stream and step, ``index`` the low 32 bits of the element's global index
-and ``shift`` that of the number's ``Draw``.
+``decode(planes, i)`` reads element ``i``; ``encode(planes, i, x, k0, k1, index, shift)`` writes it.
+``planes`` is a tuple of one-dimensional arrays in the order of ``Format.planes``, bf16 as uint16;
+``k0, k1`` are the noise keys of this tensor, stream and step, ``index`` the low 32 bits of the
+element's global index and ``shift`` that of the number's ``Draw``.
 """
 
 from __future__ import annotations

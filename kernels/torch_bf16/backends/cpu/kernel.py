@@ -12,6 +12,7 @@ import hashlib
 from itertools import count
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from torch_bf16 import rules
 from torch_bf16.backends.bucket import Variant
+
 from .bits import add32, address_as_pointer, low32, mul32, shr32, xor32
 from .codecs import CODECS
 
@@ -35,7 +37,7 @@ _M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
 _STEP, _BLOCK = _u32(0x9E3779B9), _u32(0x85EBCA6B)
 
 # IEEE division: Python's raises on zero, and that branch would keep the loop from vectorising.
-_jit = functools.partial(numba.njit, error_model="numpy", nogil=True)
+_jit: Any = functools.partial(numba.njit, error_model="numpy", nogil=True)
 
 _SIGNATURE = numba.void(
     numba.int64[:, ::1],
@@ -77,27 +79,27 @@ def _sqrt(x):
 class _Workshop:
     """Compiles the parts of one variant, each under a symbol of its own.
 
-    Kernels read from the cache are linked by symbol, and Numba numbers symbols per process: parts of
-    two variants that were compiled by two processes would be taken for one another.
+    Kernels read from the cache are linked by symbol, and Numba numbers symbols per process: parts
+    of two variants that were compiled by two processes would be taken for one another.
     """
 
     def __init__(self, variant: Variant) -> None:
         self._suffix = f"{variant.name}_{_source_hash()}"
         self._numbers = count()
 
-    def compile(self, function):
+    def compile(self, function) -> Any:
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
         return _jit(function)
 
-    def assemble(self, function, parts):
-        """``function`` with ``parts`` as globals, not yet compiled."""
-        return FunctionType(function.__code__, {**function.__globals__, **parts}, function.__name__)
+    def rebind(self, function, **names):
+        """``function`` with some of its globals replaced, not yet compiled."""
+        return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
 
     def lift(self, update):
         """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
         arithmetic = ModuleType("arithmetic")
         arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
-        return self.compile(self.assemble(update, {"arithmetic": arithmetic}))
+        return self.compile(self.rebind(update, arithmetic=arithmetic))
 
     def view(self, dtypes, column):
         """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""
@@ -108,7 +110,8 @@ class _Workshop:
 
         def view(addresses, start, n):
             pointer = address_as_pointer(addresses[column] + start * itemsize)
-            return (numba.carray(pointer, (n,), dtype), *rest(addresses, start, n))
+            array = numba.carray(pointer, (n,), dtype)  # pyright: ignore[reportPrivateImportUsage]
+            return (array, *rest(addresses, start, n))
 
         return self.compile(view)
 
@@ -151,17 +154,21 @@ class _Workshop:
         return self.compile(view), self.compile(decode), self.compile(encode)
 
 
+# What a variant is made of; each kernel gets a module of its own in its place.
+parts = ModuleType("parts")
+
+
 def _update_slice(weights, gradient, states, scalars, keys, index):
     for i in range(gradient[0].shape[0]):
-        weight, numbers = rule(
-            decode_weight(weights, i),
-            decode_gradient(gradient, i),
-            decode_states(states, i),
+        weight, numbers = parts.rule(
+            parts.decode_weight(weights, i),
+            parts.decode_gradient(gradient, i),
+            parts.decode_states(states, i),
             scalars,
         )
         element = add32(index, low32(i))
-        encode_weight(weights, i, weight, keys[0], keys[1], element, SHIFT)
-        encode_states(states, i, numbers, keys, element)
+        parts.encode_weight(weights, i, weight, keys[0], keys[1], element, parts.shift)
+        parts.encode_states(states, i, numbers, keys, element)
 
 
 def _run_chunks(chunks, addresses, numels, offsets, bases, steps, rows, scalars, first, last):
@@ -173,12 +180,12 @@ def _run_chunks(chunks, addresses, numels, offsets, bases, steps, rows, scalars,
             # Noise keys hold for one block of 2**32 global indices.
             n = min(stop - start, 4294967296 - (index & 4294967295))
             keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
-            update_slice(
-                view_weights(addresses[tensor], start, n),
-                view_gradient(addresses[tensor], start, n),
-                view_states(addresses[tensor], start, n),
-                take_scalars(scalars[rows[tensor]]),
-                take_keys(keys),
+            parts.update_slice(
+                parts.view_weights(addresses[tensor], start, n),
+                parts.view_gradient(addresses[tensor], start, n),
+                parts.view_states(addresses[tensor], start, n),
+                parts.take_scalars(scalars[rows[tensor]]),
+                parts.take_keys(keys),
                 low32(index),
             )
             start += n
@@ -191,12 +198,12 @@ def compile_step(variant: Variant, n_scalars: int):
     Compiled at the first call on a machine and read from Numba's cache ever after.
 
     Returns:
-        ``run(chunks, addresses, numels, offsets, bases, steps, rows, scalars, first, last)``: updates
-        chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of (tensor, first
-        element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the addresses of the
-        gradient, the weight's planes and each state's planes; the others are as in ``Bucket``.
-        It releases the GIL, allocates nothing that grows with the tensors, and may run in several
-        threads over different chunks.
+        ``run(chunks, addresses, numels, offsets, bases, steps, rows, scalars, first, last)``:
+        updates chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of
+        (tensor, first element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the
+        addresses of the gradient, the weight's planes and each state's planes; the others are as in
+        ``Bucket``. It releases the GIL, allocates nothing that grows with the tensors, and may run
+        in several threads over different chunks.
     """
     workshop, weights = _Workshop(variant), variant.weights
     # Two numbers that share a stream share its word: same keys, so that it is computed once.
@@ -206,27 +213,29 @@ def compile_step(variant: Variant, n_scalars: int):
         variant.states, draws[1:], 1 + len(weights.planes)
     )
     gradient_codec = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
-    parts = {
-        "rule": workshop.lift(variant.rule.update),
-        "decode_weight": CODECS[weights.name][0],
-        "encode_weight": CODECS[weights.name][1],
-        "decode_gradient": CODECS[gradient_codec][0],
-        "decode_states": decode_states,
-        "encode_states": encode_states,
-        "view_weights": workshop.view([plane.dtype for plane in weights.planes], 1),
-        "view_gradient": workshop.view([variant.gradient], 0),
-        "view_states": view_states,
-        "take_scalars": workshop.take(n_scalars),
-        "take_keys": workshop.take(2 * len(variant.formats)),
-        "SHIFT": draws[0][1],
-    }
-    parts["update_slice"] = workshop.compile(workshop.assemble(_update_slice, parts))
-    return _cached(workshop.assemble(_run_chunks, parts), f"run_{variant.name}_{_source_hash()}")
+    variant_parts: Any = ModuleType("parts")
+    variant_parts.rule = workshop.lift(variant.rule.update)
+    variant_parts.decode_weight = CODECS[weights.name][0]
+    variant_parts.encode_weight = CODECS[weights.name][1]
+    variant_parts.decode_gradient = CODECS[gradient_codec][0]
+    variant_parts.decode_states = decode_states
+    variant_parts.encode_states = encode_states
+    variant_parts.view_weights = workshop.view([plane.dtype for plane in weights.planes], 1)
+    variant_parts.view_gradient = workshop.view([variant.gradient], 0)
+    variant_parts.view_states = view_states
+    variant_parts.take_scalars = workshop.take(n_scalars)
+    variant_parts.take_keys = workshop.take(2 * len(variant.formats))
+    variant_parts.shift = draws[0][1]
+    variant_parts.update_slice = workshop.compile(
+        workshop.rebind(_update_slice, parts=variant_parts)
+    )
+    run = workshop.rebind(_run_chunks, parts=variant_parts)
+    return _cached(run, f"run_{variant.name}_{_source_hash()}")
 
 
 def _cached(function, name):
-    # Numba files compiled code under the name and the source file's age. It sees neither the parts that
-    # reach the kernel as globals nor their sources, so the name carries both.
+    # Numba files compiled code under the name and the source file's age. It sees neither the parts
+    # that reach the kernel as globals nor their sources, so the name carries both.
     function.__qualname__ = name
     try:
         return _jit(_SIGNATURE, cache=True)(function)

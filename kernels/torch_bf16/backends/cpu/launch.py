@@ -1,8 +1,8 @@
 """Running a kernel over all chunks of a bucket, on several threads.
 
 The threads are Python's, over a kernel that releases the GIL, not Numba's parallel loops: Numba's
-OpenMP layer aborts a forked child whose parent ran parallel code, and its workqueue layer must not be
-entered by two threads at once. A forked child simply starts a pool of its own.
+OpenMP layer aborts a forked child whose parent ran parallel code, and its workqueue layer must not
+be entered by two threads at once. A forked child simply starts a pool of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from torch_bf16.backends.bucket import Bucket
+
 from .kernel import CHUNK, compile_step
 
 __all__ = ["launch"]

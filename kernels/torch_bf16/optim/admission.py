@@ -1,0 +1,136 @@
+"""What our optimizers can train, and what may not change between two steps.
+
+Everything here is asked before a step updates anything, so that an error leaves the optimizer as
+usable as it was. ``label`` is a function that names the parameter in the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from torch_bf16.errors import StateMismatchError
+
+__all__ = ["Seen", "check_gradient", "check_group", "check_replaced", "check_unchanged"]
+
+_TRAINABLE = (torch.bfloat16, torch.float32)
+_UNSUPPORTED = ("amsgrad", "differentiable")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a parameter was when the last step had updated it."""
+
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Seen:
+        """What ``parameter`` is now."""
+        return cls(parameter._version, parameter.dtype, parameter.shape)
+
+
+def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Refuse options and dtypes that cannot be trained.
+
+    Raises:
+        ValueError: the dtype of a parameter.
+        NotImplementedError: an option of the group.
+    """
+    group = optimizer.param_groups[number]
+    for option in _UNSUPPORTED:
+        if group.get(option):
+            raise NotImplementedError(
+                f"{option}=True in parameter group {number} is not supported by torch_bf16; leave "
+                f"it off, or train this group with torch.optim.{type(optimizer).__name__}"
+            )
+    names = group.get("param_names")
+    for position, parameter in enumerate(group["params"]):
+        if not is_lazy(parameter) and parameter.dtype not in _TRAINABLE:
+            name = f"{names[position]!r}, " if names else ""
+            raise ValueError(
+                f"parameter {name}number {position} of group {number}, shape "
+                f"{tuple(parameter.shape)}, is {parameter.dtype}; bfloat16 and float32 parameters "
+                f"can be trained. {_remedy(parameter.dtype)}"
+            )
+
+
+def _remedy(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "Store it as torch.view_as_real(p), or train it with an optimizer of its own"
+    if dtype.is_floating_point:
+        return "Call model.float() and then torch_bf16.cast_module(model)"
+    return "Leave parameters that are no floating-point numbers out of the optimizer"
+
+
+def check_gradient(gradient: Tensor, label: Callable[[], str]) -> None:
+    """Refuse a gradient that a kernel cannot read.
+
+    Raises:
+        ValueError: it is sparse, or neither bf16 nor fp32.
+    """
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"{label()} has a sparse gradient ({gradient.layout}), which the fused update cannot "
+            "read; make it dense (Embedding(sparse=False)), or train this parameter with "
+            "torch.optim.SparseAdam. Nothing was updated"
+        )
+    if gradient.dtype not in _TRAINABLE:
+        raise ValueError(
+            f"{label()} has a gradient of {gradient.dtype}; bfloat16 and float32 gradients can be "
+            "used. Nothing was updated"
+        )
+
+
+def check_unchanged(
+    parameter: Tensor, seen: Seen, state: Mapping[str, Any], label: Callable[[], str]
+) -> None:
+    """Refuse a parameter that was moved, recast or reshaped since the last step.
+
+    Raises:
+        StateMismatchError: its state would not fit it any more.
+    """
+    if (parameter.dtype, parameter.shape) != (seen.dtype, seen.shape):
+        raise StateMismatchError(
+            f"{label()} was {seen.dtype} of shape {tuple(seen.shape)} at the last step and was "
+            "changed since. Change it back, or make a new optimizer for the changed model. Nothing "
+            "was updated"
+        )
+    devices = {v.device for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
+    if devices - {parameter.device}:
+        raise StateMismatchError(
+            f"{label()} is on {parameter.device} and its optimizer state on "
+            f"{', '.join(map(str, devices))}: it was moved after the first step. Move it back, or "
+            "let the state follow: optimizer.load_state_dict(optimizer.state_dict()). Nothing was "
+            "updated"
+        )
+
+
+def check_replaced(
+    optimizer: torch.optim.Optimizer, stateless: Iterable[Tensor], label: Callable[[Tensor], str]
+) -> None:
+    """Refuse a new parameter in the place of one whose state is still here.
+
+    Args:
+        optimizer: its groups and its state.
+        stateless: parameters about to get a first state.
+        label: names one of them.
+
+    Raises:
+        StateMismatchError: one of them seems to have replaced another.
+    """
+    current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    orphans = [p for p in optimizer.state if isinstance(p, Tensor) and p not in current]
+    for parameter in stateless if orphans else ():
+        raise StateMismatchError(
+            f"{label(parameter)} has no optimizer state, while a parameter of shape "
+            f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
+            "after the first step. Put the old one back and write into it (p.data.copy_(...)), or drop "
+            "the old state: del optimizer.state[old_parameter]. Nothing was updated"
+        )
