@@ -62,9 +62,15 @@ import lightning_bf16
     assert done.returncode == 0, done.stderr
 
 
-def test_an_import_before_the_host_works_where_torch_loads_no_entry_points():
-    code = "import lightning_bf16, sys; assert 'lightning' not in sys.modules\n"
+def test_an_import_before_the_host_works_with_pytorch_lightning_alone_and_no_entry_points():
+    code = """
+import sys
+sys.modules["lightning"] = None  # as if it were not installed
+import lightning_bf16
+assert "pytorch_lightning" not in sys.modules
+"""
     code += MAKE.format(pl="pytorch_lightning", fabric="lightning_fabric")
+    code += "assert lightning_bf16.BF16Precision is type(trainer.precision_plugin)\n"
     done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
 
