@@ -95,8 +95,9 @@ def complete_state(
     if foreign:
         raise StateMismatchError(
             f"the state of {label} has {', '.join(sorted(foreign))}, which recipe "
-            f"{recipe.name!r} has no place for (weights of a {parameter.dtype} parameter: {weights.name}); load it "
-            "into a model and an optimizer of the dtype and recipe it was saved with"
+            f"{recipe.name!r} has no place for (weights of a {parameter.dtype} parameter: "
+            f"{weights.name}); load it into a model and an optimizer of the dtype and recipe it was "
+            "saved with"
         )
     complete: dict[str, Any] = {"step": _step(state, parameter, rule)}
     for each in rule.states:

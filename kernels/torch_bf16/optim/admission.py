@@ -131,6 +131,6 @@ def check_replaced(
         raise StateMismatchError(
             f"{label(parameter)} has no optimizer state, while a parameter of shape "
             f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
-            "after the first step. Put the old one back and write into it (p.data.copy_(...)), or drop "
-            "the old state: del optimizer.state[old_parameter]. Nothing was updated"
+            "after the first step. Put the old one back and write into it (p.data.copy_(...)), or "
+            "drop the old state: del optimizer.state[old_parameter]. Nothing was updated"
         )
