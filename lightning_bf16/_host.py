@@ -147,13 +147,9 @@ def _wrap_fabric(fabric: type) -> None:
         ours = isinstance(self._precision, PrecisionBody) and float(norm_type) == 2.0
         if not ours or max_norm is None or clip_val is not None:
             return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
-        norm = self._precision.clip_in_place(optimizer, max_norm)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
-                f"max_norm={max_norm}; pass error_if_nonfinite=False to go on with them"
-            )
-        return norm
+        return self._precision.clip_in_place(
+            optimizer, max_norm, error_if_nonfinite=error_if_nonfinite
+        )
 
     for name, wrapper in (
         ("clip_gradients", clip_gradients),

@@ -136,14 +136,24 @@ class PrecisionBody(_Base):
                 converted.append(optimizer)
         return converted
 
-    def clip_in_place(self, optimizer: Any, limit: float) -> Tensor:
+    def clip_in_place(
+        self, optimizer: Any, limit: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Scale this optimizer's gradients to an fp32 norm of at most ``limit``.
 
         Returns:
             The norm they had.
+
+        Raises:
+            RuntimeError: it is not finite and ``error_if_nonfinite``; nothing was scaled.
         """
         parameters = list(self.main_params(optimizer))
         norm = torch_bf16.total_norm(parameters)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
+                f"{limit}; pass error_if_nonfinite=False to go on with them"
+            )
         coefficient = clip_coefficient(norm, limit)
         for parameter in parameters:
             if parameter.grad is not None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from lightning_models import batches, host, loader, make_module, make_trainer, network
+from lightning_models import batches, host, make_module, make_trainer, network
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
@@ -144,6 +144,30 @@ def test_accumulation_equals_a_loop_by_hand_bit_for_bit(pl, mode):
         assert torch.equal(ours.view(torch.int16), by_hand.view(torch.int16))
 
 
+@pytest.mark.parametrize(
+    ("precision", "learns"),
+    [("bf16-stochastic", True), ("bf16-fp32-master", True), ("bf16-true", False)],
+)
+def test_updates_below_half_an_ulp_add_up_and_in_stock_bf16_true_they_do_not(precision, learns):
+    """200 steps of 1e-3 from 1.0, where bf16 has 0.0039 between neighbours, in 1024 weights.
+
+    One weight wanders by sqrt(sum of steps * ulp) = 0.028, so their mean by 0.0009.
+    """
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([self.weight], lr=1e-3, weight_decay=0.0)
+
+    def training_step(self, batch, batch_idx):
+        return self.weight.float().sum()
+
+    hooks = {"configure_optimizers": configure_optimizers, "training_step": training_step}
+    module = make_module(host("lightning.pytorch"), **hooks)
+    module.weight = nn.Parameter(torch.ones(32, 32))
+    make_trainer(host("lightning.pytorch"), precision).fit(module, batches(1, repeat=200))
+    mean = float(module.weight.double().mean())
+    assert abs(mean - 0.8) < 0.005 if learns else mean == 1.0
+
+
 @pytest.mark.parametrize("compute", ["autocast", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
@@ -204,103 +228,3 @@ def test_metrics_and_buffers_of_the_module_stay_exact(pl):
     for name, buffer in before.items():
         assert torch.equal(dict(module.held.named_buffers())[name], buffer)
     assert module.held.weight.dtype == torch.bfloat16
-
-
-class Residual(nn.Module):
-    """An fp32 input and an fp32 buffer meet bf16 weights behind the residual connection."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), norm
-        self.register_buffer("position", torch.randn(8))
-
-    def forward(self, x):
-        return self.norm(x + self.linear(x) + self.position)
-
-
-class First(nn.Module):
-    """Gives the tensor in what a recurrent layer returns."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
-class Twice(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x, x)
-
-
-LAYERS = {
-    "linear": lambda: nn.Linear(8, 8),
-    "bilinear": lambda: Twice(nn.Bilinear(8, 8, 8)),
-    "layer-norm": lambda: nn.LayerNorm(8),
-    "rms-norm": lambda: nn.RMSNorm(8),
-    "group-norm": lambda: nn.GroupNorm(2, 4),
-    "instance-norm": lambda: nn.InstanceNorm1d(4, affine=True),
-    "instance-norm-tracking": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
-    "batch-norm": lambda: nn.BatchNorm1d(4),
-    "linear-batch-norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(4)),
-    "residual-layer-norm": lambda: Residual(nn.LayerNorm(8)),
-    "residual-rms-norm": lambda: Residual(nn.RMSNorm(8)),
-    "residual-batch-norm": lambda: Residual(nn.BatchNorm1d(4)),
-    "convolution": lambda: nn.Conv1d(4, 4, 3),
-    "transposed-convolution": lambda: nn.ConvTranspose1d(4, 4, 3),
-    "lstm": lambda: First(nn.LSTM(8, 8, 2, bidirectional=True)),
-    "gru": lambda: First(nn.GRU(8, 8)),
-    "rnn": lambda: First(nn.RNN(8, 8)),
-    "prelu": lambda: nn.PReLU(),
-    "encoder-layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-    "encoder-layer-norm-first": lambda: nn.TransformerEncoderLayer(
-        8, 2, 16, batch_first=True, norm_first=True
-    ),
-    "decoder-layer": lambda: Twice(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)),
-    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-    "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-}
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_trains_and_validates_on_fp32_inputs(layer):
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", self.layer(batch).square().mean())
-
-    hooks = {"training_step": training_step, "validation_step": validation_step}
-    module = make_module(host("lightning.pytorch"), **hooks)
-    module.net, module.layer = nn.Identity(), LAYERS[layer]()
-    before = [p.detach().clone() for p in module.parameters()]
-    data = loader([torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))] * 2)
-    trainer = make_trainer(host("lightning.pytorch"), "bf16-fp32-master")
-    trainer.fit(module, data, data)
-    assert torch.isfinite(trainer.callback_metrics["loss"])
-    assert any(
-        not torch.equal(old, p.float()) for old, p in zip(before, module.parameters(), strict=True)
-    )
-
-
-def test_a_norm_of_an_fp32_input_computes_in_fp32():
-    from lightning_bf16.cpu_autocast import fill_gaps
-
-    fill_gaps()
-    norm = nn.LayerNorm(8)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(0.5, 2, 8))
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    bf16 = torch_bf16.cast_module(nn.LayerNorm(8))
-    bf16.load_state_dict(norm.state_dict())
-    norm.load_state_dict(bf16.state_dict())
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        assert torch.equal(bf16(x), norm(x))
-        assert bf16(x.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(RuntimeError, match="mixed dtype"):
-        bf16(x)
