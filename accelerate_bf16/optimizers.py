@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,9 +14,9 @@ __all__ = ["convert", "inner", "owns"]
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, below Accelerate's wrapper."""
-    while isinstance(below := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = below
+    """The user's optimizer, below Accelerate's wrapper and no other."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
     return optimizer
 
 

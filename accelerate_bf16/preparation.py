@@ -67,7 +67,7 @@ class Preparation:
 
     def proofs(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""
-        silent = list(self._cast)
+        silent = [each for each in self._cast if any(True for _ in each.parameters())]
         for optimizer in self._optimizers:
             trained = [each for each in self._models if optimizers.owns(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):

@@ -9,7 +9,12 @@ import pickle
 from enum import Enum
 
 import pytest
-from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate import (
+    DeepSpeedPlugin,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import MegatronLMPlugin, PrecisionType
 
@@ -148,6 +153,18 @@ def test_fsdp_is_refused_with_what_works(mode):
         plugin.set_mixed_precision(mode)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy is not None
+
+
+def test_after_a_refusal_another_accelerator_can_be_made(make_accelerator, monkeypatch, mode):
+    # Accelerate sets the variable itself; this makes the test take it back.
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    with pytest.raises(NotImplementedError, match="cannot be combined with FSDP"):
+        make_accelerator(mode, fsdp_plugin=FullyShardedDataParallelPlugin())
+    PartialState._shared_state["distributed_type"] = DistributedType.NO
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    assert make_accelerator("no").mixed_precision == "no"
 
 
 def test_registering_again_changes_nothing(make_accelerator):

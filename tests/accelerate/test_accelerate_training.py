@@ -231,6 +231,16 @@ def test_preparing_again_changes_nothing(make_accelerator, mode, model, batches)
     train(accelerator, again, wrapped_again, batches[:3])
 
 
+def test_preparing_the_module_below_ddp_again_wraps_forward_once(make_accelerator, mode, model):
+    accelerator = make_accelerator(mode)
+    accelerator.prepare(model)
+    forward = model.forward
+    # Under DDP it is the wrapper that carries this mark.
+    del model._is_accelerate_prepared
+    accelerator.prepare(model)
+    assert model.forward == forward
+
+
 def test_two_accelerators_in_one_process(make_accelerator, mode, batches):
     for _ in range(2):
         accelerator = make_accelerator(mode)
@@ -375,6 +385,11 @@ def test_an_optimizer_without_a_prepared_model_is_said_to_be_one(make_accelerato
     first, second = [record.getMessage() for record in caplog.records]
     assert "AdamW holds parameters of no prepared model; they become bf16 when" in first
     assert "497 parameters (465 bfloat16, 32 float32)" in second
+
+
+def test_modules_without_parameters_are_not_worth_a_line(make_accelerator, mode, caplog):
+    make_accelerator(mode).prepare(nn.MSELoss())
+    assert not caplog.records
 
 
 def test_proof_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
