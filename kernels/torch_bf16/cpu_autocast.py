@@ -1,9 +1,10 @@
 """What torch's CPU autocast leaves undone: fp32 activations that meet bf16 weights in a norm.
 
-On CUDA autocast widens every argument of a norm to fp32. On CPU it leaves norms alone, and the
-kernels take bf16 activations with fp32 weights but not fp32 activations with bf16 weights ("mixed
-dtype (CPU): expect parameter to have scalar type of Float"): a norm on raw inputs, or behind a
-residual connection with an fp32 input or positional buffer, would fail.
+On CUDA autocast widens every argument of a norm to fp32, and brings both arguments of a product to
+one dtype. On CPU it leaves norms and products with a vector alone. Their kernels take bf16
+activations with fp32 weights, for norms, but never fp32 activations with bf16 weights ("mixed dtype
+(CPU): expect parameter to have scalar type of Float"): a norm on raw inputs, or behind a residual
+connection with an fp32 input or positional buffer, would fail.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from torch.library import Library
 
 __all__ = ["fill_gaps"]
 
-_OPS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "bilinear")
+_NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
+_PRODUCTS = ("bilinear", "mv", "addmv", "dot", "vdot")
 
 # The registrations last as long as this object.
 _library: Library | None = None
 
 
 def fill_gaps() -> None:
-    """Let norms widen bf16 weights to fp32 where the input is fp32, under CPU autocast only.
+    """Let these operators widen bf16 arguments that meet fp32 ones, under CPU autocast only.
 
-    Once per process. Calls that worked before run as they did: only an fp32 input with a bf16
-    weight is treated differently. An operator for which torch has an autocast rule of its own is
-    left alone.
+    Once per process. Calls that worked before run as they did: for norms, only an fp32 input with a
+    bf16 weight is treated differently. An operator for which torch has an autocast rule of its own
+    is left alone.
 
     Example:
         >>> fill_gaps()
@@ -40,23 +42,25 @@ def fill_gaps() -> None:
     if _library is not None:
         return
     _library = Library("aten", "IMPL")
-    for name in _OPS:
+    for name in (*_NORMS, *_PRODUCTS):
         operator = getattr(torch.ops.aten, name, None)
         known = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
         if operator is not None and not known:
-            _library.impl(name, _widening(operator), "AutocastCPU")
+            kernel = _widening(operator, deciding=1 if name in _NORMS else None)
+            _library.impl(name, kernel, "AutocastCPU")
 
 
-def _widening(operator: Any) -> Any:
-    # `operator` is the packet, so that one function serves every overload it has.
+def _widening(operator: Any, deciding: int | None) -> Any:
+    """An autocast kernel: bf16 arguments become fp32 if one of the first ``deciding`` is fp32."""
     below_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-    def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype == torch.float32:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args[:deciding]):
             args = tuple(_widened(a) for a in args)
             kwargs = {name: _widened(a) for name, a in kwargs.items()}
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):
-            return operator(x, *args, **kwargs)
+            # The packet, not an overload: norms differ in what later versions of torch added.
+            return operator(*args, **kwargs)
 
     return call
 
