@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-from .cpu_autocast import fill_gaps
 from .fp32_results import to_fp32
 
 __all__ = ["PrecisionBody"]
@@ -86,12 +85,9 @@ class PrecisionBody(_Base):
         """Autocast on the device of the module; nothing for ``compute="bf16"``."""
         if self.compute == "bf16":
             return nullcontext()
-        device = self._device_type()
-        if device == "cpu":
-            fill_gaps()
         # The cache holds casts of fp32 weights; there are none worth it, and it would keep stale
         # copies of the modules in keep_fp32.
-        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+        return torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
 
     def convert_input(self, data: Any) -> Any:
         """Inputs as they are; their floats in bf16 for ``compute="bf16"``."""
