@@ -61,8 +61,10 @@ def split16(x):
 
 def join16(hi, lo):
     upper = hi.astype(np.int64) * 0x10000
-    nan = (hi & 0x7FFF) > 0x7F80
-    return from_bits(upper + np.where(nan, lo.astype(np.int64) % 0x10000, lo.astype(np.int64)))
+    nan, zero = (hi & 0x7FFF) > 0x7F80, (hi & 0x7FFF) == 0
+    lo = lo.astype(np.int64)
+    # Nothing lies below a zero: a negative half there is stale, and its top bit means nothing.
+    return from_bits(upper + np.where(nan, lo % 0x10000, np.where(zero, lo % 0x8000, lo)))
 
 
 def bf16_to_fp32(b):

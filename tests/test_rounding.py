@@ -83,6 +83,19 @@ def test_split_and_join_equal_oracle_for_every_upper_half(every_upper_half):
     assert_same(join16(hi, lo).view(torch.int32), want, x)
 
 
+def test_a_stale_lower_half_beside_a_zero_never_makes_a_nan():
+    """``p.data.mul_(mask)`` zeroes a weight without a trace; split16 makes no such pair."""
+    lo = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for zero in (0.0, -0.0):
+        hi = torch.full(lo.shape, zero, dtype=torch.bfloat16)
+        joined = join16(hi, lo)
+        assert_same(
+            joined.view(torch.int32), oracle.join16(uint16(hi), lo.numpy()).view(np.int32), hi
+        )
+        assert joined.abs().max() < 2.0**-133
+        assert torch.equal(joined.signbit(), hi.signbit())
+
+
 @pytest.mark.parametrize("upper", [0x3F80, 0xC041], ids=hex)
 def test_round_up_count_equals_dropped_half(upper):
     """2**26 cases an upper half; all 2**32 of eight upper halves are in prove_rounding.py."""

@@ -99,6 +99,10 @@ def split16(x: Tensor) -> tuple[Tensor, Tensor]:
 def join16(hi: Tensor, lo: Tensor) -> Tensor:
     """Puts together what `split16` took apart.
 
+    Beside a zero, ``lo`` is never negative. Where it is, the weight was zeroed in a way that nobody
+    sees (``p.data.mul_(mask)``) and ``lo`` is stale: subtracting it would borrow from the sign and
+    give a NaN, so its top bit is ignored there.
+
     Args:
         hi: bf16.
         lo: int16, the shape of ``hi``.
@@ -116,9 +120,10 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
         )
     upper = hi.detach().view(torch.int16).to(torch.int32) << 16
     lower = lo.to(torch.int32)
-    # A visible infinity may stand for a finite number just below it, so only NaN is special.
+    # A visible infinity may stand for a finite number just below it, so it is not special.
     joined = torch.where(_is_nan(upper), upper | (lower & 0xFFFF), upper + lower)
-    return joined.view(torch.float32)
+    zero = (upper & _MAGNITUDE) == 0
+    return torch.where(zero, upper | (lower & 0x7FFF), joined).view(torch.float32)
 
 
 def _bits_of_fp32(x: Tensor, function: str) -> Tensor:

@@ -98,8 +98,10 @@ def encode_bf16_stochastic(planes, i, x, k0, k1, index, shift):
 @numba.njit
 def decode_remainder16(planes, i):
     high = shl32(_u32(planes[0][i]), _S16)
-    low = _u32(planes[1][i])
-    nan = and32(high, _MAGNITUDE) > _INFINITY
+    magnitude = and32(high, _MAGNITUDE)
+    nan = magnitude > _INFINITY
+    # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
+    low = and32(_u32(planes[1][i]), _u32(0x7FFF) if magnitude == _u32(0) else _LOW)
     # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
     borrow = shl32(and32(low, _HALF), _ONE)
     signed = add32(add32(high, low), add32(xor32(borrow, _u32(0xFFFFFFFF)), _ONE))
