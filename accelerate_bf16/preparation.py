@@ -27,7 +27,9 @@ class Preparation:
     Example:
         >>> preparation = Preparation("bf16-stochastic")
         >>> preparation.run([model], [optimizer])
-        >>> print(*preparation.proofs(), sep="\\n")
+        >>> [line] = preparation.proofs()
+        >>> line
+        'mixed_precision=bf16-stochastic: true-bf16-stochastic: ...'
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.nn.functional import mse_loss
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,23 @@ def batches():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, 8, generator=generator)
     return list(zip(x, (x[..., :1] - x[..., 1:2]).tanh(), strict=True))
+
+
+@pytest.fixture
+def train():
+    """The loop of Accelerate's documentation; returns the losses."""
+    return _train
+
+
+def _train(accelerator, model, optimizer, batches, scheduler=None):
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

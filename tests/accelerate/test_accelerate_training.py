@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 
 import pytest
 import torch
-from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_bf16
-from accelerate_bf16.proof import announce
 from torch_bf16 import BF16Optimizer
 
 
-def train(accelerator, model, optimizer, batches, scheduler=None):
-    losses = []
-    for x, y in batches:
-        with accelerator.accumulate(model):
-            loss = mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def test_one_process_trains_in_bf16_and_keeps_identities(make_accelerator, mode, model, batches):
+def test_one_process_trains_in_bf16_and_keeps_identities(
+    make_accelerator, train, mode, model, batches
+):
     accelerator = make_accelerator(mode)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -75,7 +60,7 @@ def test_outputs_and_loss_are_fp32_and_inputs_stay_as_they_are(make_accelerator,
     assert mse_loss(output["logits"], y).dtype == torch.float32
 
 
-def test_every_order_of_arguments_gives_the_same_training(make_accelerator, model, batches):
+def test_every_order_of_arguments_gives_the_same_training(make_accelerator, train, model, batches):
     accelerator = make_accelerator("bf16-fp32-master")
     weights = []
     for order in itertools.permutations(range(4)):
@@ -96,7 +81,7 @@ def test_every_order_of_arguments_gives_the_same_training(make_accelerator, mode
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_separate_calls_of_prepare_work_in_both_orders(
-    make_accelerator, mode, model, batches, first
+    make_accelerator, train, mode, model, batches, first
 ):
     accelerator = make_accelerator(mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -116,7 +101,7 @@ def test_separate_calls_of_prepare_work_in_both_orders(
 @pytest.mark.parametrize("before", [True, False], ids=["before-prepare", "after-prepare"])
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "own"])
 def test_schedulers_of_any_age_move_the_rate_of_our_step(
-    make_accelerator, recwarn, model, batches, before, passed
+    make_accelerator, train, recwarn, model, batches, before, passed
 ):
     accelerator = make_accelerator("bf16-stochastic")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -156,7 +141,7 @@ def test_several_models_and_optimizers_draw_different_noise(make_accelerator, ba
     assert torch.allclose(one.weight.float(), other.weight.float(), atol=1e-2)
 
 
-def test_accumulation_steps_once_per_window(make_accelerator, mode, model, batches):
+def test_accumulation_steps_once_per_window(make_accelerator, train, mode, model, batches):
     accelerator = make_accelerator(mode, gradient_accumulation_steps=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prepared, wrapped = accelerator.prepare(model, optimizer)
@@ -206,42 +191,7 @@ def test_optimizer_state_from_fp32_training_is_taken_over_exactly(make_accelerat
     assert state["step"] == 3
 
 
-def test_accelerators_round_trip_at_prepare_changes_no_bit(make_accelerator, mode, model, batches):
-    accelerator = make_accelerator(mode)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    train(accelerator, prepared, wrapped, batches[:3])
-    before = {k: v.clone() for k, v in optimizer.state[model.up.weight].items()}
-    another = make_accelerator(mode)
-    another.prepare_optimizer(optimizer)
-    after = optimizer.state[model.up.weight]
-    assert {k: v.dtype for k, v in after.items()} == {k: v.dtype for k, v in before.items()}
-    assert all(torch.equal(after[k], v) for k, v in before.items())
-
-
-def test_preparing_again_changes_nothing(make_accelerator, mode, model, batches):
-    accelerator = make_accelerator(mode)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    forward = model.forward
-    again, wrapped_again = accelerator.prepare(prepared, wrapped)
-    assert again is prepared
-    assert wrapped_again is wrapped
-    assert model.forward == forward
-    train(accelerator, again, wrapped_again, batches[:3])
-
-
-def test_preparing_the_module_below_ddp_again_wraps_forward_once(make_accelerator, mode, model):
-    accelerator = make_accelerator(mode)
-    accelerator.prepare(model)
-    forward = model.forward
-    # Under DDP it is the wrapper that carries this mark.
-    del model._is_accelerate_prepared
-    accelerator.prepare(model)
-    assert model.forward == forward
-
-
-def test_two_accelerators_in_one_process(make_accelerator, mode, batches):
+def test_two_accelerators_in_one_process(make_accelerator, train, mode, batches):
     for _ in range(2):
         accelerator = make_accelerator(mode)
         model = nn.Linear(8, 1)
@@ -251,7 +201,7 @@ def test_two_accelerators_in_one_process(make_accelerator, mode, batches):
         assert model.weight.dtype == torch.bfloat16
 
 
-def test_an_optimizer_of_ours_keeps_the_users_recipe(make_accelerator, model, batches):
+def test_an_optimizer_of_ours_keeps_the_users_recipe(make_accelerator, train, model, batches):
     from torch_bf16.rounding import join16
 
     weight = model.up.weight.detach().clone()
@@ -262,154 +212,3 @@ def test_an_optimizer_of_ours_keeps_the_users_recipe(make_accelerator, model, ba
     assert optimizer.recipe.name == "bf16-fp32-master"
     state = optimizer.state[model.up.weight]
     assert torch.equal(join16(model.up.weight.detach(), state["remainder"]), weight)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(torch.optim.LBFGS, "torch.optim.lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor")],
-    ids=["lbfgs", "adafactor"],
-)
-def test_optimizer_that_cannot_be_converted_raises_and_leaves_all_usable(
-    make_accelerator, model, batches, make, name
-):
-    accelerator = make_accelerator("bf16-stochastic")
-    optimizer = make(model.parameters())
-    with pytest.raises(NotImplementedError, match=f"{name} cannot be converted: .* Use one of"):
-        accelerator.prepare(model, optimizer)
-    assert model.up.weight.dtype == torch.float32
-    assert type(optimizer) is make
-    assert accelerator.mixed_precision == "bf16-stochastic"
-
-    good = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared, wrapped = accelerator.prepare(model, good)
-    train(accelerator, prepared, wrapped, batches[:3])
-
-
-def test_evaluation_without_an_optimizer(make_accelerator, mode, model, batches):
-    accelerator = make_accelerator(mode)
-    prepared = accelerator.prepare_model(model.eval(), evaluation_mode=True)
-    with torch.no_grad():
-        output = prepared(batches[0][0])
-    assert output.dtype == torch.float32
-    assert model.up.weight.dtype == torch.bfloat16
-
-
-def test_autocast_context_runs_modules_outside_forward(make_accelerator, mode, model, batches):
-    accelerator = make_accelerator(mode)
-    accelerator.prepare(model)
-    x = batches[0][0]
-    with pytest.raises(RuntimeError, match="same dtype"):
-        model.up(x)
-    with accelerator.autocast():
-        assert torch.is_autocast_enabled("cpu")
-        assert not torch.is_autocast_cache_enabled()
-        assert model.up(x).dtype == torch.bfloat16
-    with accelerator.autocast(AutocastKwargs(enabled=False)):
-        assert not torch.is_autocast_enabled("cpu")
-    assert torch.is_autocast_cache_enabled()
-
-
-def test_unwrap_gives_back_the_users_forward(make_accelerator, mode, batches):
-    class Decorated(nn.Linear):
-        @torch.no_grad()
-        def forward(self, x):
-            return super().forward(x)
-
-    accelerator = make_accelerator(mode)
-    model = Decorated(8, 1)
-    prepared = accelerator.prepare(model)
-    assert prepared(batches[0][0]).dtype == torch.float32
-    assert accelerator.unwrap_model(prepared) is model
-    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    assert bare.forward.__func__ is Decorated.forward
-    output = bare(batches[0][0].bfloat16())
-    assert output.dtype == torch.bfloat16
-    assert not output.requires_grad
-
-
-def test_state_dict_for_saving_is_bf16_and_loads_into_a_plain_model(
-    make_accelerator, mode, model, tmp_path
-):
-    accelerator = make_accelerator(mode)
-    prepared = accelerator.prepare(model)
-    state = accelerator.get_state_dict(prepared)
-    assert state["up.weight"].dtype == torch.bfloat16
-    torch.save(state, tmp_path / "model.pt")
-    plain = type(model)()
-    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    assert torch.equal(plain.up.weight, model.up.weight.float())
-
-
-def test_wrapped_and_half_precision_models_are_refused_untouched(make_accelerator, mode):
-    accelerator = make_accelerator(mode)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
-    with pytest.raises(ValueError, match=r"parameter '1.weight' .* is torch.float16"):
-        accelerator.prepare(model)
-    assert model[0].weight.dtype == torch.float32
-    assert accelerator.mixed_precision == mode
-
-
-def test_one_line_of_proof_is_visible_by_default(make_accelerator, mode, model, caplog):
-    accelerator = make_accelerator(mode)
-    optimizer = torch.optim.AdamW(model.parameters())
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    accelerator.prepare(prepared, wrapped)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"mixed_precision={mode}: {optimizer.recipe.name}: ")
-    assert "bytes per trained parameter" in line
-
-
-def test_accelerate_sees_no_mixed_precision_while_it_prepares(make_accelerator, mode):
-    # Its FSDP branches would cast bf16 weights back to fp32 otherwise.
-    seen = []
-    accelerator = make_accelerator(mode)
-
-    class Spy(nn.Linear):
-        def to(self, *args, **kwargs):
-            seen.append(accelerator.mixed_precision)
-            if len(seen) > 1:
-                raise RuntimeError("cannot move")
-            return super().to(*args, **kwargs)
-
-    accelerator.prepare(Spy(2, 2))
-    with pytest.raises(RuntimeError, match="cannot move"):
-        accelerator.prepare(Spy(2, 2))
-    assert seen == ["no", "no"]
-    assert accelerator.mixed_precision == mode
-
-
-def test_an_optimizer_without_a_prepared_model_is_said_to_be_one(make_accelerator, model, caplog):
-    accelerator = make_accelerator("bf16-stochastic")
-    accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    accelerator.prepare(model)
-    first, second = [record.getMessage() for record in caplog.records]
-    assert "AdamW holds parameters of no prepared model; they become bf16 when" in first
-    assert "497 parameters (465 bfloat16, 32 float32)" in second
-
-
-def test_modules_without_parameters_are_not_worth_a_line(make_accelerator, mode, caplog):
-    make_accelerator(mode).prepare(nn.MSELoss())
-    assert not caplog.records
-
-
-def test_proof_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
-    logger = logging.getLogger("accelerate_bf16")
-    monkeypatch.setattr(logger, "propagate", False)
-    announce("one line")
-    assert capsys.readouterr().err == "one line\n"
-    monkeypatch.setattr(logger, "level", logging.WARNING)
-    logger.manager._clear_cache()
-    announce("not shown")
-    assert not capsys.readouterr().err
-    logger.manager._clear_cache()
-
-
-@pytest.mark.parametrize("value", ["no", "bf16"])
-def test_accelerates_own_modes_are_left_alone(make_accelerator, model, batches, value, caplog):
-    accelerator = make_accelerator(value)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    train(accelerator, prepared, wrapped, batches[:2])
-    assert type(optimizer) is torch.optim.AdamW
-    assert model.up.weight.dtype == torch.float32
-    assert not caplog.records
