@@ -84,7 +84,8 @@ class BF16Optimizer(torch.optim.Optimizer):
                 loss = closure()
         participants = self._participants()
         if participants:
-            if self._plan is None or not self._plan.fits(participants):
+            plan = self._plan
+            if plan is None or plan.backend != self.backend or not plan.fits(participants):
                 self._plan = self._make_plan(participants)
             self._respect_writes(participants)
             self._plan.run(participants, float(self._next_scale))
