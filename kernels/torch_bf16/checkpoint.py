@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .errors import StateMismatchError
 from .formats import Format
-from .islands import lost_halves
+from .islands import seed_of_master
 from .recipe import Recipe
-from .rounding import bf16_nearest, join16
+from .rounding import bf16_nearest
 from .rules import Rule
 
 __all__ = ["HEADER", "check_header", "complete_state", "header"]
@@ -27,6 +27,8 @@ __all__ = ["HEADER", "check_header", "complete_state", "header"]
 HEADER = "torch_bf16"
 SCHEMA = 1
 
+# What rules read from a parameter group, where the class has it.
+_NEEDED = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 
 
@@ -34,6 +36,35 @@ def header(recipe: Recipe) -> dict[str, Any]:
     """The entry that says how a state dict is to be read."""
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
     return {"schema": SCHEMA, "recipe": fields}
+
+
+def check_whole(state_dict: Any) -> None:
+    """Refuse what is no optimizer's state dict.
+
+    Raises:
+        StateMismatchError: its two parts are not there.
+    """
+    whole = isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping)
+    if not whole or not isinstance(state_dict.get("param_groups"), (list, tuple)):
+        found = list(state_dict)[:8] if isinstance(state_dict, Mapping) else type(state_dict)
+        raise StateMismatchError(
+            "this is no optimizer's state dict: it needs a dict 'state' and a list 'param_groups' "
+            f"and has {found}. Pass what optimizer.state_dict() returned; nothing was changed"
+        )
+
+
+def check_hyperparameters(saved: Mapping[str, Any], live: Mapping[str, Any], number: int) -> None:
+    """Refuse a parameter group of an optimizer with other hyperparameters.
+
+    Raises:
+        StateMismatchError: one that steps need is missing; torch would fail at the next step.
+    """
+    if missing := [name for name in _NEEDED if name in live and name not in saved]:
+        raise StateMismatchError(
+            f"parameter group {number} of the state dict has no {', '.join(missing)}: it was saved "
+            "from another class of optimizer or is damaged. Load it into an optimizer of the class "
+            "it was saved from; nothing was changed"
+        )
 
 
 def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
@@ -48,12 +79,22 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
     """
     if saved is None:
         return recipe
-    if saved.get("schema", 0) > SCHEMA:
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("schema"), int):
+        raise StateMismatchError(
+            f"the entry {HEADER!r} of the state dict is damaged: {saved!r}. Delete it to load the "
+            "rest as it is; nothing was changed"
+        )
+    if saved["schema"] > SCHEMA:
         raise StateMismatchError(
             f"the state dict has schema {saved['schema']} and this version of torch_bf16 reads "
-            f"schemas up to {SCHEMA}; update torch-bf16"
+            f"schemas up to {SCHEMA}; update torch-bf16. Nothing was changed"
         )
-    other = saved["recipe"]
+    other = saved.get("recipe", {})
+    if missing := {"name", "seed", *_FORMAT_FIELDS} - other.keys():
+        raise StateMismatchError(
+            f"the entry {HEADER!r} of the state dict has no {', '.join(sorted(missing))} of its "
+            "recipe; it is damaged. Delete it to load the rest as it is; nothing was changed"
+        )
     if differing := [name for name in _FORMAT_FIELDS if other[name] != getattr(recipe, name)]:
         raise StateMismatchError(
             f"the state dict was saved with recipe {other['name']!r} ("
@@ -96,11 +137,18 @@ def complete_state(
         raise StateMismatchError(
             f"the state of {label} has {', '.join(sorted(foreign))}, which recipe "
             f"{recipe.name!r} has no place for (weights of a {parameter.dtype} parameter: "
-            f"{weights.name}); load it into a model and an optimizer of the dtype and recipe it was "
-            "saved with"
+            f"{weights.name}); load it into a model and an optimizer of the dtype and recipe it "
+            "was saved with"
         )
-    complete: dict[str, Any] = {"step": _step(state, parameter, rule)}
+    complete: dict[str, Any] = {"step": _step(state, parameter, rule, label)}
+    began = complete["step"].item() > 0
     for each in rule.states:
+        # Momentum may be switched on at any time; moments of Adam are there from the first step on.
+        if began and each.name not in state and each.name != "momentum_buffer":
+            raise StateMismatchError(
+                f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
+                f"{each.name}: it is damaged. Load it as it was saved; nothing was changed"
+            )
         format_ = recipe.format_of(each.role, parameter)
         complete[each.name] = _moment(state.get(each.name), format_, parameter, each.name, label)
     for plane, key in zip(weights.planes[1:], weights.plane_names("")[1:], strict=True):
@@ -118,13 +166,19 @@ def complete_state(
     return complete
 
 
-def _step(state, parameter, rule) -> Tensor:
+def _step(state, parameter, rule, label) -> Tensor:
     step = state.get("step")
     if step is None:
         # torch's SGD keeps no step; a buffer shows that the first one was taken.
         began = any(state.get(each.name) is not None for each in rule.states)
         step = float(began)
-    return torch.as_tensor(step, dtype=torch.float32, device="cpu").reshape(())
+    number = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+    if number.numel() != 1 or not 0 <= number.item() < float("inf"):
+        raise StateMismatchError(
+            f"step of {label} is {step!r} and must be a number of steps; the state is damaged, "
+            "load it as it was saved. Nothing was changed"
+        )
+    return number.reshape(())
 
 
 def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
@@ -132,6 +186,11 @@ def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
     if saved is None:
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     _check_shape(saved, parameter, key, label)
+    if not saved.is_floating_point():
+        raise StateMismatchError(
+            f"{key} of {label} is {saved.dtype} and must be floating-point; the state is damaged, "
+            "load it as it was saved. Nothing was changed"
+        )
     saved = saved.to(parameter.device).contiguous()
     if saved.dtype == dtype:
         return saved
@@ -140,10 +199,12 @@ def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
 
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
-    half = lost_halves(parameter)
-    if half is None:
-        half = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
-    return half if dtype == torch.int16 else join16(parameter.detach().contiguous(), half)
+    seed = seed_of_master(parameter, dtype)
+    if seed is not None:
+        return seed
+    if dtype == torch.int16:
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    return parameter.detach().to(dtype).contiguous()
 
 
 def _check_shape(saved, parameter, key, label) -> None:

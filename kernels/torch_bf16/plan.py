@@ -102,14 +102,18 @@ class Plan:
         """
         counters = [each.state["step"] for each in participants]
         steps = np.array([int(step) for step in torch.stack(counters).tolist()], np.int64) + 1
+        # All scalars first: a bad hyperparameter must raise before anything is updated.
         for part in self._parts:
             chosen = [participants[index] for index in part.indices]
             bucket = part.bucket
-            bucket.gradients = [each.gradient.contiguous() for each in chosen]
             bucket.steps = steps[part.indices]
             bucket.rows, bucket.scalars = _scalar_rows(chosen, bucket.steps, grad_scale)
+        for part in self._parts:
+            part.bucket.gradients = [
+                participants[index].gradient.contiguous() for index in part.indices
+            ]
             part.run()
-            bucket.gradients = ()
+            part.bucket.gradients = ()
         torch._foreach_add_(counters, 1)  # pyright: ignore[reportPrivateImportUsage]
 
     def _bucket(self, variant, indices, participants, recipe) -> Bucket:
@@ -173,6 +177,8 @@ def _signature(each: Participant, planes) -> tuple[Any, ...]:
         each.group_index,
         each.rule.name,
         each.key,
+        # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
+        *((p.data_ptr(), p.dtype, p.shape) for _, named in planes for _, p in named),
     )
 
 
@@ -195,6 +201,13 @@ def _scalar_rows(chosen, steps, grad_scale):
         if key not in rows:
             rows[key] = len(table)
             sign = -1.0 if each.group.get("maximize") else 1.0
-            table.append(each.rule.scalars(each.group, step, sign * grad_scale))
+            try:
+                table.append(each.rule.scalars(each.group, step, sign * grad_scale))
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                given = {k: v for k, v in each.group.items() if not k.startswith("param")}
+                raise ValueError(
+                    f"no step can be computed from the hyperparameters of group {each.group_index}: "
+                    f"{given}; set them to numbers. Nothing was updated"
+                ) from error
         row_of[tensor] = rows[key]
     return row_of, np.array(table, np.float64).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,14 @@ class Recipe:
                 f"keep_fp32={self.keep_fp32!r} must be a tuple of module name patterns or module "
                 f"classes: keep_fp32=({self.keep_fp32!r},)"
             )
-        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
-        if not isinstance(self.seed, int):
+        keys = tuple(self.keep_fp32) if isinstance(self.keep_fp32, Iterable) else (None,)
+        if not all(isinstance(key, (str, type)) for key in keys):
+            raise ValueError(
+                f"keep_fp32={self.keep_fp32!r} must be a tuple of module name patterns (str) or "
+                'module classes, for example ("lm_head", torch.nn.LayerNorm)'
+            )
+        object.__setattr__(self, "keep_fp32", keys)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed={self.seed!r} must be an int")
 
     @property

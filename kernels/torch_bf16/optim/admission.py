@@ -16,7 +16,14 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.errors import StateMismatchError
 
-__all__ = ["Seen", "check_gradient", "check_group", "check_replaced", "check_unchanged"]
+__all__ = [
+    "Seen",
+    "check_gradient",
+    "check_group",
+    "check_options",
+    "check_replaced",
+    "check_unchanged",
+]
 
 _TRAINABLE = (torch.bfloat16, torch.float32)
 _UNSUPPORTED = ("amsgrad", "differentiable")
@@ -44,12 +51,12 @@ def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
         NotImplementedError: an option of the group.
     """
     group = optimizer.param_groups[number]
-    for option in _UNSUPPORTED:
-        if group.get(option):
-            raise NotImplementedError(
-                f"{option}=True in parameter group {number} is not supported by torch_bf16; leave "
-                f"it off, or train this group with torch.optim.{type(optimizer).__name__}"
-            )
+    check_options(group, number)
+    if len({id(p) for p in group["params"]}) < len(group["params"]):
+        raise ValueError(
+            f"parameter group {number} holds a parameter twice, which would be updated twice per "
+            "step; give each parameter once, tied ones too (module.parameters() does)"
+        )
     names = group.get("param_names")
     for position, parameter in enumerate(group["params"]):
         if not is_lazy(parameter) and parameter.dtype not in _TRAINABLE:
@@ -61,6 +68,21 @@ def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
             )
 
 
+def check_options(group: Mapping[str, Any], number: int) -> None:
+    """Refuse options that no rule has.
+
+    Raises:
+        NotImplementedError: an option of the group.
+    """
+    for option in _UNSUPPORTED:
+        if group.get(option):
+            raise NotImplementedError(
+                f"{option}=True in parameter group {number} is not supported by torch_bf16; set it "
+                "to False, or train this group with an optimizer of torch.optim. Nothing was "
+                "updated"
+            )
+
+
 def _remedy(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "Store it as torch.view_as_real(p), or train it with an optimizer of its own"
@@ -69,12 +91,19 @@ def _remedy(dtype: torch.dtype) -> str:
     return "Leave parameters that are no floating-point numbers out of the optimizer"
 
 
-def check_gradient(gradient: Tensor, label: Callable[[], str]) -> None:
+def check_gradient(parameter: Tensor, gradient: Tensor, label: Callable[[], str]) -> None:
     """Refuse a gradient that a kernel cannot read.
 
     Raises:
-        ValueError: it is sparse, or neither bf16 nor fp32.
+        ValueError: it is sparse, neither bf16 nor fp32, or of another shape or device than the
+            parameter, whose data was replaced since.
     """
+    if (gradient.shape, gradient.device) != (parameter.shape, parameter.device):
+        raise ValueError(
+            f"{label()} on {parameter.device} has a gradient of shape {tuple(gradient.shape)} on "
+            f"{gradient.device}: it was changed after backward. Call zero_grad() and backward() "
+            "again. Nothing was updated"
+        )
     if gradient.layout != torch.strided:
         raise ValueError(
             f"{label()} has a sparse gradient ({gradient.layout}), which the fused update cannot "

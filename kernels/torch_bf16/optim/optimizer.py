@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +13,19 @@ from torch import Tensor
 from torch_bf16 import checkpoint
 from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
-from torch_bf16.islands import forget_lost_halves
+from torch_bf16.islands import forget_seed
 from torch_bf16.plan import Participant, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
 
-from .admission import Seen, check_gradient, check_group, check_replaced, check_unchanged
+from .admission import (
+    Seen,
+    check_gradient,
+    check_group,
+    check_options,
+    check_replaced,
+    check_unchanged,
+)
 
 __all__ = ["BF16Optimizer"]
 
@@ -104,7 +112,16 @@ class BF16Optimizer(torch.optim.Optimizer):
 
         Args:
             coefficient: a number or a 0-d tensor.
+
+        Raises:
+            ValueError: it is neither.
         """
+        one = coefficient.numel() == 1 if isinstance(coefficient, Tensor) else None
+        if not (isinstance(coefficient, Real) if one is None else one):
+            raise ValueError(
+                f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
+                "which the next step multiplies every gradient"
+            )
         self._next_scale = coefficient
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,14 +158,19 @@ class BF16Optimizer(torch.optim.Optimizer):
         noise seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
 
         Raises:
-            StateMismatchError: recipe, shapes or masters do not fit; nothing has been changed.
+            StateMismatchError: recipe, shapes or masters do not fit, or something is missing;
+                nothing has been changed.
             ValueError: the number of groups or parameters differs, as in torch.
+            NotImplementedError: it was saved with an option that is not supported.
         """
+        if not isinstance(state_dict, dict):
+            checkpoint.check_whole(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
         recipe = self.recipe
 
         def take(optimizer, given):
             nonlocal recipe
+            checkpoint.check_whole(given)
             recipe = checkpoint.check_header(given.get(checkpoint.HEADER), self.recipe)
             loaded.update(self._read(given))
             # torch would cast what it finds here to the parameters' dtype.
@@ -156,6 +178,8 @@ class BF16Optimizer(torch.optim.Optimizer):
 
         def put(optimizer):
             self.state.update(loaded)
+            self._forget()
+            self.recipe = recipe
 
         # After the user's own pre-hooks and before their post-hooks.
         hooks = [
@@ -167,8 +191,6 @@ class BF16Optimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._forget()
-        self.recipe = recipe
 
     def _read(self, state_dict) -> dict[Tensor, dict[str, Any]]:
         saved_groups = state_dict["param_groups"]
@@ -177,6 +199,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             return {}  # torch itself refuses this in a moment
         read = {}
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            check_options(saved, number)
+            checkpoint.check_hyperparameters(saved, group, number)
             rule = self.rule_of({**group, **saved})
             for position, key in enumerate(saved["params"]):
                 if state := state_dict["state"].get(key):
@@ -218,6 +242,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Everything that has a gradient, checked before anything is updated."""
         participants = []
         for number, group in enumerate(self.param_groups):
+            check_options(group, number)
             rule = self.rule_of(group)
             for position, parameter in enumerate(group["params"]):
                 gradient = parameter.grad
@@ -225,9 +250,9 @@ class BF16Optimizer(torch.optim.Optimizer):
                     continue
                 state = self.state.get(parameter, {})
                 label = functools.partial(self.label, number, position)
-                check_gradient(gradient, label)
                 if seen := self._seen.get(parameter):
                     check_unchanged(parameter, seen, state, label)
+                check_gradient(parameter, gradient, label)
                 key = _key(self._name(number, position))
                 participants.append(
                     Participant(parameter, gradient, group, number, position, rule, state, key)
@@ -247,7 +272,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         # Only now, so that an error above leaves no half-made states.
         for each in participants:
             self.state[each.parameter] = each.state
-            forget_lost_halves(each.parameter)
+            forget_seed(each.parameter)
         return plan
 
     def _respect_writes(self, participants: list[Participant]) -> None:
