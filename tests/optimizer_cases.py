@@ -1,0 +1,116 @@
+"""Every optimizer, recipe and backend, as one table for the contract tests."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+# name -> our class, torch's, and options that make every term of the rule count
+OPTIMIZERS = {
+    "adamw": (torch_bf16.AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam": (torch_bf16.Adam, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "sgd": (torch_bf16.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "momentum": (
+        torch_bf16.SGD,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1},
+    ),
+    "nesterov": (
+        torch_bf16.SGD,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+}
+RECIPES = {
+    "stochastic": torch_bf16.get_recipe("true-bf16-stochastic"),
+    "master": torch_bf16.get_recipe("bf16-fp32-master"),
+    "mixed": Recipe("mixed", weights="master32", exp_avg="bf16_stochastic", exp_avg_sq="fp32"),
+}
+BACKENDS = ("cpu", "eager")
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def every_case(test):
+    """One test for each optimizer, recipe and backend, with ids such as adamw-master-cpu."""
+    return every_backend(every_recipe(every_optimizer(test)))
+
+
+def make_optimizer(name, recipe, backend, params, **options):
+    """An optimizer of the table; ``recipe`` is a key of RECIPES or a Recipe."""
+    ours, _, defaults = OPTIMIZERS[name]
+    optimizer = ours(params, **{**defaults, **options}, recipe=RECIPES.get(recipe, recipe))
+    optimizer.backend = backend
+    return optimizer
+
+
+def make_parameters(seed=0) -> dict[str, torch.nn.Parameter]:
+    """Fresh parameters of every kind that takes a path of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tensors = {
+        "matrix": random(7, 5),
+        "vector": random(9),
+        "scalar": random(),
+        "empty": random(0, 3),
+        "transposed": random(5, 3).t(),
+        "channels_last": random(2, 3, 4, 2).to(memory_format=torch.channels_last),
+        "fp32": random(3, 4, dtype=torch.float32),
+        "fp32_transposed": random(3, 4, dtype=torch.float32).t(),
+    }
+    return {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+
+
+def parameters_of(optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def set_gradients(parameters, seed) -> None:
+    """Random gradients in the parameters' layout, the same for the same seed."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def take_steps(optimizer, seeds) -> None:
+    for seed in seeds:
+        set_gradients(parameters_of(optimizer), seed)
+        optimizer.step()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A copy of a tensor's bit patterns in row-major order."""
+    contiguous = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return contiguous.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def snapshot(optimizer, parameters=None) -> list[dict[str, Tensor]]:
+    """The bits of every weight and of all its state, in order."""
+    return [
+        {"weight": bits(p), **{key: bits(t) for key, t in optimizer.state.get(p, {}).items()}}
+        for p in (parameters_of(optimizer) if parameters is None else parameters)
+    ]
+
+
+def assert_same(a, b) -> None:
+    for number, (one, other) in enumerate(zip(a, b, strict=True)):
+        assert one.keys() == other.keys()
+        for key in one:
+            differing = (one[key] != other[key]).sum().item()
+            assert differing == 0, f"{key} of parameter {number}: {differing} elements differ"
+
+
+def differs(a, b) -> bool:
+    return any(
+        not torch.equal(one[key], other[key])
+        for one, other in zip(a, b, strict=True)
+        for key in one
+    )
