@@ -5,6 +5,7 @@ Slow, because every operation passes through memory, but with the bits of every 
 
 from __future__ import annotations
 
+import operator
 from types import FunctionType, ModuleType
 
 import torch
@@ -73,4 +74,5 @@ def _sqrt(x: Tensor) -> Tensor:
 def _lift(update):
     arithmetic = ModuleType("arithmetic")
     arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
+    arithmetic.div = operator.truediv  # pyright: ignore[reportAttributeAccessIssue]
     return FunctionType(update.__code__, dict(update.__globals__, arithmetic=arithmetic))

@@ -21,7 +21,7 @@ def _adamw(w, g, states, scalars):
     g = g * grad_scale
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + (g * g) * one_minus_beta2
-    w = w * decay - (m * step_size) / (arithmetic.sqrt(v) + eps)
+    w = w * decay - arithmetic.div(m * step_size, arithmetic.sqrt(v) + eps)
     return w, (m, v)
 
 
@@ -32,7 +32,7 @@ def _adam(w, g, states, scalars):
     g = g + w * weight_decay
     m = m + (g - m) * one_minus_beta1
     v = v * beta2 + (g * g) * one_minus_beta2
-    w = w - (m * step_size) / (arithmetic.sqrt(v) + eps)
+    w = w - arithmetic.div(m * step_size, arithmetic.sqrt(v) + eps)
     return w, (m, v)
 
 

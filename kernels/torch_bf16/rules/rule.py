@@ -33,9 +33,10 @@ class Rule:
         name: unique; part of compiled kernels' names.
         states: the numbers kept per element, in the order ``update`` takes and returns them.
         update: ``update(w, g, states, scalars) -> (w, states)``. Runs on whatever number type the
-            backend gives it: fp32 tensors, or fp32 registers. It uses ``+ - * /`` and
-            ``arithmetic.sqrt`` only, and never combines two scalars, because a host would do that
-            in float64 and a kernel in fp32.
+            backend gives it: fp32 tensors, or fp32 registers. It uses ``+ - *``,
+            ``arithmetic.div`` and ``arithmetic.sqrt`` only, and each number that it returns is the
+            result of one of them, so that a NaN among them is a quiet one. It never combines two
+            scalars, because a host would do that in float64 and a kernel in fp32.
         scalars: ``scalars(group, step, grad_scale) -> tuple`` in float64, from a parameter group's
             hyperparameters and the 1-based number of this step; rounded to fp32 once, by the plan.
     """

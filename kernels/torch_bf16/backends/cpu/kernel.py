@@ -76,6 +76,11 @@ def _sqrt(x):
     return np.sqrt(x)
 
 
+@_jit
+def _div(a, b):
+    return a / b
+
+
 class _Workshop:
     """Compiles the parts of one variant, each under a symbol of its own.
 
@@ -99,6 +104,7 @@ class _Workshop:
         """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
         arithmetic = ModuleType("arithmetic")
         arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
+        arithmetic.div = _div  # pyright: ignore[reportAttributeAccessIssue]
         return self.compile(self.rebind(update, arithmetic=arithmetic))
 
     def view(self, dtypes, column):

@@ -1,0 +1,48 @@
+"""The Triton backend: one launch per bucket, on CUDA and ROCm devices.
+
+Triton is imported when the first step is planned, never by ``import torch_bf16``. With
+``TRITON_INTERPRET=1`` in the environment before that, Triton's interpreter runs the same kernels on
+CPU tensors, slowly: the proof that they compute what they should needs no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from torch_bf16.backends.bucket import Bucket
+
+__all__ = ["run", "unavailable"]
+
+_NEEDED = (3, 6)
+
+
+@functools.cache
+def _missing() -> str | None:
+    install = 'pip install "torch-bf16[gpu]"'
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); {install}"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _NEEDED:
+        needed = ".".join(map(str, _NEEDED))
+        return f"Triton {triton.__version__} was found and {needed} is needed; {install}"
+    return None
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this backend cannot run on ``device``, or None where it can."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it updates tensors on GPUs, and on a CPU only under TRITON_INTERPRET=1"
+    if device.type not in ("cpu", "cuda"):
+        return f"it updates tensors on CUDA and ROCm devices, not on {device.type}"
+    return _missing()
+
+
+def run(bucket: Bucket) -> None:
+    """Take one optimizer step for every tensor of ``bucket``, in place."""
+    from .launch import launch
+
+    launch(bucket)

@@ -1,0 +1,133 @@
+"""The storage formats in Triton's dialect: how numbers are decoded to fp32 and encoded back.
+
+``decode(FORMAT, planes)`` gives fp32, ``encode(FORMAT, x, words, WORD, SHIFT)`` gives the planes, in
+the order of ``Format.planes``. A plane of four bytes is float32. A plane of two is uint32 with the
+two bytes in the upper half, where a bf16 has them in fp32; what an encoder leaves below is dropped.
+Nothing here is a bf16 to Triton, whose own conversion truncates in its interpreter. ``words`` are
+random words, of which a format that needs noise takes number ``WORD``, there the 16 bits above
+``SHIFT``. The name of the format is known at compile time, so that one branch is compiled.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["decode", "encode", "key_pair", "noise_word"]
+
+
+@triton.jit
+def _mix32(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def key_pair(t0, t1, step, index_hi):
+    """``counter_rng.block_keys``."""
+    k0 = _mix32((t0 ^ (index_hi * 0x85EBCA6B)) + step * 0x9E3779B9)
+    return k0, _mix32(t1 ^ k0)
+
+
+@triton.jit
+def noise_word(k0, k1, index, OF_EIGHT: tl.constexpr):
+    """``counter_rng``'s word of each element, but for the last exclusive or: see ``_draw16``.
+
+    Where ``OF_EIGHT``, ``index`` has the multiples of eight alone and the result is eight times as
+    long: the lowest three bits pass the first shift by, so that eight elements share its cost.
+    """
+    x = index ^ k0
+    x ^= x >> 17
+    if OF_EIGHT:
+        each = tl.arange(0, 8).to(tl.uint32)[None, :]
+        x = (x[:, None] ^ each).reshape(8 * index.shape[0])
+    x *= 0xED5AD4BB
+    x = ((x ^ (x >> 11)) + k1) * 0xAC4C1B51
+    return (x ^ (x >> 15)) * 0x31848BAB
+
+
+@triton.jit
+def _draw16(word, SHIFT: tl.constexpr):
+    tl.static_assert(SHIFT == 0 or SHIFT == 16)
+    # word ^ (word >> 16) is the finished word; its upper half is that of `word`.
+    return word >> 16 if SHIFT == 16 else (word ^ (word >> 16)) & 0xFFFF
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quiet(x, bits):
+    # A NaN whose payload lies in the lower half alone would be cut to Inf.
+    return tl.where(x != x, _bits(x) | 0x00400000, bits)
+
+
+@triton.jit
+def _nearest(x):
+    bits = _bits(x)
+    return _quiet(x, bits + 0x7FFF + ((bits >> 16) & 1))
+
+
+@triton.jit
+def _stochastic(x, r):
+    bits = _bits(x)
+    # Above the largest bf16 nothing is added: such numbers are cut to it, Inf and NaN stay.
+    return tl.where(tl.abs(x) <= 3.3895313892515355e38, bits + r, bits)
+
+
+@triton.jit
+def _join16(high, low_half):
+    low = low_half >> 16
+    magnitude = high & 0x7FFFFFFF
+    # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
+    low = tl.where(magnitude == 0, low & 0x7FFF, low)
+    # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
+    return _float(tl.where(magnitude > 0x7F800000, high | low, high + low - ((low & 0x8000) << 1)))
+
+
+@triton.jit
+def _split16(x):
+    bits = _bits(x)
+    return _quiet(x, bits + 0x8000), bits << 16
+
+
+@triton.jit
+def decode(FORMAT: tl.constexpr, planes):
+    """Planes -> fp32."""
+    if FORMAT == "fp32":
+        return planes[0]
+    elif FORMAT == "bf16_nearest" or FORMAT == "bf16_stochastic":
+        return _float(planes[0])
+    elif FORMAT == "remainder16":
+        return _join16(planes[0], planes[1])
+    elif FORMAT == "master32":
+        # A weight written from outside no longer is the rounded master: then the weight counts.
+        kept = (_nearest(planes[1]) & 0xFFFF0000) == planes[0]
+        return tl.where(kept, planes[1], _float(planes[0]))
+    else:
+        tl.static_assert(False, "a format without a codec in Triton's dialect")
+
+
+@triton.jit
+def encode(FORMAT: tl.constexpr, x, words, WORD: tl.constexpr, SHIFT: tl.constexpr):
+    """fp32 -> planes."""
+    if FORMAT == "fp32":
+        return (x,)
+    elif FORMAT == "bf16_nearest":
+        return (_nearest(x),)
+    elif FORMAT == "bf16_stochastic":
+        return (_stochastic(x, _draw16(words[WORD], SHIFT)),)
+    elif FORMAT == "remainder16":
+        return _split16(x)
+    elif FORMAT == "master32":
+        return _nearest(x), x
+    else:
+        tl.static_assert(False, "a format without a codec in Triton's dialect")

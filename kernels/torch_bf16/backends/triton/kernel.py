@@ -1,0 +1,267 @@
+"""One kernel for every variant: decode -> rule -> encode over all tensors of a bucket.
+
+A program takes one chunk of one tensor. Which chunk that is and where the tensor's planes are it
+reads from tables: the kernel's arguments are four addresses and no number, so that nothing that
+changes between steps makes Triton compile again.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_bf16.backends.bucket import Variant
+from torch_bf16.rules import Rule
+
+from .codecs import decode, encode, key_pair, noise_word
+
+__all__ = ["BLOCK", "CHUNK", "OPTIONS", "constants", "noise_streams", "step"]
+
+# Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
+BLOCK = 1024
+# Elements per turn where a mask is needed: in few registers, so that the tail costs no occupancy.
+TAIL = 256
+# Elements per program: turns enough that what it looks up first costs little.
+CHUNK = 8 * BLOCK
+
+# The default of this flag changes in Triton 3.10, and a fused multiply-add rounds once, not twice.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    # Said of the pointer after the cast: else an access is as narrow as an element.
+    return tl.multiple_of(pointer, 16) if WHOLE else pointer
+
+
+@triton.jit
+def _load(address, start, stop, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
+    if not WHOLE:
+        elements = start + tl.arange(0, BLOCK)
+        DTYPE: tl.constexpr = tl.uint16 if SIZE == 2 else tl.float32
+        pointers = _pointer(address, DTYPE, False) + elements
+        plane = tl.load(pointers, mask=elements < stop, other=0)
+        return plane.to(tl.uint32) << 16 if SIZE == 2 else plane
+    elif SIZE == 4:
+        return tl.load(_pointer(address, tl.float32, True) + start + tl.arange(0, BLOCK))
+    else:
+        # In pairs, because 16-bit registers cost a move for every second element.
+        pairs = tl.load(_pointer(address, tl.uint32, True) + start // 2 + tl.arange(0, BLOCK // 2))
+        return tl.join(pairs << 16, pairs & 0xFFFF0000).reshape(BLOCK)
+
+
+@triton.jit
+def _store(
+    address, start, stop, plane, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):
+    elements = start + tl.arange(0, BLOCK)
+    DTYPE: tl.constexpr = tl.uint16 if SIZE == 2 else tl.float32
+    pointers = _pointer(address, DTYPE, WHOLE) + elements
+    value = (plane >> 16).to(tl.uint16) if SIZE == 2 else plane
+    if WHOLE:
+        tl.store(pointers, value)
+    else:
+        tl.store(pointers, value, mask=elements < stop)
+
+
+@triton.jit
+def _block(
+    addresses,
+    scalars,
+    keys,
+    next_keys,
+    start,
+    stop,
+    index,
+    RULE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    SIZES: tl.constexpr,
+    DRAWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A block of a tensor from element ``start`` on, whose global index ends in ``index``.
+
+    ``WHOLE``: all of it is there, its planes are aligned to 16 bytes and ``keys`` hold throughout.
+    Else elements from ``stop`` on are left out, and those before which the 32 bits of the index
+    wrap around take ``next_keys``.
+
+    Reads: each plane of each number, the gradient's among them, once.
+    Writes: each plane but the gradient's, once and in place.
+    Numerics: fp32, no operation fused; one rounding of each number that is stored.
+    Launch: inlined into ``step``.
+    """
+    numbers = ()
+    for i in tl.static_range(len(FORMATS)):
+        planes = ()
+        for j in tl.static_range(len(SIZES[i])):
+            plane = _load(addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]), BLOCK, WHOLE)
+            planes = planes + (plane,)  # noqa: RUF005
+        numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)  # noqa: RUF005
+
+    weight, states = RULE(numbers[1], numbers[0], numbers[2:], scalars)
+    results = (weight,) + states  # noqa: RUF005
+
+    words = ()
+    for k in tl.static_range(len(keys)):
+        k0, k1 = keys[k]
+        if WHOLE:
+            eights = index + (start + 8 * tl.arange(0, BLOCK // 8)).to(tl.uint32)
+            word = noise_word(k0, k1, eights, True)
+        else:
+            indices = index + (start + tl.arange(0, BLOCK)).to(tl.uint32)
+            wrapped = indices < index
+            k0 = tl.where(wrapped, next_keys[k][0], k0)
+            k1 = tl.where(wrapped, next_keys[k][1], k1)
+            word = noise_word(k0, k1, indices, False)
+        words = words + (word,)  # noqa: RUF005
+
+    for i in tl.static_range(1, len(FORMATS)):
+        planes = encode(
+            tl.constexpr(FORMATS[i]), results[i - 1], words,
+            tl.constexpr(DRAWS[i][0]), tl.constexpr(DRAWS[i][1]),
+        )  # fmt: skip
+        for j in tl.static_range(len(SIZES[i])):
+            _store(addresses[i][j], start, stop, planes[j], tl.constexpr(SIZES[i][j]), BLOCK, WHOLE)
+
+
+@triton.jit(do_not_specialize=["chunks_ptr", "tensors_ptr", "steps_ptr", "scalars_ptr"])
+def step(
+    chunks_ptr,
+    tensors_ptr,
+    steps_ptr,
+    scalars_ptr,
+    RULE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    SIZES: tl.constexpr,
+    DRAWS: tl.constexpr,
+    N_WORDS: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    N_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One optimizer step for every chunk of a bucket; the tables are those of ``launch.py``.
+
+    Reads: the tables, and each plane of each number once.
+    Writes: each plane but the gradient's, once and in place; different programs, different elements.
+    Numerics: fp32, no operation fused, IEEE division and square root; the bits of ``tests/oracle.py``.
+    Launch: one program per chunk, in one dimension; no number among the arguments.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    row = tensors_ptr + tensor * N_COLUMNS
+    numel = tl.load(row)
+    start_index = tl.load(row + 1) + first
+    gradient = tl.load(steps_ptr + 3 * tensor)
+    step_number = tl.load(steps_ptr + 3 * tensor + 1).to(tl.uint32)
+    scalars_row = scalars_ptr + tl.load(steps_ptr + 3 * tensor + 2) * N_SCALARS
+
+    scalars = ()
+    for i in tl.static_range(N_SCALARS):
+        scalars = scalars + (tl.load(scalars_row + i),)  # noqa: RUF005
+
+    keys, next_keys = (), ()
+    block = (start_index >> 32).to(tl.uint32)
+    for k in tl.static_range(N_WORDS):
+        t0 = tl.load(row + 2 + 2 * k).to(tl.uint32)
+        t1 = tl.load(row + 3 + 2 * k).to(tl.uint32)
+        keys = keys + (key_pair(t0, t1, step_number, block),)  # noqa: RUF005
+        next_keys = next_keys + (key_pair(t0, t1, step_number, block + 1),)  # noqa: RUF005
+
+    addresses = ((gradient + first * SIZES[0][0],),)
+    address_bits = gradient
+    for i in tl.static_range(1, len(FORMATS)):
+        planes = ()
+        for j in tl.static_range(len(SIZES[i])):
+            address = tl.load(row + DRAWS[i][2] + j)
+            address_bits |= address
+            planes = planes + (address + first * SIZES[i][j],)  # noqa: RUF005
+        addresses = addresses + (planes,)  # noqa: RUF005
+
+    index = start_index.to(tl.uint32)
+    n_elements = tl.minimum(numel - first, CHUNK).to(tl.int32)
+    aligned = ((address_bits & 15) | (start_index & 7)) == 0
+    crosses = (start_index & 0xFFFFFFFF) + CHUNK > 4294967296
+    n_whole = tl.where(aligned & (not crosses), n_elements // BLOCK, 0)
+    # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
+    turn = 0
+    while turn < n_whole:
+        _block(
+            addresses, scalars, keys, next_keys, turn * BLOCK, n_elements, index,
+            RULE, FORMATS, SIZES, DRAWS, BLOCK, True,
+        )  # fmt: skip
+        turn += 1
+    start = n_whole * BLOCK
+    while start < n_elements:
+        _block(
+            addresses, scalars, keys, next_keys, start, n_elements, index,
+            RULE, FORMATS, SIZES, DRAWS, TAIL, False,
+        )  # fmt: skip
+        start += TAIL
+
+
+@triton.jit
+def _sqrt(x):
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def _div(a, b):
+    return tl.div_rn(a, b)
+
+
+@functools.cache
+def _lift(rule: Rule) -> Any:
+    """A rule with its ``arithmetic`` module swapped for Triton's IEEE primitives."""
+    arithmetic = ModuleType("arithmetic")
+    arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
+    arithmetic.div = _div  # pyright: ignore[reportAttributeAccessIssue]
+    update = rule.update
+    names = {**update.__globals__, "arithmetic": arithmetic, "tl": tl}
+    return triton.jit(FunctionType(update.__code__, names, update.__name__))
+
+
+def noise_streams(variant: Variant) -> list[int]:
+    """The streams that a variant draws from. Numbers that share one share its word."""
+    noisy = [d.stream for f, d in zip(variant.formats, variant.draws, strict=True) if f.stochastic]
+    return list(dict.fromkeys(noisy))
+
+
+@functools.cache
+def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
+    """What ``step`` is compiled for: its arguments in capitals.
+
+    ``FORMATS``, ``SIZES`` (bytes of each plane) and ``DRAWS`` (number of the noise word, shift, the
+    first plane's column in the table of tensors) begin with the gradient, then come the weights,
+    then the states.
+    """
+    gradient = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
+    streams = noise_streams(variant)
+    column, draws = 2 + 2 * len(streams), [(0, 0, 0)]
+    for each, draw in zip(variant.formats, variant.draws, strict=True):
+        word = streams.index(draw.stream) if each.stochastic else 0
+        draws.append((word, draw.shift, column))
+        column += len(each.planes)
+    sizes = [tuple(plane.dtype.itemsize for plane in each.planes) for each in variant.formats]
+    return {
+        "RULE": _lift(variant.rule),
+        "FORMATS": (gradient, *(each.name for each in variant.formats)),
+        "SIZES": ((variant.gradient.itemsize,), *sizes),
+        "DRAWS": tuple(draws),
+        "N_WORDS": len(streams),
+        "N_SCALARS": n_scalars,
+        "N_COLUMNS": column,
+        "BLOCK": BLOCK,
+        "TAIL": TAIL,
+        "CHUNK": CHUNK,
+    }

@@ -1,0 +1,130 @@
+"""Buckets of random tensors, and the comparison of a backend's steps with the NumPy oracle."""
+
+import numpy as np
+import oracle
+import torch
+
+from torch_bf16.backends import Bucket, Variant
+from torch_bf16.counter_rng import stream_base, tensor_key
+from torch_bf16.formats import get_format
+from torch_bf16.rules import RULES
+
+SIZES = (0, 1, 3, 4097)
+UNSIGNED = {torch.bfloat16: np.uint16, torch.int16: np.int16, torch.float32: np.float32}
+HYPER = {
+    "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
+    "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75,
+}  # fmt: skip
+
+# weights / first moment / second moment; a rule with fewer states uses the first ones.
+LAYOUTS = {
+    "stochastic": ("bf16_stochastic", "bf16_nearest", "bf16_stochastic"),
+    "master": ("remainder16", "fp32", "fp32"),
+    "master32": ("master32", "bf16_stochastic", "fp32"),
+    "nearest": ("bf16_nearest", "bf16_nearest", "bf16_nearest"),
+    "fp32": ("fp32", "fp32", "fp32"),
+}
+CASES = [
+    *(("adamw", layout, torch.bfloat16) for layout in LAYOUTS),
+    ("adamw", "stochastic", torch.float32),
+    ("adamw", "fp32", torch.float32),
+    ("adam", "stochastic", torch.bfloat16),
+    ("adam", "master", torch.float32),
+    ("sgd", "stochastic", torch.bfloat16),
+    ("sgd_momentum", "master", torch.bfloat16),
+    ("sgd_nesterov", "stochastic", torch.bfloat16),
+]
+
+
+def id_of(case):
+    return "-".join(str(part).removeprefix("torch.") for part in case)
+
+
+def make_bucket(rule_name, layout, gradient, offsets, sizes=SIZES, seed=7):
+    """A bucket of random tensors with special values among them, at step 1, zero states."""
+    rule = RULES[rule_name]
+    formats = [get_format(name) for name in LAYOUTS[layout][: 1 + len(rule.states)]]
+    rng = np.random.default_rng(3)
+    planes, gradients = [], []
+    for size in sizes:
+        weights = rng.standard_normal(size).astype(np.float32)
+        weights[1:3] = [0.0, -0.0][: max(0, min(size, 3) - 1)]
+        tensors = [[torch.zeros(size, dtype=p.dtype) for p in f.planes] for f in formats]
+        r = torch.full((size,), 0x8000, dtype=torch.int32)
+        formats[0].encode(torch.from_numpy(weights), r, tensors[0])
+        planes.append([tuple(each) for each in tensors])
+        g = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
+        if size > 100:
+            g[:6] = torch.tensor([np.inf, -np.inf, np.nan, 3e38, 1e-40, 0.0])
+        gradients.append(g.to(gradient))
+    n = len(sizes)
+    variant = Variant(rule, formats[0], tuple(formats[1:]), gradient, torch.device("cpu"))
+    bases = [
+        [stream_base(seed, tensor_key(f"p{number}"), draw.stream) for draw in variant.draws]
+        for number in range(n)
+    ]
+    return Bucket(
+        variant=variant,
+        planes=planes,
+        numels=np.array(sizes, np.int64),
+        offsets=np.array(offsets, np.int64),
+        bases=np.array(bases, np.uint32).reshape(n, -1, 2),
+        gradients=gradients,
+        rows=np.zeros(n, np.int64),
+    )
+
+
+def set_step(bucket, step):
+    scale = HYPER["scale"]
+    row = bucket.variant.rule.scalars(HYPER, step, scale)
+    bucket.steps = np.full(len(bucket.numels), step, np.int64)
+    bucket.scalars = np.array([row], np.float64).astype(np.float32)
+
+
+def bits(tensor):
+    raw = tensor.contiguous()
+    raw = raw.view(torch.int16 if raw.itemsize == 2 else torch.int32).numpy()
+    return raw
+
+
+def oracle_planes(tensors):
+    """Copies in the oracle's dtypes: bf16 as uint16."""
+    unsigned = {torch.bfloat16: np.uint16, torch.int16: np.int16, torch.float32: np.float32}
+    return tuple(bits(t).copy().view(unsigned[t.dtype]) for t in tensors)
+
+
+def assert_oracle_agrees(bucket, backend, steps, offsets):
+    rule = bucket.variant.rule
+    roles = ["weight", *(state.name for state in rule.states)]
+    formats = dict(zip(roles, (f.name for f in bucket.variant.formats), strict=True))
+    expected = [
+        dict(zip(roles, (oracle_planes(each) for each in planes), strict=True))
+        for planes in bucket.planes
+    ]
+    for step in steps:
+        set_step(bucket, step)
+        backend.run(bucket)
+        for number, planes in enumerate(bucket.planes):
+            (gradient,) = oracle_planes([bucket.gradients[number]])
+            expected[number] = oracle.optimizer_step(
+                rule.name, formats, expected[number], gradient, HYPER,
+                seed=7, name=f"p{number}", step=step, start=offsets[number],
+            )  # fmt: skip
+            for role, tensors in zip(roles, planes, strict=True):
+                for want, got in zip(expected[number][role], tensors, strict=True):
+                    want = np.asarray(want)
+                    raw = want.view(np.int16 if want.itemsize == 2 else np.int32)
+                    got_bits = bits(got)
+                    # Which NaN an operation makes is the processor's choice; that it is one, is
+                    # not.
+                    nan = np.isnan(got.float().numpy()) if got.is_floating_point() else False
+                    is_nan = (
+                        np.isnan(oracle.bf16_to_fp32(want))
+                        if want.dtype == np.uint16
+                        else (np.isnan(want) if want.dtype == np.float32 else False)
+                    )
+                    np.testing.assert_array_equal(nan, is_nan)
+                    same = (raw == got_bits) | nan
+                    if got.dtype == torch.int16:
+                        same |= np.isnan(tensors[0].float().numpy())
+                    assert same.all(), (role, number, step, np.flatnonzero(~same)[:5])
