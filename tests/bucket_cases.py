@@ -6,7 +6,7 @@ import torch
 
 from torch_bf16.backends import Bucket, Variant
 from torch_bf16.counter_rng import stream_base, tensor_key
-from torch_bf16.formats import get_format
+from torch_bf16.formats import FORMATS, get_format
 from torch_bf16.rules import RULES
 
 SIZES = (0, 1, 3, 4097)
@@ -34,14 +34,26 @@ CASES = [
     ("sgd_momentum", "master", torch.bfloat16),
     ("sgd_nesterov", "stochastic", torch.bfloat16),
 ]
+LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS}
+EVERY_RULE_AND_FORMAT = [
+    (rule, f"only_{name}", gradient)
+    for rule in RULES
+    for name in FORMATS
+    for gradient in (torch.bfloat16, torch.float32)
+]
 
 
 def id_of(case):
     return "-".join(str(part).removeprefix("torch.") for part in case)
 
 
-def make_bucket(rule_name, layout, gradient, offsets, sizes=SIZES, seed=7):
-    """A bucket of random tensors with special values among them, at step 1, zero states."""
+def make_bucket(
+    rule_name, layout, gradient, offsets, sizes=SIZES, seed=7, device="cpu", place=lambda t: t
+):
+    """A bucket of random tensors with special values among them, at step 1, zero states.
+
+    ``place`` may put each tensor elsewhere in memory.
+    """
     rule = RULES[rule_name]
     formats = [get_format(name) for name in LAYOUTS[layout][: 1 + len(rule.states)]]
     rng = np.random.default_rng(3)
@@ -52,13 +64,13 @@ def make_bucket(rule_name, layout, gradient, offsets, sizes=SIZES, seed=7):
         tensors = [[torch.zeros(size, dtype=p.dtype) for p in f.planes] for f in formats]
         r = torch.full((size,), 0x8000, dtype=torch.int32)
         formats[0].encode(torch.from_numpy(weights), r, tensors[0])
-        planes.append([tuple(each) for each in tensors])
+        planes.append([tuple(place(t.to(device)) for t in each) for each in tensors])
         g = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
         if size > 100:
             g[:6] = torch.tensor([np.inf, -np.inf, np.nan, 3e38, 1e-40, 0.0])
-        gradients.append(g.to(gradient))
+        gradients.append(place(g.to(device, gradient)))
     n = len(sizes)
-    variant = Variant(rule, formats[0], tuple(formats[1:]), gradient, torch.device("cpu"))
+    variant = Variant(rule, formats[0], tuple(formats[1:]), gradient, gradients[0].device)
     bases = [
         [stream_base(seed, tensor_key(f"p{number}"), draw.stream) for draw in variant.draws]
         for number in range(n)
@@ -74,6 +86,27 @@ def make_bucket(rule_name, layout, gradient, offsets, sizes=SIZES, seed=7):
     )
 
 
+def beside(tensor):
+    """A copy that starts one element after an aligned address."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].copy_(tensor)
+
+
+def poison(bucket):
+    """Every kind of NaN, Inf and zero, the largest and the smallest numbers, in every plane."""
+    patterns = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7F800000, 0xFF800000, 0x80000000]
+    patterns += [0x7F7FFFFF, 0xFF7F8000, 0x7F7F0001, 0x7FC00000, 1, 0x807FFFFF, 0x00008000, 0x7F81]
+    rng = np.random.default_rng(5)
+    tensors = [t for each in bucket.planes for planes in each for t in planes]
+    for tensor in [*tensors, *bucket.gradients]:
+        drawn = torch.from_numpy(
+            rng.choice(patterns, tensor.numel()).astype(np.uint32).view(np.int32)
+        )
+        halves = (drawn >> torch.from_numpy(rng.choice([0, 16], tensor.numel()))).to(torch.int16)
+        raw = halves if tensor.itemsize == 2 else drawn
+        tensor.view(raw.dtype).copy_(raw)
+
+
 def set_step(bucket, step):
     scale = HYPER["scale"]
     row = bucket.variant.rule.scalars(HYPER, step, scale)
@@ -82,7 +115,7 @@ def set_step(bucket, step):
 
 
 def bits(tensor):
-    raw = tensor.contiguous()
+    raw = tensor.contiguous().cpu()
     raw = raw.view(torch.int16 if raw.itemsize == 2 else torch.int32).numpy()
     return raw
 
@@ -117,7 +150,7 @@ def assert_oracle_agrees(bucket, backend, steps, offsets):
                     got_bits = bits(got)
                     # Which NaN an operation makes is the processor's choice; that it is one, is
                     # not.
-                    nan = np.isnan(got.float().numpy()) if got.is_floating_point() else False
+                    nan = np.isnan(got.float().cpu().numpy()) if got.is_floating_point() else False
                     is_nan = (
                         np.isnan(oracle.bf16_to_fp32(want))
                         if want.dtype == np.uint16
@@ -126,5 +159,5 @@ def assert_oracle_agrees(bucket, backend, steps, offsets):
                     np.testing.assert_array_equal(nan, is_nan)
                     same = (raw == got_bits) | nan
                     if got.dtype == torch.int16:
-                        same |= np.isnan(tensors[0].float().numpy())
+                        same |= np.isnan(tensors[0].float().cpu().numpy())
                     assert same.all(), (role, number, step, np.flatnonzero(~same)[:5])

@@ -1,11 +1,12 @@
 """The storage formats in Triton's dialect: how numbers are decoded to fp32 and encoded back.
 
-``decode(FORMAT, planes)`` gives fp32, ``encode(FORMAT, x, words, WORD, SHIFT)`` gives the planes, in
-the order of ``Format.planes``. A plane of four bytes is float32. A plane of two is uint32 with the
-two bytes in the upper half, where a bf16 has them in fp32; what an encoder leaves below is dropped.
-Nothing here is a bf16 to Triton, whose own conversion truncates in its interpreter. ``words`` are
-random words, of which a format that needs noise takes number ``WORD``, there the 16 bits above
-``SHIFT``. The name of the format is known at compile time, so that one branch is compiled.
+``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT)``, for an ``x`` that
+is the result of an operation, gives the planes, in the order of ``Format.planes``. A plane of four
+bytes is float32. A plane of two is uint32 with the two bytes in the upper half, where a bf16 has
+them in fp32; what an encoder leaves below is dropped. Nothing here is a bf16 to Triton, whose own
+conversion truncates in its interpreter. ``words`` are random words, of which a format that needs
+noise takes number ``WORD``, there the 16 bits above ``SHIFT``. The name of the format is known at
+compile time, so that one branch is compiled.
 """
 
 from __future__ import annotations

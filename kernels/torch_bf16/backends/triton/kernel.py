@@ -152,8 +152,8 @@ def step(
     """One optimizer step for every chunk of a bucket; the tables are those of ``launch.py``.
 
     Reads: the tables, and each plane of each number once.
-    Writes: each plane but the gradient's, once and in place; different programs, different elements.
-    Numerics: fp32, no operation fused, IEEE division and square root; the bits of ``tests/oracle.py``.
+    Writes: each plane but the gradient's, once and in place; no two programs write one element.
+    Numerics: fp32, nothing fused, IEEE division and square root: the bits of ``tests/oracle.py``.
     Launch: one program per chunk, in one dimension; no number among the arguments.
     """
     chunk = tl.program_id(0).to(tl.int64)
