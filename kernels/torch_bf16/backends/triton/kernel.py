@@ -20,7 +20,7 @@ from torch_bf16.rules import Rule
 
 from .codecs import decode, encode, key_pair, noise_word
 
-__all__ = ["BLOCK", "CHUNK", "OPTIONS", "constants", "noise_streams", "step"]
+__all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
 
 # Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
 BLOCK = 1024
@@ -28,9 +28,6 @@ BLOCK = 1024
 TAIL = 256
 # Elements per program: turns enough that what it looks up first costs little.
 CHUNK = 8 * BLOCK
-
-# The default of this flag changes in Triton 3.10, and a fused multiply-add rounds once, not twice.
-OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -235,6 +232,16 @@ def noise_streams(variant: Variant) -> list[int]:
     """The streams that a variant draws from. Numbers that share one share its word."""
     noisy = [d.stream for f, d in zip(variant.formats, variant.draws, strict=True) if f.stochastic]
     return list(dict.fromkeys(noisy))
+
+
+def options(hip: bool) -> dict[str, Any]:
+    """How ``step`` is compiled, for AMD's GPUs or for NVIDIA's."""
+    # The default of this flag changes in Triton 3.10, and a fused multiply-add rounds once, not
+    # twice.
+    exact = {"enable_fp_fusion": False}
+    # BLOCK is eight elements for each thread. 72 registers let seven programs share a
+    # multiprocessor, and spill nothing.
+    return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": 72}
 
 
 @functools.cache

@@ -19,12 +19,9 @@ from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket, Variant
 
-from .kernel import CHUNK, OPTIONS, constants, noise_streams, step
+from .kernel import CHUNK, constants, noise_streams, options, step
 
 __all__ = ["launch"]
-
-# One access of 16 bytes in bf16 for each thread and turn: BLOCK = 8 * threads. AMD's warps have 64.
-_WARPS = 2 if torch.version.hip else 4
 
 
 @dataclass
@@ -42,11 +39,10 @@ def launch(bucket: Bucket) -> None:
     if len(tables.chunks) == 0:
         return
     steps, scalars = _step_tables(bucket)
-    arguments: dict[str, Any] = constants(bucket.variant, bucket.scalars.shape[1])
+    fixed: dict[str, Any] = constants(bucket.variant, bucket.scalars.shape[1])
+    fixed = {**fixed, **options(torch.version.hip is not None)}
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        step[(len(tables.chunks),)](
-            tables.chunks, tables.tensors, steps, scalars, **arguments, num_warps=_WARPS, **OPTIONS
-        )
+        step[(len(tables.chunks),)](tables.chunks, tables.tensors, steps, scalars, **fixed)
 
 
 def _tables(bucket: Bucket) -> _Tables:

@@ -1,0 +1,78 @@
+"""What the Triton kernels compile to, for GPUs that need not be there.
+
+The bound on instructions follows from the issue rate and the bandwidth of a GPU: see the README in
+``backends/triton``.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the Triton backend needs triton")
+
+import sass
+from triton_variants import TARGETS, all_variants, compiled
+
+VARIANTS = all_variants()
+# Instructions per element that an H200 can issue in the time that it moves a byte: 132
+# multiprocessors, 4 schedulers each, 32 lanes, 1.98 GHz; 4.8 TB/s. Two thirds of them may be used.
+PER_BYTE = 132 * 4 * 32 * 1.98e9 / 4.8e12 * 2 / 3
+
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+def bytes_moved(variant):
+    """(read, written) for each element."""
+    written = sum(each.bytes_per_element for each in variant.formats)
+    return variant.gradient.itemsize + written, written
+
+
+def whole_blocks(variant, folder):
+    """(opcodes executed for a whole block by a thread, its elements, all opcodes of the kernel)."""
+    code = sass.Code.of(compiled(variant, "sm_90").asm["cubin"], folder)
+    bodies = [sass.usual(loop) for loop in code.loops()]
+    (opcodes,) = [body for body in bodies if "STG.E.128" in body]
+    elements = opcodes.count("STG.E.128") * 16 / bytes_moved(variant)[1]
+    return opcodes, elements, [sass.opcode(text) for text in code.instructions]
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90"}))
+@every_variant
+def test_every_variant_compiles(name, target):
+    kernel = compiled(VARIANTS[name], target)
+    assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
+
+
+@every_variant
+def test_whole_blocks_use_128_bit_accesses_no_stack_and_few_instructions(name, tmp_path):
+    variant = VARIANTS[name]
+    opcodes, elements, everything = whole_blocks(variant, tmp_path)
+    assert not [each for each in everything if each.startswith(("LDL", "STL"))]
+    accesses = [each for each in opcodes if each.startswith(("LDG", "STG"))]
+    assert set(accesses) == {"LDG.E.128", "STG.E.128"}
+    read, written = bytes_moved(variant)
+    assert accesses.count("LDG.E.128") * 16 == elements * read
+    assert len(opcodes) / elements <= (read + written) * PER_BYTE
+
+
+def test_adamw_with_stochastic_rounding_takes_64_instructions_at_most(tmp_path):
+    variant = VARIANTS["adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"]
+    opcodes, elements, _ = whole_blocks(variant, tmp_path)
+    assert len(opcodes) / elements <= 64
+
+
+def test_division_and_square_root_are_ieee_and_nothing_is_fused():
+    ptx = compiled(VARIANTS["adamw_fp32_fp32_fp32_float32"], "sm_90").asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "sqrt.rn.f32" in ptx
+    assert "div.full" not in ptx
+    assert "approx" not in ptx
+    assert "fma.rn" not in ptx
+
+
+def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
+    for name, variant in VARIANTS.items():
+        if variant.weights.name != "fp32" or variant.gradient == torch.bfloat16:
+            conversions = re.findall(r"cvt\.\S*bf16\S*", compiled(variant, "sm_90").asm["ptx"])
+            assert not conversions, name
