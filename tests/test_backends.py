@@ -1,8 +1,10 @@
 """Whole steps of every backend against the NumPy oracle, bit for bit."""
 
+import importlib
 import logging
 import multiprocessing
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -94,6 +96,23 @@ def test_a_forked_child_steps_after_its_parent_did():
 def test_the_fastest_backend_that_works_is_chosen():
     assert choose(torch.device("cpu")).__name__.endswith("backends.cpu")
     assert choose(torch.device("meta")).__name__.endswith("backends.eager")
+
+
+def test_the_triton_backend_is_not_chosen_unasked_before_it_was_measured_on_a_gpu():
+    assert choose(torch.device("cuda")).__name__.endswith("backends.eager")
+
+
+def test_the_triton_backend_says_what_it_lacks(monkeypatch):
+    triton = importlib.import_module("torch_bf16.backends.triton")
+    monkeypatch.setattr(triton, "_missing", triton._missing.__wrapped__)
+    assert "not on mps" in triton.unavailable(torch.device("mps"))
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.1.0"))
+    reason = triton.unavailable(torch.device("cuda"))
+    assert "Triton 3.1.0 was found and 3.6 is needed" in reason
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = triton.unavailable(torch.device("cuda"))
+    assert "Triton cannot be imported" in reason
+    assert 'pip install "torch-bf16[gpu]"' in reason
 
 
 def test_a_requested_backend_that_cannot_work_says_why_and_what_does():

@@ -20,6 +20,15 @@ from bucket_cases import (
     poison,
     set_step,
 )
+from optimizer_cases import (
+    assert_same,
+    every_optimizer,
+    every_recipe,
+    make_optimizer,
+    make_parameters,
+    snapshot,
+    take_steps,
+)
 
 from torch_bf16 import backends
 
@@ -142,3 +151,19 @@ def end_of_a_huge_tensor(distance):
 @pytest.mark.parametrize("distance", [2**31, 2**33 + 2**13])
 def test_elements_beyond_two_to_the_31_are_addressed(interpreted, distance):
     interpreted(end_of_a_huge_tensor, distance)
+
+
+def optimizers_agree(name, recipe):
+    optimizers = [
+        make_optimizer(name, recipe, backend, make_parameters().values())
+        for backend in ("triton", "eager")
+    ]
+    for optimizer in optimizers:
+        take_steps(optimizer, range(3))
+    assert_same(*map(snapshot, optimizers))
+
+
+@every_optimizer
+@every_recipe
+def test_optimizers_step_to_the_same_bits_as_with_eager(interpreted, name, recipe):
+    interpreted(optimizers_agree, name, recipe)

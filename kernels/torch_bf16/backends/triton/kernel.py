@@ -84,11 +84,12 @@ def _block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """A block of a tensor from element ``start`` on, whose global index ends in ``index``.
+    """A block of a chunk, from the chunk's element ``start`` on.
 
-    ``WHOLE``: all of it is there, its planes are aligned to 16 bytes and ``keys`` hold throughout.
-    Else elements from ``stop`` on are left out, and those before which the 32 bits of the index
-    wrap around take ``next_keys``.
+    ``addresses`` are those of the chunk's first element, ``index`` the lower half of its global
+    index. ``WHOLE``: the block is all there, planes are aligned to 16 bytes, the index to eight
+    elements, and ``keys`` hold throughout. Else elements from ``stop`` on are left out, and those
+    whose index has wrapped around take ``next_keys``.
 
     Reads: each plane of each number, the gradient's among them, once.
     Writes: each plane but the gradient's, once and in place.
@@ -239,9 +240,9 @@ def options(hip: bool) -> dict[str, Any]:
     # The default of this flag changes in Triton 3.10, and a fused multiply-add rounds once, not
     # twice.
     exact = {"enable_fp_fusion": False}
-    # BLOCK is eight elements for each thread. 72 registers let seven programs share a
+    # BLOCK is eight elements for each thread. 80 registers let six programs share a
     # multiprocessor, and spill nothing.
-    return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": 72}
+    return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": 80}
 
 
 @functools.cache
