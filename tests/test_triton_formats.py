@@ -38,7 +38,7 @@ def decode_all(
     for number in tl.static_range(len(SIZES)):
         raw = tl.load(planes_ptr + number * n + at, mask=mask, other=0).to(tl.uint32)
         plane = raw.to(tl.float32, bitcast=True) if SIZES[number] == 4 else raw
-        planes = planes + (plane,)  # noqa: RUF005
+        planes = planes + (plane,)
     tl.store(x_ptr + at, codecs.decode(FORMAT, planes), mask=mask)
 
 

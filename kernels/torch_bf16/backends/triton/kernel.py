@@ -5,6 +5,9 @@ reads from tables: the kernel's arguments are four addresses and no number, so t
 changes between steps makes Triton compile again.
 """
 
+# Device code is Triton's language, which a type checker takes for Python.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import functools
@@ -101,11 +104,11 @@ def _block(
         planes = ()
         for j in tl.static_range(len(SIZES[i])):
             plane = _load(addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]), BLOCK, WHOLE)
-            planes = planes + (plane,)  # noqa: RUF005
-        numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)  # noqa: RUF005
+            planes = planes + (plane,)
+        numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)
 
     weight, states = RULE(numbers[1], numbers[0], numbers[2:], scalars)
-    results = (weight,) + states  # noqa: RUF005
+    results = (weight,) + states
 
     words = ()
     for k in tl.static_range(len(keys)):
@@ -119,7 +122,7 @@ def _block(
             k0 = tl.where(wrapped, next_keys[k][0], k0)
             k1 = tl.where(wrapped, next_keys[k][1], k1)
             word = noise_word(k0, k1, indices, False)
-        words = words + (word,)  # noqa: RUF005
+        words = words + (word,)
 
     for i in tl.static_range(1, len(FORMATS)):
         planes = encode(
@@ -166,15 +169,15 @@ def step(
 
     scalars = ()
     for i in tl.static_range(N_SCALARS):
-        scalars = scalars + (tl.load(scalars_row + i),)  # noqa: RUF005
+        scalars = scalars + (tl.load(scalars_row + i),)
 
     keys, next_keys = (), ()
     block = (start_index >> 32).to(tl.uint32)
     for k in tl.static_range(N_WORDS):
         t0 = tl.load(row + 2 + 2 * k).to(tl.uint32)
         t1 = tl.load(row + 3 + 2 * k).to(tl.uint32)
-        keys = keys + (key_pair(t0, t1, step_number, block),)  # noqa: RUF005
-        next_keys = next_keys + (key_pair(t0, t1, step_number, block + 1),)  # noqa: RUF005
+        keys = keys + (key_pair(t0, t1, step_number, block),)
+        next_keys = next_keys + (key_pair(t0, t1, step_number, block + 1),)
 
     addresses = ((gradient + first * SIZES[0][0],),)
     address_bits = gradient
@@ -183,8 +186,8 @@ def step(
         for j in tl.static_range(len(SIZES[i])):
             address = tl.load(row + DRAWS[i][2] + j)
             address_bits |= address
-            planes = planes + (address + first * SIZES[i][j],)  # noqa: RUF005
-        addresses = addresses + (planes,)  # noqa: RUF005
+            planes = planes + (address + first * SIZES[i][j],)
+        addresses = addresses + (planes,)
 
     index = start_index.to(tl.uint32)
     n_elements = tl.minimum(numel - first, CHUNK).to(tl.int32)
