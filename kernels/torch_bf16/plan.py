@@ -206,8 +206,8 @@ def _scalar_rows(chosen, steps, grad_scale):
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                 given = {k: v for k, v in each.group.items() if not k.startswith("param")}
                 raise ValueError(
-                    f"no step can be computed from the hyperparameters of group {each.group_index}: "
-                    f"{given}; set them to numbers. Nothing was updated"
+                    f"no step follows from the options of group {each.group_index}: {given}; "
+                    "set them to numbers. Nothing was updated"
                 ) from error
         row_of[tensor] = rows[key]
     return row_of, np.array(table, np.float64).astype(np.float32)
