@@ -22,6 +22,8 @@ RECIPES = {
     ),
 }
 
+SCENARIOS = ("synced", "plain ddp", "broadcast and synced", "broadcast alone", "uneven")
+
 
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
@@ -59,7 +61,7 @@ def trained(scenario: str, kind: str, rank: int) -> dict[str, list[torch.Tensor]
         replica = DistributedDataParallel(module, init_sync=False)
     else:
         replica = DistributedDataParallel(module)
-    if scenario != "plain ddp":
+    if scenario not in ("plain ddp", "broadcast alone"):
         torch_bf16.sync_masters(replica)
     optimizer = torch_bf16.AdamW(module.parameters(), lr=0.0, recipe=RECIPES[kind])
     found = {"weights at the start": clones(module.parameters())}
@@ -86,7 +88,7 @@ def main(folder: Path, rank: int) -> None:
     )
     results = {"initial": clones(network(rank).parameters())}
     for kind in RECIPES:
-        for scenario in ("synced", "plain ddp", "broadcast and synced", "uneven"):
+        for scenario in SCENARIOS:
             results[f"{scenario} {kind}"] = trained(scenario, kind, rank)
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -237,8 +237,16 @@ def test_ddp_alone_starts_all_masters_from_the_bf16_weights(replicas, kind):
 
 
 @pytest.mark.parametrize("kind", EXACT)
+def test_after_another_broadcast_than_ddps_masters_differ_until_they_are_synced(replicas, kind):
+    """The control: what sync_masters is there for."""
+    first, second = (each[f"broadcast alone {kind}"] for each in replicas)
+    assert agree(first["weights at the start"], second["weights at the start"])
+    assert not agree(first["masters at the start"], second["masters at the start"])
+
+
+@pytest.mark.parametrize("kind", EXACT)
 def test_a_weight_written_at_the_source_is_not_given_its_old_halves(replicas, kind):
-    """ "uneven": the source zeroes its first weight after the cast, the other rank loads a model."""
+    """The source zeroes a weight after the cast; the other rank knows of no cast at all."""
     for each in replicas:
         first, *others = each[f"uneven {kind}"]["masters at the start"]
         assert first.eq(0).all()
