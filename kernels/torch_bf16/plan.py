@@ -62,7 +62,7 @@ class Plan:
     def __init__(
         self, participants: Sequence[Participant], recipe: Recipe, backend: str | None = None
     ) -> None:
-        self.backend = backend
+        self.chosen = recipe, backend
         self._planes = [_planes(each, recipe) for each in participants]
         self._signature = [
             _signature(*pair) for pair in zip(participants, self._planes, strict=True)

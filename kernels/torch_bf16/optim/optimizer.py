@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -30,6 +31,17 @@ from .admission import (
 __all__ = ["BF16Optimizer"]
 
 
+@dataclass
+class _NextStep:
+    """What the next step was told.
+
+    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
+    the optimizer's attributes, but what they set stays with them.
+    """
+
+    scale: float | Tensor = 1.0
+
+
 class BF16Optimizer(torch.optim.Optimizer):
     """Base of the optimizers that store their numbers by a recipe.
 
@@ -49,7 +61,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     _names: dict[tuple[int, int], str]
     _plan: Plan | None
     _seen: dict[Tensor, Seen]
-    _next_scale: float | Tensor
+    _next: _NextStep
 
     def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
         """Set up what torch's constructor does not know; the groups exist already."""
@@ -65,12 +77,14 @@ class BF16Optimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._plan = None
         self._seen = {}
-        self._next_scale = 1.0
+        self._next = _NextStep()
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
         raise NotImplementedError
 
+    # Kernels read addresses, which a traced step would not have.
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take one step for every parameter that has a gradient.
@@ -92,16 +106,16 @@ class BF16Optimizer(torch.optim.Optimizer):
                 loss = closure()
         participants = self._participants()
         if participants:
-            plan = self._plan
-            if plan is None or plan.backend != self.backend or not plan.fits(participants):
-                self._plan = self._make_plan(participants)
+            plan, chosen = self._plan, (self.recipe, self.backend)
+            if plan is None or plan.chosen != chosen or not plan.fits(participants):
+                plan = self._plan = self._make_plan(participants)
             self._respect_writes(participants)
-            self._plan.run(participants, float(self._next_scale))
+            plan.run(participants, float(self._next.scale))
             for each in participants:
                 # The kernels write through addresses, which autograd does not see.
                 torch.autograd.graph.increment_version(each.parameter)
                 self._seen[each.parameter] = Seen.of(each.parameter)
-        self._next_scale = 1.0
+        self._next.scale = 1.0
         return loss
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
@@ -122,11 +136,11 @@ class BF16Optimizer(torch.optim.Optimizer):
                 f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
                 "which the next step multiplies every gradient"
             )
-        self._next_scale = coefficient
+        self._next.scale = coefficient
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch, and what :meth:`scale_next_step` was told."""
-        self._next_scale = 1.0
+        self._next.scale = 1.0
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
