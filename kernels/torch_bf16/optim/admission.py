@@ -66,6 +66,20 @@ def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
                 f"{tuple(parameter.shape)}, is {parameter.dtype}; bfloat16 and float32 parameters "
                 f"can be trained. {_remedy(parameter.dtype)}"
             )
+        if _overlaps(parameter) or parameter.layout != torch.strided:
+            kind = "an expanded view" if _overlaps(parameter) else parameter.layout
+            raise ValueError(
+                f"parameter number {position} of group {number}, shape {tuple(parameter.shape)}, is "
+                f"{kind}; each element must have a place of its own in memory. Make it dense: "
+                "torch.nn.Parameter(p.to_dense()) or torch.nn.Parameter(p.clone())"
+            )
+
+
+def _overlaps(parameter: Tensor) -> bool:
+    if is_lazy(parameter) or parameter.layout != torch.strided:
+        return False
+    pairs = zip(parameter.shape, parameter.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def check_options(group: Mapping[str, Any], number: int) -> None:

@@ -274,6 +274,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         return participants
 
     def _make_plan(self, participants: list[Participant]) -> Plan:
+        self.recipe = get_recipe(self.recipe)
         places = {each.parameter: (each.group_index, each.position) for each in participants}
         stateless = [each.parameter for each in participants if not each.state]
         check_replaced(self, stateless, lambda parameter: self.label(*places[parameter]))
