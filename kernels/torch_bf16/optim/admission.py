@@ -69,8 +69,8 @@ def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
         if _overlaps(parameter) or parameter.layout != torch.strided:
             kind = "an expanded view" if _overlaps(parameter) else parameter.layout
             raise ValueError(
-                f"parameter number {position} of group {number}, shape {tuple(parameter.shape)}, is "
-                f"{kind}; each element must have a place of its own in memory. Make it dense: "
+                f"parameter number {position} of group {number}, shape {tuple(parameter.shape)}, "
+                f"is {kind}; each element must have a place of its own in memory. Make it dense: "
                 "torch.nn.Parameter(p.to_dense()) or torch.nn.Parameter(p.clone())"
             )
 
