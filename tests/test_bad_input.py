@@ -130,8 +130,19 @@ def test_parameters_of_other_dtypes_are_refused_at_every_door(ours, kind):
 def test_parameters_without_a_place_for_each_element_are_refused(ours):
     sparse = nn.Parameter(torch.eye(3, dtype=BF16).to_sparse())
     expanded = nn.Parameter(torch.ones(3, 1, dtype=BF16).expand(3, 4))
-    for bad, kind in ((sparse, "torch.sparse_coo"), (expanded, "an expanded view")):
-        with pytest.raises(ValueError, match=f"number 0 of group 0, .* is {kind}; .*Make it dense"):
+    negated = nn.Parameter(torch._neg_view(torch.ones(3, 4, dtype=BF16)))
+    with torch.inference_mode():
+        inference = nn.Parameter(torch.ones(3, 4, dtype=BF16), requires_grad=False)
+    kinds = {
+        "torch.sparse_coo": sparse,
+        "an expanded view": expanded,
+        "a view that is negated": negated,
+        "an inference tensor": inference,
+    }
+    for kind, bad in kinds.items():
+        with pytest.raises(
+            ValueError, match=f"number 0 of group 0, .* is {kind}.*; .*Make it dense"
+        ):
             ours([bad], lr=0.1)
     assert_steps(ours([nn.Parameter(expanded.detach().clone())], lr=0.1))
 

@@ -48,6 +48,41 @@ def test_an_fp16_gradient_is_refused(ours):
 
 
 @every_class
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_a_parameter_recast_or_added_behind_our_back_is_refused_at_its_first_step(ours, dtype):
+    """Its bits would be read as bf16."""
+    optimizer = begun(ours)
+    late = parameter()
+    late.grad = torch.ones_like(late)
+    late.data = late.data.to(dtype)
+    optimizer.param_groups[1]["params"].append(late)
+    assert_step_refused(optimizer, ValueError, f"'#2' .* is {dtype}; bfloat16 and float32 param")
+    optimizer.param_groups[1]["params"].pop()
+    assert_steps(optimizer)
+
+
+@every_class
+def test_a_parameter_that_is_in_a_group_twice_is_refused_by_the_step(ours):
+    optimizer = begun(ours, steps=0)
+    optimizer.param_groups[1]["params"].append(params(optimizer)[0])
+    assert_step_refused(optimizer, ValueError, "a parameter is in the groups twice; remove one")
+    optimizer.param_groups[1]["params"].pop()
+    assert_steps(optimizer)
+
+
+@every_class
+def test_a_lazily_negated_gradient_counts_with_its_sign(ours):
+    optimizer, twin = begun(ours), begun(ours)
+    for p, q in zip(params(optimizer), params(twin), strict=True):
+        p.grad = torch._neg_view(torch.full_like(p, 0.25).detach())
+        q.grad = torch.full_like(q, -0.25)
+        assert p.grad.is_neg()
+    optimizer.step()
+    twin.step()
+    assert_equal(everything(optimizer), everything(twin))
+
+
+@every_class
 @pytest.mark.parametrize("size", [2, 400], ids=["shrunk", "grown"])
 def test_a_gradient_of_another_size_is_refused_before_memory_is_touched(ours, size):
     p = parameter()

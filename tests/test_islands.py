@@ -227,6 +227,32 @@ def test_other_dtypes_are_refused_and_nothing_changes(dtype):
     assert "forward" not in vars(module[2])
 
 
+def test_a_lazy_module_is_refused_until_it_has_weights():
+    module = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    with pytest.raises(
+        ValueError, match=r"'0.weight' is not initialised yet .*run the module once"
+    ):
+        cast_module(module)
+    assert module[1].weight.dtype == torch.float32
+    module(torch.randn(2, 4))
+    assert dtypes(cast_module(module)) == {BF16}
+
+
+def test_a_module_inside_ddp_is_refused(tmp_path):
+    """A change of dtype would cut the hooks that reduce gradients, in silence."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        replica = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"inside DistributedDataParallel, .*then wrap it"):
+            cast_module(replica)
+        assert dtypes(replica) == {torch.float32}
+        ready = nn.parallel.DistributedDataParallel(cast_module(nn.Linear(3, 3)))
+        assert cast_module(ready) is ready
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_only_modules_are_cast():
     with pytest.raises(ValueError, match=r"takes a torch.nn.Module, not Tensor"):
         cast_module(torch.ones(3))

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -68,8 +70,8 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
         ``module`` itself.
 
     Raises:
-        ValueError: a parameter is fp16 or fp64, or a pattern of ``keep_fp32`` matches no module;
-            nothing has been changed then.
+        ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP, or a pattern of
+            ``keep_fp32`` matches no module; nothing has been changed then.
 
     Example:
         >>> model = cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -91,6 +93,17 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
                 "cast_module starts from float32. Call module.float() first"
             )
     chosen = {id(p): p for _, p in named if p.dtype == torch.float32}
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} is not initialised yet and would come out as float32; run the "
+                "module once, then call cast_module"
+            )
+    if chosen and any(isinstance(sub, DistributedDataParallel) for sub in module.modules()):
+        raise ValueError(
+            "cast_module was given a module inside DistributedDataParallel, whose hooks a change "
+            "of dtype would cut: gradients would not be reduced any more. Cast first, then wrap it"
+        )
     fill_gaps()
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     rests = {}

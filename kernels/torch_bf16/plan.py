@@ -110,7 +110,9 @@ class Plan:
             bucket.rows, bucket.scalars = _scalar_rows(chosen, bucket.steps, grad_scale)
         for part in self._parts:
             part.bucket.gradients = [
-                participants[index].gradient.contiguous() for index in part.indices
+                # A lazily negated view is contiguous, too, and its memory has the other sign.
+                participants[index].gradient.resolve_neg().contiguous()
+                for index in part.indices
             ]
             part.run()
             part.bucket.gradients = ()

@@ -6,6 +6,7 @@ usable as it was. ``label`` is a function that names the parameter in the messag
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "check_gradient",
     "check_group",
     "check_options",
+    "check_parameter",
     "check_replaced",
     "check_unchanged",
 ]
@@ -59,25 +61,42 @@ def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
         )
     names = group.get("param_names")
     for position, parameter in enumerate(group["params"]):
-        if not is_lazy(parameter) and parameter.dtype not in _TRAINABLE:
+        if not is_lazy(parameter):
             name = f"{names[position]!r}, " if names else ""
-            raise ValueError(
-                f"parameter {name}number {position} of group {number}, shape "
-                f"{tuple(parameter.shape)}, is {parameter.dtype}; bfloat16 and float32 parameters "
-                f"can be trained. {_remedy(parameter.dtype)}"
-            )
-        if _overlaps(parameter) or parameter.layout != torch.strided:
-            kind = "an expanded view" if _overlaps(parameter) else parameter.layout
-            raise ValueError(
-                f"parameter number {position} of group {number}, shape {tuple(parameter.shape)}, "
-                f"is {kind}; each element must have a place of its own in memory. Make it dense: "
-                "torch.nn.Parameter(p.to_dense()) or torch.nn.Parameter(p.clone())"
-            )
+            place = f"parameter {name}number {position} of group {number}"
+            label = functools.partial("{}, shape {}".format, place, tuple(parameter.shape))
+            check_parameter(parameter, label)
+
+
+def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
+    """Refuse a parameter that a kernel cannot update.
+
+    Raises:
+        ValueError: it is neither bf16 nor fp32, or its elements are no numbers in memory.
+    """
+    if parameter.dtype not in _TRAINABLE:
+        raise ValueError(
+            f"{label()}, is {parameter.dtype}; bfloat16 and float32 parameters can be trained. "
+            f"{_remedy(parameter.dtype)}"
+        )
+    kind = None
+    if parameter.layout != torch.strided:
+        kind = f"{parameter.layout}"
+    elif _overlaps(parameter):
+        kind = "an expanded view"
+    elif parameter.is_neg():
+        kind = "a view that is negated when it is read"
+    elif parameter.is_inference():
+        kind = "an inference tensor"
+    if kind:
+        raise ValueError(
+            f"{label()}, is {kind}; each element must have a place of its own in memory, and be "
+            "written as it is read. Make it dense: torch.nn.Parameter(p.to_dense()) or "
+            "torch.nn.Parameter(p.clone()), outside of inference_mode"
+        )
 
 
 def _overlaps(parameter: Tensor) -> bool:
-    if is_lazy(parameter) or parameter.layout != torch.strided:
-        return False
     pairs = zip(parameter.shape, parameter.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)
 

@@ -24,6 +24,7 @@ from .admission import (
     check_gradient,
     check_group,
     check_options,
+    check_parameter,
     check_replaced,
     check_unchanged,
 )
@@ -278,8 +279,11 @@ class BF16Optimizer(torch.optim.Optimizer):
         places = {each.parameter: (each.group_index, each.position) for each in participants}
         stateless = [each.parameter for each in participants if not each.state]
         check_replaced(self, stateless, lambda parameter: self.label(*places[parameter]))
+        if len(places) < len(participants):
+            raise ValueError("a parameter is in the groups twice; remove one. Nothing was updated")
         for each in participants:
             label = self.label(each.group_index, each.position)
+            check_parameter(each.parameter, lambda label=label: label)
             each.state = checkpoint.complete_state(
                 each.state, each.parameter, each.rule, self.recipe, label
             )
