@@ -7,7 +7,7 @@ usable as it was. ``label`` is a function that names the parameter in the messag
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ _TRAINABLE = (torch.bfloat16, torch.float32)
 _UNSUPPORTED = ("amsgrad", "differentiable")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Seen:
-    """What a parameter was when the last step had updated it."""
+    """What a parameter was when the last step had updated it, or its first one was planned."""
 
     version: int
     dtype: torch.dtype
@@ -175,23 +175,23 @@ def check_unchanged(
 
 
 def check_replaced(
-    optimizer: torch.optim.Optimizer, stateless: Iterable[Tensor], label: Callable[[Tensor], str]
+    optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Callable[[], str]]
 ) -> None:
     """Refuse a new parameter in the place of one whose state is still here.
 
     Args:
         optimizer: its groups and its state.
-        stateless: parameters about to get a first state.
-        label: names one of them.
+        labels: the parameters that are about to take a step, and what names them.
 
     Raises:
         StateMismatchError: one of them seems to have replaced another.
     """
     current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     orphans = [p for p in optimizer.state if isinstance(p, Tensor) and p not in current]
-    for parameter in stateless if orphans else ():
+    stateless = [label for parameter, label in labels.items() if not optimizer.state.get(parameter)]
+    if orphans and stateless:
         raise StateMismatchError(
-            f"{label(parameter)} has no optimizer state, while a parameter of shape "
+            f"{stateless[0]()} has no optimizer state, while a parameter of shape "
             f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
             "after the first step. Put the old one back and write into it (p.data.copy_(...)), or "
             "drop the old state: del optimizer.state[old_parameter]. Nothing was updated"

@@ -15,7 +15,7 @@ from torch_bf16 import checkpoint
 from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
 from torch_bf16.islands import forget_seed
-from torch_bf16.plan import Participant, Plan
+from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
 
@@ -105,17 +105,19 @@ class BF16Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        participants = self._participants()
-        if participants:
-            plan, chosen = self._plan, (self.recipe, self.backend)
-            if plan is None or plan.chosen != chosen or not plan.fits(participants):
-                plan = self._plan = self._make_plan(participants)
-            self._respect_writes(participants)
-            plan.run(participants, float(self._next.scale))
-            for each in participants:
-                # The kernels write through addresses, which autograd does not see.
-                torch.autograd.graph.increment_version(each.parameter)
-                self._seen[each.parameter] = Seen.of(each.parameter)
+        groups = self.param_groups
+        for number, group in enumerate(groups):
+            check_options(group, number)
+        taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
+        plan = self._plan
+        if plan is None or not plan.fits(self._setting(), taking_part, self.state):
+            plan = self._plan = self._make_plan()
+        self._respect_writes(taking_part)
+        plan.run(groups, float(self._next.scale))
+        for parameter in taking_part:
+            # The kernels write through addresses, which autograd does not see.
+            torch.autograd.graph.increment_version(parameter)
+            self._seen[parameter].version = parameter._version
         self._next.scale = 1.0
         return loss
 
@@ -253,53 +255,56 @@ class BF16Optimizer(torch.optim.Optimizer):
         before = sum(len(each["params"]) for each in self.param_groups[:group])
         return f"#{before + position}"
 
-    def _participants(self) -> list[Participant]:
-        """Everything that has a gradient, checked before anything is updated."""
-        participants = []
-        for number, group in enumerate(self.param_groups):
-            check_options(group, number)
-            rule = self.rule_of(group)
-            for position, parameter in enumerate(group["params"]):
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                state = self.state.get(parameter, {})
-                label = functools.partial(self.label, number, position)
-                if seen := self._seen.get(parameter):
-                    check_unchanged(parameter, seen, state, label)
-                check_gradient(parameter, gradient, label)
-                key = _key(self._name(number, position))
-                participants.append(
-                    Participant(parameter, gradient, group, number, position, rule, state, key)
-                )
-        return participants
+    def _setting(self) -> tuple[Any, ...]:
+        """What a plan follows from beside the tensors that take part."""
+        groups = self.param_groups
+        return (
+            self.recipe,
+            self.backend,
+            [self.rule_of(group) for group in groups],
+            # Names, or places where there are none, key the noise.
+            [tuple(group.get("param_names") or ()) for group in groups],
+            [[id(parameter) for parameter in group["params"]] for group in groups],
+        )
 
-    def _make_plan(self, participants: list[Participant]) -> Plan:
+    def _make_plan(self) -> Plan:
+        """Check all that takes part, complete its states, and keep these if nothing is wrong."""
         self.recipe = get_recipe(self.recipe)
-        places = {each.parameter: (each.group_index, each.position) for each in participants}
-        stateless = [each.parameter for each in participants if not each.state]
-        check_replaced(self, stateless, lambda parameter: self.label(*places[parameter]))
-        if len(places) < len(participants):
+        places = [
+            (parameter, number, position)
+            for number, group in enumerate(self.param_groups)
+            for position, parameter in enumerate(group["params"])
+            if parameter.grad is not None
+        ]
+        labels = {p: functools.partial(self.label, *place) for p, *place in places}
+        for parameter, label in labels.items():
+            if seen := self._seen.get(parameter):
+                check_unchanged(parameter, seen, self.state.get(parameter, {}), label)
+            check_gradient(parameter, parameter.grad, label)
+        check_replaced(self, labels)
+        if len(labels) < len(places):
             raise ValueError("a parameter is in the groups twice; remove one. Nothing was updated")
-        for each in participants:
-            label = self.label(each.group_index, each.position)
-            check_parameter(each.parameter, lambda label=label: label)
-            each.state = checkpoint.complete_state(
-                each.state, each.parameter, each.rule, self.recipe, label
+        members = []
+        for parameter, number, position in places:
+            check_parameter(parameter, labels[parameter])
+            rule = self.rule_of(self.param_groups[number])
+            state = checkpoint.complete_state(
+                self.state.get(parameter, {}), parameter, rule, self.recipe, labels[parameter]()
             )
-        plan = Plan(participants, self.recipe, self.backend)
+            key = tensor_key(self._name(number, position))
+            members.append(Member(parameter, number, rule, state, key))
+        plan = Plan(members, self.recipe, self.backend, self._setting())
         # Only now, so that an error above leaves no half-made states.
-        for each in participants:
+        for each in members:
             self.state[each.parameter] = each.state
+            self._seen.setdefault(each.parameter, Seen.of(each.parameter))
             forget_seed(each.parameter)
         return plan
 
-    def _respect_writes(self, participants: list[Participant]) -> None:
+    def _respect_writes(self, parameters: list[Tensor]) -> None:
         """Drop the lower half of a weight that something else has written since the last step."""
-        for each in participants:
-            seen = self._seen.get(each.parameter)
-            if seen and seen.version != each.parameter._version and "remainder" in each.state:
-                each.state["remainder"].zero_()
-
-
-_key = functools.lru_cache(maxsize=None)(tensor_key)
+        for parameter in parameters:
+            if self._seen[parameter].version != parameter._version:
+                remainder = self.state[parameter].get("remainder")
+                if remainder is not None:
+                    remainder.zero_()
