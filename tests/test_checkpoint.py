@@ -323,6 +323,16 @@ def test_the_recipe_that_the_message_prints_loads_it():
     assert snapshot(ours.state_dict()["state"]) == snapshot(saved["state"])
 
 
+def test_a_recipe_with_a_name_is_called_by_it():
+    saved = train(fresh("adamw", "master"), 0, 2).state_dict()
+    message = "saved with, e.g. 'bf16-fp32-master', and load again"
+    with pytest.raises(StateMismatchError, match=message):
+        fresh("adamw", "stochastic").load_state_dict(saved)
+    ours = fresh("adamw", torch_bf16.get_recipe("bf16-fp32-master"))
+    ours.load_state_dict(saved)
+    assert snapshot(ours.state_dict()["state"]) == snapshot(saved["state"])
+
+
 def test_a_master_without_a_header_is_not_lost_in_silence():
     saved = train(fresh("adamw", "master"), 0, 2).state_dict()
     del saved["torch_bf16"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .errors import StateMismatchError
 from .formats import Format
 from .islands import seed_of_master
-from .recipe import Recipe
+from .recipe import RECIPES, Recipe
 from .rounding import bf16_nearest
 from .rules import Rule
 
@@ -96,15 +96,18 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             "recipe; it is damaged. Delete it to load the rest as it is; nothing was changed"
         )
     if differing := [name for name in _FORMAT_FIELDS if other[name] != getattr(recipe, name)]:
+        fields = {name: other[name] for name in _FORMAT_FIELDS}
+        known = RECIPES.get(str(other["name"]))
+        spelt = repr(other["name"])
+        if known is None or fields != {name: getattr(known, name) for name in _FORMAT_FIELDS}:
+            spelt = f"Recipe({spelt}, {', '.join(f'{k}={v!r}' for k, v in fields.items())})"
         raise StateMismatchError(
             f"the state dict was saved with recipe {other['name']!r} ("
             + ", ".join(f"{name}={other[name]!r}" for name in differing)
             + f") and this optimizer uses {recipe.name!r} ("
             + ", ".join(f"{name}={getattr(recipe, name)!r}" for name in differing)
             + "). Make the optimizer with the recipe it was saved with, e.g. "
-            + f"Recipe({other['name']!r}, "
-            + ", ".join(f"{name}={other[name]!r}" for name in _FORMAT_FIELDS)
-            + "), and load again; nothing was changed"
+            + f"{spelt}, and load again; nothing was changed"
         )
     return dataclasses.replace(recipe, seed=other["seed"])
 
