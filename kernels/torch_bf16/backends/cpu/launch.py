@@ -21,8 +21,8 @@ from .kernel import CHUNK, compile_step
 
 __all__ = ["launch"]
 
-# Chunks taken at a time: at most a quarter of a millisecond of work, so that a thread on a busy core
-# leaves the rest to the others.
+# Chunks taken at a time: at most half a million elements, well below a millisecond of work, so that
+# a thread on a busy core leaves the rest to the others.
 _TURN = 16
 
 
