@@ -65,14 +65,15 @@ class BF16Optimizer(torch.optim.Optimizer):
     _next: _NextStep
 
     def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
-        """Set up what torch's constructor does not know; the groups exist already."""
+        """Set up what torch's constructor does not know; it has run already."""
         self.recipe = get_recipe(recipe)
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
         self._names = {}
         self._forget()
-        # GradScaler would leave unscaling to the step; it does not read those tensors yet.
+        # torch sets it for fused=True: GradScaler would leave unscaling to the step, which does not
+        # read those tensors.
         self._step_supports_amp_scaling = False
 
     def _forget(self) -> None:
