@@ -22,7 +22,14 @@ from .recipe import RECIPES, Recipe
 from .rounding import bf16_nearest
 from .rules import Rule
 
-__all__ = ["HEADER", "check_header", "complete_state", "header"]
+__all__ = [
+    "HEADER",
+    "check_header",
+    "check_hyperparameters",
+    "check_whole",
+    "complete_state",
+    "header",
+]
 
 HEADER = "torch_bf16"
 SCHEMA = 1

@@ -47,17 +47,15 @@ def convert(
         optimizer: exactly a ``torch.optim.AdamW``, ``Adam`` or ``SGD``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         module: the module that owns the parameters: their names then key the rounding noise, so
-        that
-            it does not depend on the order of the parameters.
+            that it does not depend on the order of the parameters.
         backend: name of the backend that takes the steps; None for the best that works.
 
     Returns:
         ``optimizer`` itself.
 
     Raises:
-        ValueError: it was converted before, or a parameter's dtype or a name of a recipe or backend
-        is
-            not known; nothing has been changed.
+        ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
+            backend is not known; nothing has been changed.
         NotImplementedError: there is no fused rule for this class or option.
 
     Example:
