@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16 import Recipe, cast_module, get_recipe, islands
+from torch_bf16 import Recipe, cast_module, get_recipe, lost_bits
 from torch_bf16.rounding import join16
 
 BF16 = torch.bfloat16
@@ -160,9 +160,9 @@ def test_weights_masked_through_data_never_become_nan(recipe, backend):
 def test_what_the_cast_took_is_freed_by_the_first_step(recipe):
     _, module = seeded("remainder16" if recipe.weights == "remainder16" else "master32")
     known = set(module.parameters())
-    assert known <= set(islands._lost)
+    assert known <= set(lost_bits._lost)
     step(torch_bf16.SGD(module.parameters(), lr=0.0, recipe=recipe))
-    assert not known & set(islands._lost)
+    assert not known & set(lost_bits._lost)
 
 
 def test_a_second_cast_keeps_the_masters_of_the_first():

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import lost_bits
 from .errors import StateMismatchError
 from .formats import Format
-from .islands import seed_of_master
 from .recipe import RECIPES, Recipe
 from .rounding import bf16_nearest
 from .rules import Rule
@@ -209,9 +209,9 @@ def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
 
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
-    seed = seed_of_master(parameter, dtype)
-    if seed is not None:
-        return seed
+    known = lost_bits.second_plane(parameter, dtype)
+    if known is not None:
+        return known
     if dtype == torch.int16:
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     return parameter.detach().to(dtype).contiguous()

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_bf16 import checkpoint
+from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
-from torch_bf16.islands import forget_seed
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
@@ -299,7 +298,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         for each in members:
             self.state[each.parameter] = each.state
             self._seen.setdefault(each.parameter, Seen.of(each.parameter))
-            forget_seed(each.parameter)
+            lost_bits.forget(each.parameter)
         return plan
 
     def _respect_writes(self, parameters: list[Tensor]) -> None:
