@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .recipe import Recipe
 from .rounding import bf16_nearest, join16, split16
 
-__all__ = ["forget", "remember", "second_plane", "split", "sync_masters"]
+__all__ = ["forget", "remember", "remembered", "second_plane", "split", "sync_masters"]
 
 
 @dataclass
@@ -53,6 +53,11 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
 def remember(parameter: Tensor, rest: Tensor) -> None:
     """Keep what :func:`split` took from a parameter; a later write to it makes that void."""
     _lost[parameter] = _Lost(rest, parameter._version, _checksum(parameter))
+
+
+def remembered(parameter: Tensor) -> bool:
+    """Whether a cast kept bits of this parameter that no master has taken over yet."""
+    return parameter in _lost
 
 
 def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:

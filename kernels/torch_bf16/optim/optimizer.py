@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -29,6 +30,8 @@ from .admission import (
 )
 
 __all__ = ["BF16Optimizer"]
+
+_logger = logging.getLogger("torch_bf16")
 
 
 @dataclass
@@ -295,11 +298,34 @@ class BF16Optimizer(torch.optim.Optimizer):
             members.append(Member(parameter, number, rule, state, key))
         plan = Plan(members, self.recipe, self.backend, self._setting())
         # Only now, so that an error above leaves no half-made states.
+        self._point_out(members)
         for each in members:
             self.state[each.parameter] = each.state
             self._seen.setdefault(each.parameter, Seen.of(each.parameter))
             lost_bits.forget(each.parameter)
         return plan
+
+    def _point_out(self, members: list[Member]) -> None:
+        """Say, once, what cannot have been meant but is no error: a cast that was forgotten."""
+        matrices = [e.parameter for e in members if e.parameter.ndim > 1]
+        if any(self.state.get(parameter) for parameter in matrices):
+            return
+        if matrices and all(p.dtype == torch.float32 for p in matrices):
+            _logger.warning(
+                "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
+                "torch_bf16.cast_module(model, %r) before the first step",
+                *(self.recipe.name, self.recipe.name),
+            )
+        dropped = [p for p in matrices if lost_bits.remembered(p) and not self._keeps_master(p)]
+        if dropped:
+            _logger.warning(
+                "the model was cast for exact masters, and recipe %r of the optimizer keeps none "
+                "for %d of its parameters; give both one recipe if that is not what you mean",
+                *(self.recipe.name, len(dropped)),
+            )
+
+    def _keeps_master(self, parameter: Tensor) -> bool:
+        return len(self.recipe.format_of("weights", parameter).planes) > 1
 
     def _respect_writes(self, parameters: list[Tensor]) -> None:
         """Drop the lower half of a weight that something else has written since the last step."""
