@@ -27,7 +27,6 @@ _PLUGINS = {
     "lightning_fabric": "lightning_bf16.lightning_fabric",
 }
 
-_OTHER_STRATEGY = "strategy='ddp', or precision='bf16-true'"
 _DEEPSPEED = (ValueError, "DeepSpeed's engine owns the optimizer and its own fp32 masters")
 _XLA = (ValueError, "the fused optimizer step does not run on XLA devices")
 _SHARDED = (NotImplementedError, "sharded parameters are not supported yet")
@@ -101,7 +100,7 @@ def _refuse(strategy: Any, plugin: Any, module: ModuleType) -> None:
         if refused is not None and isinstance(strategy, refused):
             raise error(
                 f"precision {plugin.mode!r} cannot be used with {type(strategy).__name__}: {why}. "
-                f"Use {_OTHER_STRATEGY}"
+                "Use strategy='ddp', or precision='bf16-true'"
             )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
@@ -27,15 +26,15 @@ class TrainerBody(PrecisionBody):
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place, and say so where nobody asked for training."""
         stage = stage_of(module)
-        if stage not in (None, "fit") and any(
-            p.dtype == torch.float32 for p in module.parameters()
-        ):
+        before = [p.dtype for p in module.parameters()]
+        self._results = Fp32Results(module)
+        super().convert_module(module)
+        if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
                 "place, and they stay so; hand over copy.deepcopy(model) to keep the fp32 ones"
             )
-        self._results = Fp32Results(module)
-        return super().convert_module(module)
+        return module
 
     def connect(
         self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]

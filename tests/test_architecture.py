@@ -19,6 +19,7 @@ LAYERS = (
     ("rounding", "counter_rng", "cpu_autocast", "sharding"),
     ("formats",),
     ("recipe",),
+    ("lost_bits",),
     ("islands",),
     ("backends",),
     ("plan",),

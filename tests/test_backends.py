@@ -144,6 +144,22 @@ def test_without_numba_the_eager_backend_steps_and_says_so_once(monkeypatch, cap
         backends._automatic.cache_clear()
 
 
+def test_numba_without_its_compiler_leaves_the_step_to_eager(monkeypatch):
+    from torch_bf16.backends import cpu
+
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    cpu._missing.cache_clear()
+    backends._automatic.cache_clear()
+    try:
+        assert choose(torch.device("cpu")).__name__.endswith("backends.eager")
+        with pytest.raises(BackendUnavailableError, match="unset NUMBA_DISABLE_JIT"):
+            choose(torch.device("cpu"), "cpu")
+    finally:
+        cpu._missing.cache_clear()
+        backends._automatic.cache_clear()
+
+
 def test_a_place_without_a_writable_cache_still_compiles(monkeypatch):
     from torch_bf16.backends.cpu import kernel
 

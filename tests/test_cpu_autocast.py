@@ -46,6 +46,38 @@ def test_bilinear_takes_either_dtype(dtype):
     assert module.weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "function",
+    [torch.matrix_exp, torch.linalg.det, torch.logdet, lambda w: torch.linalg.slogdet(w)[1]],
+    ids=["matrix_exp", "det", "logdet", "slogdet"],
+)
+def test_what_has_no_sound_bf16_kernel_is_computed_in_fp32(function):
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(8) + 0.1 * torch.randn(8, 8, generator=generator))
+    cast_module(layer)
+    widened = layer.weight.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = function(layer.weight)
+    expected = function(widened)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(layer.weight.grad, widened.grad.bfloat16())
+
+
+def test_an_orthogonal_weight_stays_orthogonal_in_a_cast_module():
+    torch.manual_seed(0)
+    layer = cast_module(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        weight = layer.weight
+        layer(torch.randn(4, 16)).float().square().sum().backward()
+    assert (weight.float() @ weight.float().T - torch.eye(16)).abs().max() < 0.05
+    assert layer.parametrizations.weight.original.grad.isfinite().all()
+
+
 def test_outside_autocast_nothing_is_widened():
     module = cast_module(nn.LayerNorm(8))
     with pytest.raises(RuntimeError, match="mixed dtype"):

@@ -11,6 +11,7 @@ from optimizer_cases import (
     assert_same,
     bits,
     differs,
+    every_backend,
     every_case,
     every_optimizer,
     every_recipe,
@@ -22,7 +23,7 @@ from optimizer_cases import (
     take_steps,
 )
 
-from torch_bf16 import backends, get_recipe
+from torch_bf16 import StateMismatchError, backends, get_recipe
 
 # recipe -> key of the state of a bf16 matrix -> dtype
 DTYPES = {
@@ -261,6 +262,32 @@ def test_the_backend_attribute_decides_who_steps_also_between_steps(
     optimizer.backend = other
     take_steps(optimizer, [3])
     assert set(ran) == {other}
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_recipe_chosen_between_steps_rewrites_the_state(name, backend):
+    parameters = make_parameters()
+    optimizer = make_optimizer(name, "stochastic", backend, parameters.values(), weight_decay=0.0)
+    take_steps(optimizer, [1])
+    before = {key: t.float() for key, t in optimizer.state[parameters["matrix"]].items()}
+    optimizer.recipe = RECIPES["master"]
+    set_gradients(parameters.values(), 2)
+    optimizer.scale_next_step(0.0)
+    optimizer.step()
+    state = optimizer.state[parameters["matrix"]]
+    for key in STATES[name]:
+        assert state[key].dtype == torch.float32
+        # A gradient of zero leaves nothing of a moment but its decay.
+        decay = 0.999 if key == "exp_avg_sq" else 0.9
+        torch.testing.assert_close(state[key], before[key] * decay, rtol=2.0**-22, atol=0)
+    assert state["remainder"].dtype == torch.int16
+    assert optimizer.state_dict()["torch_bf16"]["recipe"]["name"] == "bf16-fp32-master"
+    optimizer.recipe = RECIPES["stochastic"]
+    weights = snapshot(optimizer)
+    with pytest.raises(StateMismatchError, match="has remainder, which recipe 'true-bf16-stoch"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), weights)
 
 
 @every_optimizer

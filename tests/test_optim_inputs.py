@@ -266,3 +266,35 @@ def test_a_step_counts_as_a_write_for_autograd(recipe, backend):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_coefficient_given_to_a_proxy_reaches_the_optimizer():
+    """Lightning and Fabric run the methods of an optimizer on wrappers that proxy reads only."""
+
+    class Proxy(torch_bf16.SGD):
+        def __init__(self, optimizer):
+            self.__dict__.update({"_optimizer": optimizer, "_next": optimizer._next})
+
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch_bf16.SGD([parameter], lr=0.5)
+    Proxy(optimizer).scale_next_step(0.0)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones_like(parameter))
+
+
+def test_a_compiled_training_step_calls_the_optimizer_uncompiled():
+    model = torch_bf16.cast_module(nn.Linear(4, 4))
+    optimizer = torch_bf16.AdamW(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+
+    def train(x):
+        model(x).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(train, backend="eager")
+    for _ in range(3):
+        compiled(torch.ones(2, 4, dtype=torch.bfloat16))
+    assert optimizer.state[model.weight]["step"].item() == 3
+    assert not torch.equal(before, model.weight)

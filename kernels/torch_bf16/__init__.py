@@ -8,7 +8,8 @@ Example:
 
 from .diagnostics import describe
 from .errors import BackendUnavailableError, StateMismatchError
-from .islands import cast_module, sync_masters
+from .islands import cast_module
+from .lost_bits import sync_masters
 from .optim import SGD, Adam, AdamW, BF16Optimizer, convert, total_norm
 from .recipe import RECIPES, Recipe, get_recipe
 

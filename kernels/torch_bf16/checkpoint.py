@@ -15,14 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import lost_bits
 from .errors import StateMismatchError
 from .formats import Format
-from .islands import seed_of_master
-from .recipe import Recipe
+from .recipe import RECIPES, Recipe
 from .rounding import bf16_nearest
 from .rules import Rule
 
-__all__ = ["HEADER", "check_header", "complete_state", "header"]
+__all__ = [
+    "HEADER",
+    "check_header",
+    "check_hyperparameters",
+    "check_whole",
+    "complete_state",
+    "header",
+]
 
 HEADER = "torch_bf16"
 SCHEMA = 1
@@ -96,15 +103,18 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             "recipe; it is damaged. Delete it to load the rest as it is; nothing was changed"
         )
     if differing := [name for name in _FORMAT_FIELDS if other[name] != getattr(recipe, name)]:
+        fields = {name: other[name] for name in _FORMAT_FIELDS}
+        known = RECIPES.get(str(other["name"]))
+        spelt = repr(other["name"])
+        if known is None or fields != {name: getattr(known, name) for name in _FORMAT_FIELDS}:
+            spelt = f"Recipe({spelt}, {', '.join(f'{k}={v!r}' for k, v in fields.items())})"
         raise StateMismatchError(
             f"the state dict was saved with recipe {other['name']!r} ("
             + ", ".join(f"{name}={other[name]!r}" for name in differing)
             + f") and this optimizer uses {recipe.name!r} ("
             + ", ".join(f"{name}={getattr(recipe, name)!r}" for name in differing)
             + "). Make the optimizer with the recipe it was saved with, e.g. "
-            + f"Recipe({other['name']!r}, "
-            + ", ".join(f"{name}={other[name]!r}" for name in _FORMAT_FIELDS)
-            + "), and load again; nothing was changed"
+            + f"{spelt}, and load again; nothing was changed"
         )
     return dataclasses.replace(recipe, seed=other["seed"])
 
@@ -199,9 +209,9 @@ def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
 
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
-    seed = seed_of_master(parameter, dtype)
-    if seed is not None:
-        return seed
+    known = lost_bits.second_plane(parameter, dtype)
+    if known is not None:
+        return known
     if dtype == torch.int16:
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     return parameter.detach().to(dtype).contiguous()

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument(
         "--recipes", nargs="+", choices=CONTENDERS[1:], default=CONTENDERS[1:], metavar="NAME"
     )
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    bench.add_argument("--json", type=_file, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args(arguments)
     return _info() if options.command == "info" else _bench(options)
 
@@ -133,10 +133,19 @@ def _bracket(spread: dict[str, float], digits: int) -> str:
     return f"{spread['median']:.{digits}f} [{spread['p10']:.{digits}f}, {spread['p90']:.{digits}f}]"
 
 
+def _file(text: str) -> Path:
+    # Asked now, not after minutes of measuring.
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
+    return path
+
+
 def _count(text: str) -> int:
     try:
         value = int(float(text))
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")

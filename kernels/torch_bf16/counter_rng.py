@@ -18,7 +18,6 @@ Rounding to bf16 takes 16 bits, so one word serves two numbers: `WEIGHT` is its 
 """
 
 import struct
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -73,7 +72,6 @@ def tensor_key(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=2**16)
 def stream_base(seed: int, tensor_key: int, stream: int) -> tuple[int, int]:
     """The two 32-bit words that a tensor's stream starts from, the same at every step.
 

@@ -4,7 +4,9 @@ On CUDA autocast widens every argument of a norm to fp32, and brings both argume
 one dtype. On CPU it leaves norms and products with a vector alone. Their kernels take bf16
 activations with fp32 weights, for norms, but never fp32 activations with bf16 weights ("mixed dtype
 (CPU): expect parameter to have scalar type of Float"): a norm on raw inputs, or behind a residual
-connection with an fp32 input or positional buffer, would fail.
+connection with an fp32 input or positional buffer, would fail. And for the matrix exponential of
+a bf16 weight (``parametrizations.orthogonal``), which its autocast leaves in bf16 too, its kernel
+returns garbage and says nothing; for determinants it has no bf16 kernel.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ __all__ = ["fill_gaps"]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PRODUCTS = ("bilinear", "mv", "addmv", "dot", "vdot")
+_FP32_ONLY = ("linalg_matrix_exp", "_linalg_slogdet", "_linalg_det", "logdet")
 
 # The registrations last as long as this object.
 _library: Library | None = None
 
 
 def fill_gaps() -> None:
-    """Let these operators widen bf16 arguments that meet fp32 ones, under CPU autocast only.
+    """Let these operators widen bf16 arguments under CPU autocast: where they must, or meet fp32.
 
     Once per process. Calls that worked before run as they did: for norms, only an fp32 input with a
     bf16 weight is treated differently. An operator for which torch has an autocast rule of its own
@@ -42,20 +45,28 @@ def fill_gaps() -> None:
     if _library is not None:
         return
     _library = Library("aten", "IMPL")
-    for name in (*_NORMS, *_PRODUCTS):
+    for name in (*_NORMS, *_PRODUCTS, *_FP32_ONLY):
         operator = getattr(torch.ops.aten, name, None)
         known = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
         if operator is not None and not known:
-            kernel = _widening(operator, deciding=1 if name in _NORMS else None)
+            deciding = 1 if name in _NORMS else None
+            kernel = _widening(operator, deciding, always=name in _FP32_ONLY)
             _library.impl(name, kernel, "AutocastCPU")
 
 
-def _widening(operator: Any, deciding: int | None) -> Any:
-    """An autocast kernel: bf16 arguments become fp32 if one of the first ``deciding`` is fp32."""
+def _widening(operator: Any, deciding: int | None, always: bool) -> Any:
+    """An autocast kernel: bf16 arguments become fp32 if one of the first ``deciding`` is fp32.
+
+    Args:
+        operator: computes.
+        deciding: how many of the arguments are asked; None for all.
+        always: nothing is asked.
+    """
     below_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args[:deciding]):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = args[:deciding]
+        if always or any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in asked):
             args = tuple(_widened(a) for a in args)
             kwargs = {name: _widened(a) for name, a in kwargs.items()}
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):

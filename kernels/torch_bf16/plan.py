@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .backends import Bucket, Variant, choose
@@ -22,125 +22,158 @@ from .counter_rng import stream_base
 from .recipe import Recipe
 from .rules import Rule
 
-__all__ = ["Participant", "Plan"]
+__all__ = ["Member", "Plan"]
 
 
-@dataclass
-class Participant:
-    """A parameter that takes part in a step.
+@dataclass(slots=True)
+class Member:
+    """A parameter that takes part in a step, and what its tensors were when that was planned.
 
     Attributes:
-        parameter: bf16 or fp32.
-        gradient: bf16 or fp32, shaped like the parameter.
-        group: its parameter group; only hyperparameters are read.
-        group_index: number of that group.
-        position: number of the parameter within it.
+        parameter: bf16 or fp32, with a gradient that is bf16 or fp32 and shaped like it.
+        group: number of its parameter group.
         rule: the group's rule.
         state: ``optimizer.state[parameter]``, complete.
         key: the tensor key of its noise.
     """
 
     parameter: Tensor
-    gradient: Tensor
-    group: Mapping[str, Any]
-    group_index: int
-    position: int
+    group: int
     rule: Rule
     state: Mapping[str, Any]
     key: int
+    _keys: tuple[str, ...] = field(init=False)
+    _tensors: tuple[Tensor, ...] = field(init=False)
+    _planned: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._keys, self._tensors = zip(*self.state.items(), strict=True)
+        self._planned = self._look()
+
+    def unchanged(self, state: Mapping[str, Any]) -> bool:
+        """Whether all tensors are those of the plan, in the same memory.
+
+        Args:
+            state: ``optimizer.state[parameter]`` now.
+        """
+        same = all(map(is_, map(state.get, self._keys), self._tensors))
+        return same and self._look() == self._planned
+
+    def _look(self) -> tuple[Any, ...]:
+        parameter: Any = self.parameter
+        gradient = parameter.grad
+        return (
+            parameter.data_ptr(),
+            parameter.dtype,
+            parameter.device,
+            parameter.shape,
+            parameter.stride(),
+            gradient.dtype,
+            gradient.device,
+            gradient.shape,
+            gradient.layout,
+            # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
+            [(each.data_ptr(), each.dtype, each.shape) for each in self._tensors],
+        )
 
 
 class Plan:
-    """Buckets and tables for a list of participants.
+    """Buckets and tables for the parameters that take part in a step.
 
     Args:
-        participants: in a fixed order.
+        members: in a fixed order.
         recipe: decides formats and seed.
         backend: name of the backend, None for the best that works on each device.
+        setting: whatever else the members follow from; :meth:`fits` compares it.
     """
 
     def __init__(
-        self, participants: Sequence[Participant], recipe: Recipe, backend: str | None = None
+        self, members: Sequence[Member], recipe: Recipe, backend: str | None, setting: Any
     ) -> None:
-        self.backend = backend
-        self._planes = [_planes(each, recipe) for each in participants]
-        self._signature = [
-            _signature(*pair) for pair in zip(participants, self._planes, strict=True)
-        ]
-        members: dict[Any, list[int]] = defaultdict(list)
-        for index, each in enumerate(participants):
+        self.members = members
+        self._setting = setting
+        alike: dict[Any, list[Member]] = defaultdict(list)
+        for each in members:
             # A strided parameter goes through a contiguous copy. On its own, so that no more than
             # one such copy exists at a time.
-            alone = None if each.parameter.is_contiguous() else index
-            members[_variant(each, recipe), alone].append(index)
+            alone = None if each.parameter.is_contiguous() else id(each)
+            alike[_variant(each, recipe), alone].append(each)
         self._parts = [
-            _Part(choose(variant.device, backend), bucket, indices, copied=alone is not None)
-            for (variant, alone), indices in members.items()
-            for bucket in [self._bucket(variant, indices, participants, recipe)]
+            _Part(
+                choose(variant.device, backend),
+                _bucket(variant, some, recipe.seed),
+                some,
+                np.array([each.group for each in some], np.int64),
+                [each.state["step"].numpy() for each in some],
+                copied=alone is not None,
+            )
+            for (variant, alone), some in alike.items()
         ]
 
-    def fits(self, participants: Sequence[Participant]) -> bool:
-        """Whether the plan was made for these very tensors."""
-        return len(participants) == len(self._signature) and all(
-            _signature(each, planes) == signature
+    def fits(
+        self, setting: Any, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
+    ) -> bool:
+        """Whether the plan was made for these very tensors: then there is nothing to check.
+
+        Args:
+            setting: as it was given to the constructor, now.
+            parameters: those with a gradient, in the members' order.
+            states: ``optimizer.state``.
+        """
+        return (
+            setting == self._setting
+            and len(parameters) == len(self.members)
             and all(
-                each.state.get(key) is plane
-                for _, named in planes
-                for key, plane in named[1 if named[0][0] == "" else 0 :]
-            )
-            for each, planes, signature in zip(
-                participants, self._planes, self._signature, strict=True
+                each.parameter is parameter and each.unchanged(states.get(parameter, {}))
+                for each, parameter in zip(self.members, parameters, strict=True)
             )
         )
 
-    def run(self, participants: Sequence[Participant], grad_scale: float) -> None:
+    def run(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
 
         Args:
-            participants: as the plan was made for; their gradients are read.
+            groups: the optimizer's parameter groups; only hyperparameters are read.
             grad_scale: multiplied into every gradient.
         """
-        counters = [each.state["step"] for each in participants]
-        steps = np.array([int(step) for step in torch.stack(counters).tolist()], np.int64) + 1
         # All scalars first: a bad hyperparameter must raise before anything is updated.
         for part in self._parts:
-            chosen = [participants[index] for index in part.indices]
-            bucket = part.bucket
-            bucket.steps = steps[part.indices]
-            bucket.rows, bucket.scalars = _scalar_rows(chosen, bucket.steps, grad_scale)
+            part.set_scalars(groups, grad_scale)
         for part in self._parts:
-            part.bucket.gradients = [
-                participants[index].gradient.contiguous() for index in part.indices
-            ]
             part.run()
-            part.bucket.gradients = ()
-        torch._foreach_add_(counters, 1)  # pyright: ignore[reportPrivateImportUsage]
-
-    def _bucket(self, variant, indices, participants, recipe) -> Bucket:
-        bases = [
-            [stream_base(recipe.seed, participants[i].key, draw.stream) for draw in variant.draws]
-            for i in indices
-        ]
-        return Bucket(
-            variant=variant,
-            planes=[
-                [tuple(plane for _, plane in named) for _, named in self._planes[i]]
-                for i in indices
-            ],
-            numels=np.array([participants[i].parameter.numel() for i in indices], np.int64),
-            offsets=np.zeros(len(indices), np.int64),
-            bases=np.array(bases, np.uint32),
-        )
 
 
 @dataclass
 class _Part:
     backend: ModuleType
     bucket: Bucket
-    indices: list[int]
+    members: list[Member]
+    groups: np.ndarray
+    # Views of state["step"]: to add to a 0-d tensor takes torch a microsecond.
+    counters: list[np.ndarray]
     copied: bool
 
+    def set_scalars(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> None:
+        """One row of scalars for each (step, group) that occurs, and each tensor's row."""
+        bucket, n = self.bucket, len(groups)
+        bucket.steps = np.array([int(each.item()) for each in self.counters], np.int64) + 1
+        pairs, bucket.rows = np.unique(bucket.steps * n + self.groups, return_inverse=True)
+        table = [
+            _scalars(bucket.variant.rule, groups[pair % n], pair % n, pair // n, grad_scale)
+            for pair in pairs.tolist()
+        ]
+        bucket.scalars = np.array(table, np.float64).astype(np.float32)
+
     def run(self) -> None:
+        gradients: list[Any] = [each.parameter.grad for each in self.members]
+        # A lazily negated view is contiguous, too, and its memory has the other sign.
+        self.bucket.gradients = [each.resolve_neg().contiguous() for each in gradients]
+        self._update()
+        self.bucket.gradients = ()
+        for counter, step in zip(self.counters, self.bucket.steps.tolist(), strict=True):
+            counter[()] = step
+
+    def _update(self) -> None:
         if not self.copied:
             self.backend.run(self.bucket)
             return
@@ -153,61 +186,46 @@ class _Part:
         self.bucket.planes = [[weights, *states]]
 
 
-def _planes(each: Participant, recipe: Recipe):
-    """For the weights and each state: the format, and its (state key, tensor) pairs."""
-    parameter = each.parameter.detach()
-    weights = recipe.format_of("weights", parameter)
-    extra = [(key, each.state[key]) for key in weights.plane_names("")[1:]]
-    planes = [(weights, [("", parameter), *extra])]
-    for state in each.rule.states:
-        format_ = recipe.format_of(state.role, parameter)
-        names = format_.plane_names(state.name)
-        planes.append((format_, [(name, each.state[name]) for name in names]))
-    return planes
-
-
-def _signature(each: Participant, planes) -> tuple[Any, ...]:
-    parameter = each.parameter
-    return (
-        parameter.data_ptr(),
-        parameter.dtype,
-        parameter.device,
-        parameter.stride(),
-        each.gradient.dtype,
-        each.group_index,
-        each.rule.name,
-        each.key,
-        # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-        *((p.data_ptr(), p.dtype, p.shape) for _, named in planes for _, p in named),
-    )
-
-
-def _variant(each: Participant, recipe: Recipe) -> Variant:
+def _variant(each: Member, recipe: Recipe) -> Variant:
+    gradient: Any = each.parameter.grad
     return Variant(
         rule=each.rule,
         weights=recipe.format_of("weights", each.parameter),
         states=tuple(recipe.format_of(s.role, each.parameter) for s in each.rule.states),
-        gradient=each.gradient.dtype,
+        gradient=gradient.dtype,
         device=each.parameter.device,
     )
 
 
-def _scalar_rows(chosen, steps, grad_scale):
-    """One row of scalars for each (group, step) that occurs, and each tensor's row."""
-    rows: dict[tuple[int, int], int] = {}
-    table, row_of = [], np.empty(len(chosen), np.int64)
-    for tensor, (each, step) in enumerate(zip(chosen, steps.tolist(), strict=True)):
-        key = (each.group_index, step)
-        if key not in rows:
-            rows[key] = len(table)
-            sign = -1.0 if each.group.get("maximize") else 1.0
-            try:
-                table.append(each.rule.scalars(each.group, step, sign * grad_scale))
-            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-                given = {k: v for k, v in each.group.items() if not k.startswith("param")}
-                raise ValueError(
-                    f"no step can be computed from the hyperparameters of group {each.group_index}: "
-                    f"{given}; set them to numbers. Nothing was updated"
-                ) from error
-        row_of[tensor] = rows[key]
-    return row_of, np.array(table, np.float64).astype(np.float32)
+def _bucket(variant: Variant, members: Sequence[Member], seed: int) -> Bucket:
+    bases = [
+        [stream_base(seed, each.key, draw.stream) for draw in variant.draws] for each in members
+    ]
+    return Bucket(
+        variant=variant,
+        planes=[_planes(each, variant) for each in members],
+        numels=np.array([each.parameter.numel() for each in members], np.int64),
+        offsets=np.zeros(len(members), np.int64),
+        bases=np.array(bases, np.uint32),
+    )
+
+
+def _planes(each: Member, variant: Variant) -> list[tuple[Tensor, ...]]:
+    tensors = {**each.state, "": each.parameter.detach()}
+    names = ("", *(state.name for state in variant.rule.states))
+    return [
+        tuple(tensors[key] for key in stored.plane_names(name))
+        for name, stored in zip(names, variant.formats, strict=True)
+    ]
+
+
+def _scalars(rule: Rule, group: Mapping[str, Any], number: int, step: int, grad_scale: float):
+    sign = -1.0 if group.get("maximize") else 1.0
+    try:
+        return rule.scalars(group, step, sign * grad_scale)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        given = {k: v for k, v in group.items() if not k.startswith("param")}
+        raise ValueError(
+            f"no step follows from the options of group {number}: {given}; "
+            "set them to numbers. Nothing was updated"
+        ) from error

@@ -90,10 +90,6 @@ class Recipe:
             return _exact_weights(self) if role == "weights" else FP32
         return get_format(getattr(self, role))
 
-    def has_master(self, parameter: Tensor) -> bool:
-        """Whether a weight is kept in more planes than the parameter itself."""
-        return len(self.format_of("weights", parameter).planes) > 1
-
 
 def _exact_weights(recipe: Recipe) -> Format:
     chosen = get_format(recipe.weights)

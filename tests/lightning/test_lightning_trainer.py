@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from lightning_models import batches, host, loader, make_module, make_trainer
+from torch import nn
 from torch.nn import functional as F
 
 import torch_bf16
@@ -217,6 +218,17 @@ def test_evaluation_says_that_it_casts_the_module(pl, stage, caplog):
     lines = [r.getMessage() for r in caplog.records if "casts the parameters" in r.getMessage()]
     assert len(lines) == 1
     assert f"trainer.{stage} casts" in lines[0]
+
+
+def test_evaluation_is_silent_about_a_module_that_was_cast_already(pl, caplog):
+    # Batch norm stays fp32 for good; that alone is nothing that the evaluation casts.
+    module = make_module(pl)
+    module.net.append(nn.BatchNorm1d(4))
+    make_trainer(pl, "bf16-stochastic").fit(module, batches(1))
+    assert torch.float32 in {p.dtype for p in module.parameters()}
+    with caplog.at_level(logging.INFO):
+        make_trainer(pl, "bf16-stochastic").test(module, batches(1), verbose=False)
+    assert not [r for r in caplog.records if "casts the parameters" in r.getMessage()]
 
 
 def test_the_precision_that_lightning_sees_is_bf16_true(pl, mode):

@@ -35,8 +35,7 @@ class Format:
         stochastic: whether ``encode`` needs 16 random bits per element.
         decode: ``decode(planes) -> fp32 tensor``.
         encode: ``encode(x, r, planes)`` writes fp32 ``x`` into ``planes`` in place; ``r`` is an
-        int32
-            tensor of uniform 16-bit integers where ``stochastic``, else None.
+            int32 tensor of uniform 16-bit integers where ``stochastic``, else None.
     """
 
     name: str

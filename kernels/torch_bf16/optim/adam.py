@@ -33,8 +33,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
 
     Args:
         params: bf16 or fp32 parameters, named ones, or groups of them. Names key the rounding
-        noise;
-            without them the position does.
+            noise; without them the position does.
         lr: learning rate, a float or a 0-d tensor.
         betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
@@ -75,7 +74,6 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         fused: bool | None = None,
         recipe: str | Recipe = "true-bf16-stochastic",
     ) -> None:
-        self._adopt(recipe)
         super().__init__(
             params,
             lr,
@@ -89,7 +87,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False
+        self._adopt(recipe)
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -128,7 +126,6 @@ class Adam(_AdamFamily, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         recipe: str | Recipe = "true-bf16-stochastic",
     ) -> None:
-        self._adopt(recipe)
         # torch knows this argument since 2.7.
         newer = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
         super().__init__(
@@ -145,4 +142,4 @@ class Adam(_AdamFamily, torch.optim.Adam):
             fused=fused,
             **newer,
         )
-        self._step_supports_amp_scaling = False
+        self._adopt(recipe)

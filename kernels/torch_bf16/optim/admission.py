@@ -6,7 +6,8 @@ usable as it was. ``label`` is a function that names the parameter in the messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_gradient",
     "check_group",
     "check_options",
+    "check_parameter",
     "check_replaced",
     "check_unchanged",
 ]
@@ -29,9 +31,9 @@ _TRAINABLE = (torch.bfloat16, torch.float32)
 _UNSUPPORTED = ("amsgrad", "differentiable")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Seen:
-    """What a parameter was when the last step had updated it."""
+    """What a parameter was when the last step had updated it, or its first one was planned."""
 
     version: int
     dtype: torch.dtype
@@ -59,13 +61,44 @@ def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
         )
     names = group.get("param_names")
     for position, parameter in enumerate(group["params"]):
-        if not is_lazy(parameter) and parameter.dtype not in _TRAINABLE:
+        if not is_lazy(parameter):
             name = f"{names[position]!r}, " if names else ""
-            raise ValueError(
-                f"parameter {name}number {position} of group {number}, shape "
-                f"{tuple(parameter.shape)}, is {parameter.dtype}; bfloat16 and float32 parameters "
-                f"can be trained. {_remedy(parameter.dtype)}"
-            )
+            place = f"parameter {name}number {position} of group {number}"
+            label = functools.partial("{}, shape {}".format, place, tuple(parameter.shape))
+            check_parameter(parameter, label)
+
+
+def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
+    """Refuse a parameter that a kernel cannot update.
+
+    Raises:
+        ValueError: it is neither bf16 nor fp32, or its elements are no numbers in memory.
+    """
+    if parameter.dtype not in _TRAINABLE:
+        raise ValueError(
+            f"{label()}, is {parameter.dtype}; bfloat16 and float32 parameters can be trained. "
+            f"{_remedy(parameter.dtype)}"
+        )
+    kind = None
+    if parameter.layout != torch.strided:
+        kind = f"{parameter.layout}"
+    elif _overlaps(parameter):
+        kind = "an expanded view"
+    elif parameter.is_neg():
+        kind = "a view that is negated when it is read"
+    elif parameter.is_inference():
+        kind = "an inference tensor"
+    if kind:
+        raise ValueError(
+            f"{label()}, is {kind}; each element must have a place of its own in memory, and be "
+            "written as it is read. Make it dense: torch.nn.Parameter(p.to_dense()) or "
+            "torch.nn.Parameter(p.clone()), outside of inference_mode"
+        )
+
+
+def _overlaps(parameter: Tensor) -> bool:
+    pairs = zip(parameter.shape, parameter.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def check_options(group: Mapping[str, Any], number: int) -> None:
@@ -142,23 +175,23 @@ def check_unchanged(
 
 
 def check_replaced(
-    optimizer: torch.optim.Optimizer, stateless: Iterable[Tensor], label: Callable[[Tensor], str]
+    optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Callable[[], str]]
 ) -> None:
     """Refuse a new parameter in the place of one whose state is still here.
 
     Args:
         optimizer: its groups and its state.
-        stateless: parameters about to get a first state.
-        label: names one of them.
+        labels: the parameters that are about to take a step, and what names them.
 
     Raises:
         StateMismatchError: one of them seems to have replaced another.
     """
     current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     orphans = [p for p in optimizer.state if isinstance(p, Tensor) and p not in current]
-    for parameter in stateless if orphans else ():
+    stateless = [label for parameter, label in labels.items() if not optimizer.state.get(parameter)]
+    if orphans and stateless:
         raise StateMismatchError(
-            f"{label(parameter)} has no optimizer state, while a parameter of shape "
+            f"{stateless[0]()} has no optimizer state, while a parameter of shape "
             f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
             "after the first step. Put the old one back and write into it (p.data.copy_(...)), or "
             "drop the old state: del optimizer.state[old_parameter]. Nothing was updated"

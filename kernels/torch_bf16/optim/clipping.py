@@ -24,6 +24,9 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         0-d fp32 tensor on the gradients' device; 0 where there is no gradient. Nothing waits for
         the device.
 
+    Raises:
+        ValueError: a gradient is sparse or complex.
+
     Example:
         >>> norm = total_norm(model.parameters())
         >>> optimizer.scale_next_step((1.0 / (norm + 1e-6)).clamp(max=1.0))
@@ -32,6 +35,12 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
+            if parameter.grad.layout != torch.strided or parameter.grad.is_complex():
+                raise ValueError(
+                    f"total_norm: a parameter of shape {tuple(parameter.shape)} has a gradient of "
+                    f"{parameter.grad.layout} and {parameter.grad.dtype}; dense real gradients can "
+                    "be clipped. Leave this parameter out"
+                )
             by_device[parameter.grad.device].append(parameter.grad)
     if not by_device:
         return torch.zeros(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 from weakref import ref
 
@@ -46,17 +47,15 @@ def convert(
         optimizer: exactly a ``torch.optim.AdamW``, ``Adam`` or ``SGD``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         module: the module that owns the parameters: their names then key the rounding noise, so
-        that
-            it does not depend on the order of the parameters.
+            that it does not depend on the order of the parameters.
         backend: name of the backend that takes the steps; None for the best that works.
 
     Returns:
         ``optimizer`` itself.
 
     Raises:
-        ValueError: it was converted before, or a parameter's dtype or a name of a recipe or backend
-        is
-            not known; nothing has been changed.
+        ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
+            backend is not known; nothing has been changed.
         NotImplementedError: there is no fused rule for this class or option.
 
     Example:
@@ -71,12 +70,15 @@ def convert(
             f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its "
             "state. To change the recipe, make a new torch.optim optimizer and convert that one"
         )
+    if module is not None and not isinstance(module, nn.Module):
+        raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     target = _target(optimizer)
     for number in range(len(optimizer.param_groups)):
         check_group(optimizer, number)
     wrapped = _scheduler_wrapper(optimizer)
 
     source, converted = type(optimizer), cast("Any", optimizer)
+    attributes = dict(vars(optimizer))
     converted.__class__ = target
     try:
         converted._adopt(recipe, backend)
@@ -85,6 +87,8 @@ def convert(
         taken = _take_over(converted)
     except Exception:
         converted.__class__ = source
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
         raise
     optimizer.state.update(taken)
     # torch hangs its profiling and step hooks on the class the first time that one is made.
@@ -128,12 +132,10 @@ def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
 
 
 def _names(optimizer: Any, module: nn.Module) -> dict[tuple[int, int], str]:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
-    known = {}
-    for name, parameter in module.named_parameters():
-        # Wrappers put themselves into the names; the noise must not depend on them.
-        known[parameter] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    known: dict[Any, str] = {}
+    for name, parameter in _named_parameters(module):
+        # The first name of a tied parameter counts, as in module.named_parameters().
+        known.setdefault(parameter, name)
     return {
         (number, position): known[parameter]
         for number, group in enumerate(optimizer.param_groups)
@@ -142,15 +144,30 @@ def _names(optimizer: Any, module: nn.Module) -> dict[tuple[int, int], str]:
     }
 
 
+def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter
+    for name, child in module.named_children():
+        # Wrappers put themselves into the names; the noise must not depend on them.
+        ddp = name == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
+        inner = prefix if ddp or name in _WRAPPERS else f"{prefix}{name}."
+        yield from _named_parameters(child, inner)
+
+
 def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an LR scheduler put its own ``step`` on the optimizer, bound to the old class."""
     step = optimizer.__dict__.get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if step is None:
+        return False
+    # The scheduler's wrapper names the class's own step as what it wraps; a user's step on either
+    # side of it does not, though functools.wraps may have copied the scheduler's mark.
+    own = getattr(step, "__wrapped__", None) is type(optimizer).step
+    if not own or not hasattr(step, "_wrapped_by_lr_sched"):
         raise NotImplementedError(
             f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which "
             "would go on running the old update; convert the optimizer first, replace its step then"
         )
-    return step is not None
+    return True
 
 
 def _count_steps(optimizer: torch.optim.Optimizer) -> Any:

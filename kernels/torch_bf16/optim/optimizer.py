@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from torch_bf16 import checkpoint
+from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
-from torch_bf16.islands import forget_seed
-from torch_bf16.plan import Participant, Plan
+from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
 
@@ -23,11 +24,25 @@ from .admission import (
     check_gradient,
     check_group,
     check_options,
+    check_parameter,
     check_replaced,
     check_unchanged,
 )
 
 __all__ = ["BF16Optimizer"]
+
+_logger = logging.getLogger("torch_bf16")
+
+
+@dataclass
+class _NextStep:
+    """What the next step was told.
+
+    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
+    the optimizer's attributes, but what they set stays with them.
+    """
+
+    scale: float | Tensor = 1.0
 
 
 class BF16Optimizer(torch.optim.Optimizer):
@@ -49,28 +64,31 @@ class BF16Optimizer(torch.optim.Optimizer):
     _names: dict[tuple[int, int], str]
     _plan: Plan | None
     _seen: dict[Tensor, Seen]
-    _next_scale: float | Tensor
+    _next: _NextStep
 
     def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
-        """Set up what torch's constructor does not know; the groups exist already."""
+        """Set up what torch's constructor does not know; it has run already."""
         self.recipe = get_recipe(recipe)
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
         self._names = {}
         self._forget()
-        # GradScaler would leave unscaling to the step; it does not read those tensors yet.
+        # torch sets it for fused=True: GradScaler would leave unscaling to the step, which does not
+        # read those tensors.
         self._step_supports_amp_scaling = False
 
     def _forget(self) -> None:
         self._plan = None
         self._seen = {}
-        self._next_scale = 1.0
+        self._next = _NextStep()
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
         raise NotImplementedError
 
+    # Kernels read addresses, which a traced step would not have.
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take one step for every parameter that has a gradient.
@@ -90,18 +108,20 @@ class BF16Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        participants = self._participants()
-        if participants:
-            plan = self._plan
-            if plan is None or plan.backend != self.backend or not plan.fits(participants):
-                self._plan = self._make_plan(participants)
-            self._respect_writes(participants)
-            self._plan.run(participants, float(self._next_scale))
-            for each in participants:
-                # The kernels write through addresses, which autograd does not see.
-                torch.autograd.graph.increment_version(each.parameter)
-                self._seen[each.parameter] = Seen.of(each.parameter)
-        self._next_scale = 1.0
+        groups = self.param_groups
+        for number, group in enumerate(groups):
+            check_options(group, number)
+        taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
+        plan = self._plan
+        if plan is None or not plan.fits(self._setting(), taking_part, self.state):
+            plan = self._plan = self._make_plan()
+        self._respect_writes(taking_part)
+        plan.run(groups, float(self._next.scale))
+        for parameter in taking_part:
+            # The kernels write through addresses, which autograd does not see.
+            torch.autograd.graph.increment_version(parameter)
+            self._seen[parameter].version = parameter._version
+        self._next.scale = 1.0
         return loss
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
@@ -122,11 +142,11 @@ class BF16Optimizer(torch.optim.Optimizer):
                 f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
                 "which the next step multiplies every gradient"
             )
-        self._next_scale = coefficient
+        self._next.scale = coefficient
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch, and what :meth:`scale_next_step` was told."""
-        self._next_scale = 1.0
+        self._next.scale = 1.0
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -238,49 +258,79 @@ class BF16Optimizer(torch.optim.Optimizer):
         before = sum(len(each["params"]) for each in self.param_groups[:group])
         return f"#{before + position}"
 
-    def _participants(self) -> list[Participant]:
-        """Everything that has a gradient, checked before anything is updated."""
-        participants = []
-        for number, group in enumerate(self.param_groups):
-            check_options(group, number)
-            rule = self.rule_of(group)
-            for position, parameter in enumerate(group["params"]):
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                state = self.state.get(parameter, {})
-                label = functools.partial(self.label, number, position)
-                if seen := self._seen.get(parameter):
-                    check_unchanged(parameter, seen, state, label)
-                check_gradient(parameter, gradient, label)
-                key = _key(self._name(number, position))
-                participants.append(
-                    Participant(parameter, gradient, group, number, position, rule, state, key)
-                )
-        return participants
+    def _setting(self) -> tuple[Any, ...]:
+        """What a plan follows from beside the tensors that take part."""
+        groups = self.param_groups
+        return (
+            self.recipe,
+            self.backend,
+            [self.rule_of(group) for group in groups],
+            # Names, or places where there are none, key the noise.
+            [tuple(group.get("param_names") or ()) for group in groups],
+            [[id(parameter) for parameter in group["params"]] for group in groups],
+        )
 
-    def _make_plan(self, participants: list[Participant]) -> Plan:
-        places = {each.parameter: (each.group_index, each.position) for each in participants}
-        stateless = [each.parameter for each in participants if not each.state]
-        check_replaced(self, stateless, lambda parameter: self.label(*places[parameter]))
-        for each in participants:
-            label = self.label(each.group_index, each.position)
-            each.state = checkpoint.complete_state(
-                each.state, each.parameter, each.rule, self.recipe, label
+    def _make_plan(self) -> Plan:
+        """Check all that takes part, complete its states, and keep these if nothing is wrong."""
+        self.recipe = get_recipe(self.recipe)
+        places = [
+            (parameter, number, position)
+            for number, group in enumerate(self.param_groups)
+            for position, parameter in enumerate(group["params"])
+            if parameter.grad is not None
+        ]
+        labels = {p: functools.partial(self.label, *place) for p, *place in places}
+        for parameter, label in labels.items():
+            if seen := self._seen.get(parameter):
+                check_unchanged(parameter, seen, self.state.get(parameter, {}), label)
+            check_gradient(parameter, parameter.grad, label)
+        check_replaced(self, labels)
+        if len(labels) < len(places):
+            raise ValueError("a parameter is in the groups twice; remove one. Nothing was updated")
+        members = []
+        for parameter, number, position in places:
+            check_parameter(parameter, labels[parameter])
+            rule = self.rule_of(self.param_groups[number])
+            state = checkpoint.complete_state(
+                self.state.get(parameter, {}), parameter, rule, self.recipe, labels[parameter]()
             )
-        plan = Plan(participants, self.recipe, self.backend)
+            key = tensor_key(self._name(number, position))
+            members.append(Member(parameter, number, rule, state, key))
+        plan = Plan(members, self.recipe, self.backend, self._setting())
         # Only now, so that an error above leaves no half-made states.
-        for each in participants:
+        self._point_out(members)
+        for each in members:
             self.state[each.parameter] = each.state
-            forget_seed(each.parameter)
+            self._seen.setdefault(each.parameter, Seen.of(each.parameter))
+            lost_bits.forget(each.parameter)
         return plan
 
-    def _respect_writes(self, participants: list[Participant]) -> None:
+    def _point_out(self, members: list[Member]) -> None:
+        """Say, once, what cannot have been meant but is no error: a cast that was forgotten."""
+        matrices = [e.parameter for e in members if e.parameter.ndim > 1]
+        if any(self.state.get(parameter) for parameter in matrices):
+            return
+        if matrices and all(p.dtype == torch.float32 for p in matrices):
+            _logger.warning(
+                "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
+                "torch_bf16.cast_module(model, %r) before the first step",
+                *(self.recipe.name, self.recipe.name),
+            )
+        dropped = [p for p in matrices if lost_bits.remembered(p) and not self._keeps_master(p)]
+        if dropped:
+            _logger.warning(
+                "the model was cast for exact masters, and recipe %r of the optimizer keeps none "
+                "for %d of its parameters; give both one recipe if that is not what you mean",
+                *(self.recipe.name, len(dropped)),
+            )
+
+    def _keeps_master(self, parameter: Tensor) -> bool:
+        return len(self.recipe.format_of("weights", parameter).planes) > 1
+
+    def _respect_writes(self, parameters: list[Tensor]) -> None:
         """Drop the lower half of a weight that something else has written since the last step."""
-        for each in participants:
-            seen = self._seen.get(each.parameter)
-            if seen and seen.version != each.parameter._version and "remainder" in each.state:
-                each.state["remainder"].zero_()
-
-
-_key = functools.lru_cache(maxsize=None)(tensor_key)
+        for parameter in parameters:
+            if self._seen[parameter].version != parameter._version:
+                remainder = self.state[parameter].get("remainder")
+                if remainder is not None:
+                    remainder.zero_()

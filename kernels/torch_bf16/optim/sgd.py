@@ -61,7 +61,6 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         fused: bool | None = None,
         recipe: str | Recipe = "true-bf16-stochastic",
     ) -> None:
-        self._adopt(recipe)
         super().__init__(
             params,
             lr,
@@ -74,7 +73,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False
+        self._adopt(recipe)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if not group["momentum"]:

@@ -17,9 +17,11 @@ __all__ = ["run", "unavailable"]
 @functools.cache
 def _missing() -> str | None:
     try:
-        import numba  # noqa: F401
+        import numba
     except ImportError as error:
         return f'Numba cannot be imported ({error}); pip install "torch-bf16[cpu]"'
+    if numba.config.DISABLE_JIT:  # pyright: ignore
+        return "Numba's compiler is switched off; unset NUMBA_DISABLE_JIT"
     return None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -22,38 +21,29 @@ from .kernel import CHUNK, compile_step
 
 __all__ = ["launch"]
 
-# Chunks taken at a time: about a quarter of a millisecond of work, so that a thread on a busy core
-# leaves the rest to the others.
+# Chunks taken at a time: at most half a million elements, well below a millisecond of work, so that
+# a thread on a busy core leaves the rest to the others.
 _TURN = 16
-
-
-@dataclass
-class _Tables:
-    chunks: np.ndarray
-    addresses: np.ndarray
-    numels: np.ndarray
-    offsets: np.ndarray
-    bases: np.ndarray
 
 
 def launch(bucket: Bucket) -> None:
     """Take one step for a bucket; returns when all threads are done."""
     if bucket.prepared is None:
         bucket.prepared = _tables(bucket)
-    tables: _Tables = bucket.prepared
-    tables.addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
+    chunks, addresses = bucket.prepared
+    addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
     kernel = compile_step(bucket.variant, bucket.scalars.shape[1])
-    n_chunks = len(tables.chunks)
+    n_chunks = len(chunks)
     turns = count(0, _TURN)
 
     def work() -> None:
         while (first := next(turns)) < n_chunks:
             kernel(
-                tables.chunks,
-                tables.addresses,
-                tables.numels,
-                tables.offsets,
-                tables.bases,
+                chunks,
+                addresses,
+                bucket.numels,
+                bucket.offsets,
+                bucket.bases,
                 bucket.steps,
                 bucket.rows,
                 bucket.scalars,
@@ -61,8 +51,10 @@ def launch(bucket: Bucket) -> None:
                 min(first + _TURN, n_chunks),
             )
 
-    helpers = min(torch.get_num_threads(), -(-n_chunks // _TURN)) - 1
-    futures = [_pool(os.getpid()).submit(work) for _ in range(helpers)]
+    # For less than a chunk's worth of elements it is not worth to wake up a thread.
+    most = min(-(-n_chunks // _TURN), -(-int(bucket.numels.sum()) // CHUNK))
+    threads = min(torch.get_num_threads(), most)
+    futures = [_pool(os.getpid()).submit(work) for _ in range(threads - 1)]
     try:
         work()
     finally:
@@ -78,7 +70,8 @@ def _pool(process_id: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="torch_bf16")
 
 
-def _tables(bucket: Bucket) -> _Tables:
+def _tables(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+    """``chunks`` and ``addresses`` as the kernel takes them; column 0 is the gradients'."""
     chunks = [
         np.stack([np.full(len(starts), tensor, np.int64), starts], axis=1)
         for tensor, numel in enumerate(bucket.numels)
@@ -87,10 +80,4 @@ def _tables(bucket: Bucket) -> _Tables:
     columns = [
         [0, *(plane.data_ptr() for planes in each for plane in planes)] for each in bucket.planes
     ]
-    return _Tables(
-        np.concatenate(chunks),
-        np.array(columns, np.int64),
-        np.ascontiguousarray(bucket.numels, np.int64),
-        np.ascontiguousarray(bucket.offsets, np.int64),
-        np.ascontiguousarray(bucket.bases, np.uint32),
-    )
+    return np.concatenate(chunks), np.array(columns, np.int64)

@@ -1,0 +1,50 @@
+"""What is said, once, where a user cannot have meant what happens."""
+
+import logging
+
+import pytest
+import torch
+
+import torch_bf16
+
+
+@pytest.fixture
+def said(caplog):
+    with caplog.at_level(logging.WARNING, "torch_bf16"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def take_steps(model, recipe, n=2):
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe=recipe)
+    for _ in range(n):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def test_a_forgotten_cast_is_pointed_out_once(said):
+    take_steps(torch.nn.Linear(4, 4), "bf16-stochastic")
+    (line,) = said()
+    assert "trains float32 parameters only" in line
+    assert "torch_bf16.cast_module(model, 'true-bf16-stochastic')" in line
+
+
+def test_a_cast_for_masters_that_the_optimizer_does_not_keep_is_pointed_out_once(said):
+    model = torch_bf16.cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
+    take_steps(model, "bf16-stochastic")
+    (line,) = said()
+    assert "recipe 'true-bf16-stochastic' of the optimizer keeps none for 1 of" in line
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_nothing_is_said_where_both_have_one_recipe(said, recipe):
+    model = torch_bf16.cast_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)
+    take_steps(model, recipe)
+    assert said() == []
+
+
+def test_nothing_is_said_of_a_model_with_some_fp32_matrices(said):
+    recipe = torch_bf16.get_recipe("bf16-stochastic", keep_fp32=("1",))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    take_steps(torch_bf16.cast_module(model, recipe), recipe)
+    assert said() == []
