@@ -62,13 +62,14 @@ def test_adamw_with_stochastic_rounding_takes_64_instructions_at_most(tmp_path):
     assert len(opcodes) / elements <= 64
 
 
-def test_division_and_square_root_are_ieee_and_nothing_is_fused():
+def test_division_and_root_are_ieee_and_nothing_is_fused_or_flushed():
     ptx = compiled(VARIANTS["adamw_fp32_fp32_fp32_float32"], "sm_90").asm["ptx"]
     assert "div.rn.f32" in ptx
     assert "sqrt.rn.f32" in ptx
     assert "div.full" not in ptx
     assert "approx" not in ptx
     assert "fma.rn" not in ptx
+    assert ".ftz" not in ptx
 
 
 def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
