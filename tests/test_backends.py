@@ -115,6 +115,15 @@ def test_the_triton_backend_says_what_it_lacks(monkeypatch):
     assert 'pip install "torch-bf16[gpu]"' in reason
 
 
+def test_on_a_gpu_the_fused_backend_is_named_once(caplog):
+    backends._automatic.cache_clear()
+    with caplog.at_level(logging.WARNING, "torch_bf16"):
+        for _ in range(2):
+            assert choose(torch.device("cuda")).__name__.endswith("backends.eager")
+    (record,) = caplog.records
+    assert "optimizer.backend = 'triton'" in record.getMessage()
+
+
 def test_a_requested_backend_that_cannot_work_says_why_and_what_does():
     with pytest.raises(BackendUnavailableError, match=r"cannot run on meta.*Working here: eager"):
         choose(torch.device("meta"), "cpu")

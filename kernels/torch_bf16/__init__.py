@@ -13,6 +13,8 @@ from .lost_bits import sync_masters
 from .optim import SGD, Adam, AdamW, BF16Optimizer, convert, total_norm
 from .recipe import RECIPES, Recipe, get_recipe
 
+__version__ = "0.1.0"
+
 __all__ = [
     "RECIPES",
     "SGD",

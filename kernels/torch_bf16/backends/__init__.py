@@ -67,6 +67,13 @@ def _automatic(device_type: str) -> ModuleType:
         backend = _load(name)
         reason = backend.unavailable(device)
         if reason is None:
+            if device_type == "cuda":
+                _logger.warning(
+                    "torch_bf16: the %s backend is used on GPUs, and it is slow; the fused one has "
+                    "not been measured on a GPU yet and must be asked for: "
+                    "optimizer.backend = 'triton'",
+                    name,
+                )
             return backend
         if name == device_type:
             _logger.warning(
