@@ -316,16 +316,14 @@ class BF16Optimizer(torch.optim.Optimizer):
                 "torch_bf16.cast_module(model, %r) before the first step",
                 *(self.recipe.name, self.recipe.name),
             )
-        dropped = [p for p in matrices if lost_bits.remembered(p) and not self._keeps_master(p)]
+        formats = {p: self.recipe.format_of("weights", p) for p in matrices}
+        dropped = [p for p in matrices if lost_bits.remembered(p) and not formats[p].planes[1:]]
         if dropped:
             _logger.warning(
                 "the model was cast for exact masters, and recipe %r of the optimizer keeps none "
                 "for %d of its parameters; give both one recipe if that is not what you mean",
                 *(self.recipe.name, len(dropped)),
             )
-
-    def _keeps_master(self, parameter: Tensor) -> bool:
-        return len(self.recipe.format_of("weights", parameter).planes) > 1
 
     def _respect_writes(self, parameters: list[Tensor]) -> None:
         """Drop the lower half of a weight that something else has written since the last step."""
