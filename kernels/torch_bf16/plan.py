@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -179,11 +179,8 @@ class _Part:
             return
         ((weights, *states),) = self.bucket.planes
         copy = weights[0].contiguous()
-        self.bucket.planes = [[(copy, *weights[1:]), *states]]
-        self.bucket.prepared = None
-        self.backend.run(self.bucket)
+        self.backend.run(replace(self.bucket, planes=[[(copy, *weights[1:]), *states]]))
         weights[0].copy_(copy)
-        self.bucket.planes = [[weights, *states]]
 
 
 def _variant(each: Member, recipe: Recipe) -> Variant:
