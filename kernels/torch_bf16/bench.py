@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import re
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,16 +67,16 @@ def measure(
     """
     torch.set_num_threads(threads)
     names = (BASELINE, *(name for name in names if name != BASELINE))
-    steps, sizes = {}, {}
+    optimizers, sizes = {}, {}
     for name in names:
-        parameters, steps[name], optimizer = _contender(name, shapes)
-        steps[name]()
-        sizes[name] = _allocated(parameters, optimizer)
+        optimizers[name] = _contender(name, shapes)
+        optimizers[name].step()
+        sizes[name] = _allocated(optimizers[name])
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 2):
-        for name, step in steps.items():
+        for name, optimizer in optimizers.items():
             start = time.perf_counter()
-            step()
+            optimizer.step()
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)
     times = {name: np.array(values) for name, values in seconds.items()}
@@ -94,9 +93,7 @@ def peak_bytes(name: str, shapes: list[tuple[int, ...]], threads: int) -> int | 
         return pool.submit(_peak_bytes, name, shapes, threads).result(timeout=600)
 
 
-def _contender(
-    name: str, shapes: list[tuple[int, ...]]
-) -> tuple[list[Tensor], Callable[[], None], torch.optim.Optimizer]:
+def _contender(name: str, shapes: list[tuple[int, ...]]) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if name == BASELINE else torch.bfloat16
     parameters: list[Tensor] = []
@@ -108,13 +105,12 @@ def _contender(
         parameter.grad = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
         parameters.append(parameter)
     if name == BASELINE:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    else:
-        optimizer = AdamW(parameters, lr=1e-4, recipe=name)
-    return parameters, optimizer.step, optimizer  # pyright: ignore[reportReturnType]
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    return AdamW(parameters, lr=1e-4, recipe=name)
 
 
-def _allocated(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> int:
+def _allocated(optimizer: torch.optim.Optimizer) -> int:
+    parameters = optimizer.param_groups[0]["params"]
     tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -123,15 +119,15 @@ def _allocated(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> in
 def _peak_bytes(name: str, shapes: list[tuple[int, ...]], threads: int) -> int | None:
     torch.set_num_threads(threads)
     # Compiling and thread pools come first, so that the growth seen is that of the tensors.
-    _contender(name, [(8, 8), (8,)])[1]()
+    _contender(name, [(8, 8), (8,)]).step()
     before = _status("VmRSS")
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    kept = _contender(name, shapes)
+    optimizer = _contender(name, shapes)
     for _ in range(3):
-        kept[1]()
+        optimizer.step()
     peak = _status("VmHWM")
     return None if before is None or peak is None else peak - before
 
