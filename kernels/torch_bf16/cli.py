@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .backends import choose, explain
+from .backends import explain, name_of_chosen
 from .bench import BASELINE, CONTENDERS, measure, peak_bytes, random_shapes
 from .recipe import RECIPES
 
@@ -57,7 +57,7 @@ def _info() -> int:
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
     for device in devices:
-        chosen = choose(device).__name__.rsplit(".", 1)[-1]
+        chosen = name_of_chosen(device)
         print(f"\nbackends for {device}:")
         for name, reason in explain(device).items():
             state = "works" if reason is None else f"not here: {reason}"

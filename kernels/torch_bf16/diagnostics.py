@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .backends import choose
+from .backends import name_of_chosen
 from .optim import BF16Optimizer
 from .recipe import Recipe, get_recipe
 from .rules import ADAMW, State
@@ -55,8 +55,7 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
         total = sum(sizes.values()) / trained
         line += f", {total:.2f} bytes per trained parameter ({each})"
     if parameters:
-        name = choose(parameters[0].device, backend).__name__.rsplit(".", 1)[-1]
-        line += f", backend {name}"
+        line += f", backend {name_of_chosen(parameters[0].device, backend)}"
     return line
 
 

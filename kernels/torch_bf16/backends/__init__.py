@@ -13,7 +13,7 @@ from torch_bf16.errors import BackendUnavailableError
 
 from .bucket import Bucket, Variant
 
-__all__ = ["BACKENDS", "Bucket", "Variant", "choose", "explain"]
+__all__ = ["BACKENDS", "Bucket", "Variant", "choose", "explain", "name_of_chosen"]
 
 BACKENDS = ("cpu", "eager", "triton")
 """Names of the backends that can be asked for."""
@@ -49,6 +49,11 @@ def choose(device: torch.device, requested: str | None = None) -> ModuleType:
             f"Working here: {', '.join(works)}."
         )
     return backend
+
+
+def name_of_chosen(device: torch.device, requested: str | None = None) -> str:
+    """The name of what :func:`choose` gives for the same arguments."""
+    return choose(device, requested).__name__.rsplit(".", 1)[-1]
 
 
 def explain(device: torch.device) -> dict[str, str | None]:
