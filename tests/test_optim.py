@@ -308,8 +308,8 @@ def test_a_group_added_between_steps_starts_at_its_own_step_one(name, recipe, ba
     )
     for optimizer in (plain, grown):
         take_steps(optimizer, [1, 2])
-    late = torch.nn.Parameter(torch.randn(6, 4).bfloat16())
-    still = torch.nn.Parameter(torch.randn(6, 4))
+    late = torch.nn.Parameter(torch.linspace(-2, 2, 24).reshape(6, 4).bfloat16())
+    still = torch.nn.Parameter(torch.linspace(-2, 2, 24).reshape(6, 4))
     before = bits(late), bits(still)
     old = parameters_of(grown)
     grown.add_param_group({"params": [late], "lr": 0.5, "weight_decay": 0.0})
