@@ -1,4 +1,4 @@
-"""What all our optimizers share: the step, and the care of their state."""
+"""What all our optimizers share: the step, and what it asks of their parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.rules import Rule
 
 from .admission import (
     Seen,
@@ -28,6 +27,7 @@ from .admission import (
     check_replaced,
     check_unchanged,
 )
+from .checkpointed import Checkpointed
 
 __all__ = ["BF16Optimizer"]
 
@@ -45,7 +45,7 @@ class _NextStep:
     scale: float | Tensor = 1.0
 
 
-class BF16Optimizer(torch.optim.Optimizer):
+class BF16Optimizer(Checkpointed):
     """Base of the optimizers that store their numbers by a recipe.
 
     Not made directly: use :class:`AdamW`, :class:`Adam`, :class:`SGD` or :func:`convert`. It is a
@@ -59,9 +59,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
-    recipe: Recipe
     backend: str | None
-    _names: dict[tuple[int, int], str]
     _plan: Plan | None
     _seen: dict[Tensor, Seen]
     _next: _NextStep
@@ -82,10 +80,6 @@ class BF16Optimizer(torch.optim.Optimizer):
         self._plan = None
         self._seen = {}
         self._next = _NextStep()
-
-    def rule_of(self, group: dict[str, Any]) -> Rule:
-        """The update rule of a parameter group."""
-        raise NotImplementedError
 
     # Kernels read addresses, which a traced step would not have.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -163,75 +157,6 @@ class BF16Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe."""
-        state_dict = super().state_dict()
-        state_dict[checkpoint.HEADER] = checkpoint.header(self.recipe)
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this recipe, or one of the ``torch.optim`` class it stands for.
-
-        States keep their exact bits and dtypes; torch would cast them to the parameter's. fp32
-        moments of a ``torch.optim`` optimizer are rounded into the recipe's formats, and exact
-        masters start from the weights that ``cast_module`` saw. Tensors are copied, and the saved
-        noise seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
-
-        Raises:
-            StateMismatchError: recipe, shapes or masters do not fit, or something is missing;
-                nothing has been changed.
-            ValueError: the number of groups or parameters differs, as in torch.
-            NotImplementedError: it was saved with an option that is not supported.
-        """
-        if not isinstance(state_dict, dict):
-            checkpoint.check_whole(state_dict)
-        loaded: dict[Tensor, dict[str, Any]] = {}
-        recipe = self.recipe
-
-        def take(optimizer, given):
-            nonlocal recipe
-            checkpoint.check_whole(given)
-            recipe = checkpoint.check_header(given.get(checkpoint.HEADER), self.recipe)
-            loaded.update(self._read(given))
-            # torch would cast what it finds here to the parameters' dtype.
-            return {**given, "state": {}}
-
-        def put(optimizer):
-            self.state.update(loaded)
-            self._forget()
-            self.recipe = recipe
-
-        # After the user's own pre-hooks and before their post-hooks.
-        hooks = [
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(put, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _read(self, state_dict) -> dict[Tensor, dict[str, Any]]:
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != [len(group["params"]) for group in saved_groups]:
-            return {}  # torch itself refuses this in a moment
-        read = {}
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            check_options(saved, number)
-            checkpoint.check_hyperparameters(saved, group, number)
-            rule = self.rule_of({**group, **saved})
-            for position, key in enumerate(saved["params"]):
-                if state := state_dict["state"].get(key):
-                    parameter = group["params"][position]
-                    label = self.label(number, position)
-                    copy = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-                    read[parameter] = checkpoint.complete_state(
-                        copy, parameter, rule, self.recipe, label
-                    )
-        return read
-
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("recipe", "backend", "_names")}
         return {**super().__getstate__(), **own}
@@ -239,24 +164,6 @@ class BF16Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
-
-    def label(self, group: int, position: int) -> str:
-        """How errors call a parameter: its name where known, its place, shape and dtype."""
-        parameter = self.param_groups[group]["params"][position]
-        return (
-            f"parameter {self._name(group, position)!r} (number {position} of group {group}, shape "
-            f"{tuple(parameter.shape)}, {parameter.dtype})"
-        )
-
-    def _name(self, group: int, position: int) -> str:
-        names = self.param_groups[group].get("param_names")
-        if names is not None:
-            return names[position]
-        known = self._names.get((group, position))
-        if known is not None:
-            return known
-        before = sum(len(each["params"]) for each in self.param_groups[:group])
-        return f"#{before + position}"
 
     def _setting(self) -> tuple[Any, ...]:
         """What a plan follows from beside the tensors that take part."""
