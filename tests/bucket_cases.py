@@ -109,7 +109,8 @@ def poison(bucket):
 
 def set_step(bucket, step):
     scale = HYPER["scale"]
-    row = bucket.variant.rule.scalars(HYPER, step, scale)
+    rule = bucket.variant.rule
+    row = rule.scalars(rule.options(HYPER), step, scale)
     bucket.steps = np.full(len(bucket.numels), step, np.int64)
     bucket.scalars = np.array([row], np.float64).astype(np.float32)
 

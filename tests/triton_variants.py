@@ -40,9 +40,13 @@ def all_variants():
     return found
 
 
+def n_scalars(rule):
+    return len(rule.scalars(rule.options(HYPER), 1, 1.0))
+
+
 def compiled(variant, target):
     """The kernel of a variant for a target, with its intermediate forms in ``asm``."""
-    fixed = constants(variant, len(variant.rule.scalars(HYPER, 1, 1.0)))
+    fixed = constants(variant, n_scalars(variant.rule))
     tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "steps_ptr": "*i64"}
     signature = {**tables, "scalars_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
     return compile(

@@ -219,7 +219,8 @@ def _planes(each: Member, variant: Variant) -> list[tuple[Tensor, ...]]:
 def _scalars(rule: Rule, group: Mapping[str, Any], number: int, step: int, grad_scale: float):
     sign = -1.0 if group.get("maximize") else 1.0
     try:
-        return rule.scalars(group, step, sign * grad_scale)
+        options = tuple(float(option) for option in rule.options(group))
+        return rule.scalars(options, step, sign * grad_scale)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         given = {k: v for k, v in group.items() if not k.startswith("param")}
         raise ValueError(

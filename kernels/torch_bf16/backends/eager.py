@@ -5,13 +5,14 @@ Slow, because every operation passes through memory, but with the bits of every 
 
 from __future__ import annotations
 
+import functools
 import operator
-from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor
 
 from torch_bf16.counter_rng import block_keys, draw16, noise_bits
+from torch_bf16.rules import lift
 
 from .bucket import Bucket
 
@@ -71,8 +72,9 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
+_ARITHMETIC = {"sqrt": _sqrt, "div": operator.truediv}
+
+
+@functools.cache
 def _lift(update):
-    arithmetic = ModuleType("arithmetic")
-    arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
-    arithmetic.div = operator.truediv  # pyright: ignore[reportAttributeAccessIssue]
-    return FunctionType(update.__code__, dict(update.__globals__, arithmetic=arithmetic))
+    return lift(update, _ARITHMETIC, lambda function: function)

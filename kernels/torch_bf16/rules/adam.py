@@ -36,22 +36,31 @@ def _adam(w, g, states, scalars):
     return w, (m, v)
 
 
-def _moment_scalars(group, step):
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    correction1 = 1.0 - beta1**step
-    correction2_sqrt = (1.0 - beta2**step) ** 0.5
-    step_size = float(group["lr"]) * correction2_sqrt / correction1
-    return beta2, 1.0 - beta1, 1.0 - beta2, step_size, float(group["eps"]) * correction2_sqrt
+def _options(group):
+    beta1, beta2 = group["betas"]
+    return group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
 
 
-def _adamw_scalars(group, step, grad_scale):
-    decay = 1.0 - float(group["lr"]) * float(group["weight_decay"])
-    return grad_scale, decay, *_moment_scalars(group, step)
+def _moment_scalars(options, step):
+    lr, beta1, beta2, eps, _ = options
+    correction1 = 1.0 - arithmetic.power(beta1, step)
+    correction2_sqrt = arithmetic.sqrt(1.0 - arithmetic.power(beta2, step))
+    step_size = arithmetic.div(lr * correction2_sqrt, correction1)
+    return beta2, 1.0 - beta1, 1.0 - beta2, step_size, eps * correction2_sqrt
 
 
-def _adam_scalars(group, step, grad_scale):
-    return grad_scale, float(group["weight_decay"]), *_moment_scalars(group, step)
+def _adamw_scalars(options, step, grad_scale):
+    lr, _, _, _, weight_decay = options
+    beta2, one_minus_beta1, one_minus_beta2, step_size, eps = _moment_scalars(options, step)
+    decay = 1.0 - lr * weight_decay
+    return grad_scale, decay, beta2, one_minus_beta1, one_minus_beta2, step_size, eps
 
 
-ADAMW = Rule("adamw", _STATES, _adamw, _adamw_scalars)
-ADAM = Rule("adam", _STATES, _adam, _adam_scalars)
+def _adam_scalars(options, step, grad_scale):
+    _, _, _, _, weight_decay = options
+    beta2, one_minus_beta1, one_minus_beta2, step_size, eps = _moment_scalars(options, step)
+    return grad_scale, weight_decay, beta2, one_minus_beta1, one_minus_beta2, step_size, eps
+
+
+ADAMW = Rule("adamw", _STATES, _adamw, _options, _adamw_scalars)
+ADAM = Rule("adam", _STATES, _adam, _options, _adam_scalars)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["FIRST_MOMENT", "SECOND_MOMENT", "Rule", "State"]
+__all__ = ["FIRST_MOMENT", "SECOND_MOMENT", "Rule", "State", "lift"]
 
 FIRST_MOMENT = "exp_avg"
 SECOND_MOMENT = "exp_avg_sq"
@@ -37,11 +38,39 @@ class Rule:
             ``arithmetic.div`` and ``arithmetic.sqrt`` only, and each number that it returns is the
             result of one of them, so that a NaN among them is a quiet one. It never combines two
             scalars, because a host would do that in float64 and a kernel in fp32.
-        scalars: ``scalars(group, step, grad_scale) -> tuple`` in float64, from a parameter group's
-            hyperparameters and the 1-based number of this step; rounded to fp32 once, by the plan.
+        options: ``options(group) -> tuple``: the hyperparameters of a parameter group that
+            ``scalars`` needs, flat; numbers or tensors with one element, as the group holds them.
+        scalars: ``scalars(options, step, grad_scale) -> tuple``, float64 throughout, from those
+            options as floats, the 1-based number of this step, an integer, and what gradients are
+            multiplied by. Rounded to fp32 once, by whoever calls. It runs on the host or, lifted,
+            on a device, with the same bits: ``+ - *``, comparisons and all of ``arithmetic``, but
+            no branch, no ``*`` in a tuple, and a literal is a float where it stands alone.
     """
 
     name: str
     states: tuple[State, ...]
     update: Callable[..., Any]
-    scalars: Callable[[Mapping[str, Any], int, float], tuple[float, ...]]
+    options: Callable[[Mapping[str, Any]], Sequence[Any]]
+    scalars: Callable[[Sequence[Any], int, float], tuple[float, ...]]
+
+
+def lift(
+    function: Any, arithmetic: Mapping[str, Any], compile: Callable[[Any], Any], **names: Any
+) -> Any:
+    """A rule's function in another dialect.
+
+    Args:
+        function: ``update`` or ``scalars`` of a rule; functions of this package that it calls by
+            name are lifted with it.
+        arithmetic: the dialect's primitives, by their names in :mod:`torch_bf16.rules.arithmetic`.
+        compile: applied to each lifted function.
+        names: more globals that the dialect needs.
+    """
+    module = ModuleType("arithmetic")
+    vars(module).update(arithmetic)
+    scope = {**function.__globals__, **names, "arithmetic": module}
+    for name in function.__code__.co_names:
+        used = scope.get(name)
+        if isinstance(used, FunctionType) and used.__module__.startswith(__package__ or ""):
+            scope[name] = lift(used, arithmetic, compile, **names)
+    return compile(FunctionType(function.__code__, scope, function.__name__))

@@ -102,10 +102,7 @@ class _Workshop:
 
     def lift(self, update):
         """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
-        arithmetic = ModuleType("arithmetic")
-        arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
-        arithmetic.div = _div  # pyright: ignore[reportAttributeAccessIssue]
-        return self.compile(self.rebind(update, arithmetic=arithmetic))
+        return rules.lift(update, {"sqrt": _sqrt, "div": _div}, self.compile)
 
     def view(self, dtypes, column):
         """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""

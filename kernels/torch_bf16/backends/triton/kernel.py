@@ -11,7 +11,6 @@ changes between steps makes Triton compile again.
 from __future__ import annotations
 
 import functools
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 
 from torch_bf16.backends.bucket import Variant
-from torch_bf16.rules import Rule
+from torch_bf16.rules import Rule, lift
 
 from .codecs import decode, encode, key_pair, noise_word
 
@@ -224,12 +223,7 @@ def _div(a, b):
 @functools.cache
 def _lift(rule: Rule) -> Any:
     """A rule with its ``arithmetic`` module swapped for Triton's IEEE primitives."""
-    arithmetic = ModuleType("arithmetic")
-    arithmetic.sqrt = _sqrt  # pyright: ignore[reportAttributeAccessIssue]
-    arithmetic.div = _div  # pyright: ignore[reportAttributeAccessIssue]
-    update = rule.update
-    names = {**update.__globals__, "arithmetic": arithmetic, "tl": tl}
-    return triton.jit(FunctionType(update.__code__, names, update.__name__))
+    return lift(rule.update, {"sqrt": _sqrt, "div": _div}, triton.jit, tl=tl)
 
 
 def noise_streams(variant: Variant) -> list[int]:
