@@ -19,7 +19,7 @@ LAYERS = (
     ("rounding", "counter_rng", "cpu_autocast", "sharding"),
     ("formats",),
     ("recipe",),
-    ("lost_bits",),
+    ("lost_bits", "recoding"),
     ("islands",),
     ("backends",),
     ("plan",),

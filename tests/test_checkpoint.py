@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torch_bf16
-from torch_bf16 import Recipe, StateMismatchError
+from torch_bf16 import StateMismatchError
 
 
 def bits(tensor):
@@ -260,7 +260,7 @@ DAMAGES = {
     "master of other shape": (in_first_state("remainder", lambda t: t[:1]), "remainder of param"),
     "master cast": (
         in_first_state("remainder", torch.Tensor.float),
-        "remainder of .* is torch.float32 and must be torch.int16; it was cast",
+        "remainder torch.float32 of .* is in no format of a weight's rest; it was cast",
     ),
     "integer moment": (in_first_state("exp_avg", torch.Tensor.int), "must be floating-point"),
     "complex moment": (in_first_state("exp_avg", lambda t: t * 1j), "must be floating-point"),
@@ -298,46 +298,6 @@ def test_another_number_of_parameters_is_refused_as_torch_refuses_it(count):
         "different number of parameter groups" if "group" in count else "doesn't match the size"
     )
     assert_refused(ours, train(other, 0, 2).state_dict(), ValueError, message)
-
-
-@pytest.mark.parametrize("saved", RECIPES)
-@pytest.mark.parametrize("live", RECIPES)
-def test_a_state_dict_of_another_recipe_names_both(saved, live):
-    state_dict = train(fresh("adamw", saved), 0, 2).state_dict()
-    ours = train(fresh("adamw", live), 0, 2)
-    if saved == live:
-        ours.load_state_dict(state_dict)
-    else:
-        names = f"recipe '{RECIPES[saved].name}' .*'{RECIPES[live].name}' .*Make the optimizer with"
-        assert_refused(ours, state_dict, StateMismatchError, names)
-
-
-def test_the_recipe_that_the_message_prints_loads_it():
-    saved = train(fresh("adamw", "mixed"), 0, 2).state_dict()
-    with pytest.raises(StateMismatchError, match="Recipe") as caught:
-        fresh("adamw", "master").load_state_dict(saved)
-    text = str(caught.value)
-    printed = text[text.index("e.g. Recipe(") + len("e.g. ") : text.index(", and load again")]
-    ours = fresh("adamw", eval(printed, {"Recipe": Recipe}))
-    ours.load_state_dict(saved)
-    assert snapshot(ours.state_dict()["state"]) == snapshot(saved["state"])
-
-
-def test_a_recipe_with_a_name_is_called_by_it():
-    saved = train(fresh("adamw", "master"), 0, 2).state_dict()
-    message = "saved with, e.g. 'bf16-fp32-master', and load again"
-    with pytest.raises(StateMismatchError, match=message):
-        fresh("adamw", "stochastic").load_state_dict(saved)
-    ours = fresh("adamw", torch_bf16.get_recipe("bf16-fp32-master"))
-    ours.load_state_dict(saved)
-    assert snapshot(ours.state_dict()["state"]) == snapshot(saved["state"])
-
-
-def test_a_master_without_a_header_is_not_lost_in_silence():
-    saved = train(fresh("adamw", "master"), 0, 2).state_dict()
-    del saved["torch_bf16"]
-    ours = train(fresh("adamw", "stochastic"), 0, 2)
-    assert_refused(ours, saved, StateMismatchError, "has remainder, which recipe .* no place for")
 
 
 def test_a_state_dict_of_another_class_is_refused():

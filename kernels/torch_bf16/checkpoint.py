@@ -17,9 +17,9 @@ from torch import Tensor
 
 from . import lost_bits
 from .errors import StateMismatchError
-from .formats import Format
-from .recipe import RECIPES, Recipe
-from .rounding import bf16_nearest
+from .formats import FORMATS, FP32, Format
+from .recipe import Recipe
+from .recoding import Changes, recode, recode_weight, stored_format
 from .rules import Rule
 
 __all__ = [
@@ -27,8 +27,11 @@ __all__ = [
     "check_header",
     "check_hyperparameters",
     "check_whole",
+    "complete_master",
+    "complete_moment",
     "complete_state",
     "header",
+    "notice",
 ]
 
 HEADER = "torch_bf16"
@@ -37,6 +40,7 @@ SCHEMA = 1
 # What rules read from a parameter group, where the class has it.
 _NEEDED = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
+_MASTERS = sorted({plane.suffix for each in FORMATS.values() for plane in each.planes[1:]})
 
 
 def header(recipe: Recipe) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
         recipe: the live optimizer's.
 
     Raises:
-        StateMismatchError: the entry is of a newer schema or of another recipe.
+        StateMismatchError: the entry is of a newer schema, or damaged.
     """
     if saved is None:
         return recipe
@@ -102,54 +106,47 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             f"the entry {HEADER!r} of the state dict has no {', '.join(sorted(missing))} of its "
             "recipe; it is damaged. Delete it to load the rest as it is; nothing was changed"
         )
-    if differing := [name for name in _FORMAT_FIELDS if other[name] != getattr(recipe, name)]:
-        fields = {name: other[name] for name in _FORMAT_FIELDS}
-        known = RECIPES.get(str(other["name"]))
-        spelt = repr(other["name"])
-        if known is None or fields != {name: getattr(known, name) for name in _FORMAT_FIELDS}:
-            spelt = f"Recipe({spelt}, {', '.join(f'{k}={v!r}' for k, v in fields.items())})"
-        raise StateMismatchError(
-            f"the state dict was saved with recipe {other['name']!r} ("
-            + ", ".join(f"{name}={other[name]!r}" for name in differing)
-            + f") and this optimizer uses {recipe.name!r} ("
-            + ", ".join(f"{name}={getattr(recipe, name)!r}" for name in differing)
-            + "). Make the optimizer with the recipe it was saved with, e.g. "
-            + f"{spelt}, and load again; nothing was changed"
-        )
     return dataclasses.replace(recipe, seed=other["seed"])
 
 
-def complete_state(
-    state: Mapping[str, Any], parameter: Tensor, rule: Rule, recipe: Recipe, label: str
-) -> dict[str, Any]:
-    """A parameter's state in the recipe's formats, made, taken over from torch, or as it is.
+def notice(saved: Mapping[str, Any] | None, recipe: Recipe, changes: Changes) -> str:
+    """One line for a load that changed formats."""
+    source = repr(saved["recipe"]["name"]) if saved else "none of torch_bf16"
+    return (
+        f"loaded a state dict of recipe {source} into recipe {recipe.name!r}: {changes}. Keep the "
+        "file, if what was rounded is needed again"
+    )
 
-    Tensors that already are as they must be are passed on, not copied. Moments in another floating
-    dtype, such as those of ``torch.optim``, are rounded to nearest into their format.
+
+def complete_state(
+    state: Mapping[str, Any],
+    parameter: Tensor,
+    rule: Rule,
+    recipe: Recipe,
+    label: str,
+    changes: Changes | None = None,
+) -> dict[str, Any]:
+    """A parameter's state in the recipe's formats, made, taken over, or as it is.
+
+    Tensors that already are as they must be are passed on, not copied. Numbers in another format,
+    such as those of ``torch.optim`` or of another recipe, are rounded to nearest into theirs.
 
     Args:
         state: what there is, possibly empty; not changed.
-        parameter: bf16 or fp32.
+        parameter: bf16 or fp32, with the weights that ``state`` belongs to.
         rule: the rule that will use it.
         recipe: the optimizer's recipe.
         label: how to call the parameter in an error.
+        changes: counts what was rounded.
 
     Returns:
         A new dict. Keys of ``state`` that the rule does not know are dropped.
 
     Raises:
-        StateMismatchError: a tensor has another shape, or a master that the recipe has no place
-        for.
+        StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
+            parameter that is fp32 now.
     """
-    weights = recipe.format_of("weights", parameter)
-    foreign = {"remainder", "master"} & state.keys() - set(weights.plane_names(""))
-    if foreign:
-        raise StateMismatchError(
-            f"the state of {label} has {', '.join(sorted(foreign))}, which recipe "
-            f"{recipe.name!r} has no place for (weights of a {parameter.dtype} parameter: "
-            f"{weights.name}); load it into a model and an optimizer of the dtype and recipe it "
-            "was saved with"
-        )
+    changes = Changes() if changes is None else changes
     complete: dict[str, Any] = {"step": _step(state, parameter, rule, label)}
     began = complete["step"].item() > 0
     for each in rule.states:
@@ -160,20 +157,98 @@ def complete_state(
                 f"{each.name}: it is damaged. Load it as it was saved; nothing was changed"
             )
         format_ = recipe.format_of(each.role, parameter)
-        complete[each.name] = _moment(state.get(each.name), format_, parameter, each.name, label)
-    for plane, key in zip(weights.planes[1:], weights.plane_names("")[1:], strict=True):
-        saved = state.get(key)
-        if saved is None:
-            complete[key] = _first_master(parameter, plane.dtype)
-        else:
-            _check_shape(saved, parameter, key, label)
-            if saved.dtype != plane.dtype:
-                raise StateMismatchError(
-                    f"{key} of {label} is {saved.dtype} and must be {plane.dtype}; it was cast on "
-                    "its way here, load the state dict as it was saved"
-                )
-            complete[key] = saved.to(parameter.device).contiguous()
-    return complete
+        planes = complete_moment(state, each.name, format_, parameter, label, changes)
+        complete.update(zip(format_.plane_names(each.name), planes, strict=True))
+    return complete | complete_master(state, parameter, recipe, label, changes)
+
+
+def complete_moment(
+    state: Mapping[str, Any],
+    name: str,
+    format_: Format,
+    parameter: Tensor,
+    label: str,
+    changes: Changes,
+) -> tuple[Tensor, ...]:
+    """The planes of a number that a rule keeps; zeros where ``state`` has none.
+
+    Raises:
+        StateMismatchError: it has another shape, or a dtype that no format has.
+    """
+    if state.get(name) is None:
+        return tuple(
+            torch.zeros(parameter.shape, dtype=plane.dtype, device=parameter.device)
+            for plane in format_.planes
+        )
+    saved = [state.get(key) for key in format_.plane_names(name)]
+    if [getattr(each, "dtype", None) for each in saved] == [p.dtype for p in format_.planes]:
+        return tuple(_fitting(each, parameter, name, label) for each in saved)
+    first = _fitting(state[name], parameter, name, label)
+    source = stored_format(state, name, None)
+    if source is not None:
+        keys = source.plane_names(name)
+        x = source.decode([_fitting(state[key], parameter, key, label) for key in keys])
+    elif first.is_floating_point():
+        source, x = FP32, first.float()
+    else:
+        raise StateMismatchError(
+            f"{name} of {label} is {first.dtype} and must be floating-point; the state is damaged, "
+            "load it as it was saved. Nothing was changed"
+        )
+    planes = recode(x, format_)
+    changes.add(name, source, format_, x.numel(), _differing(format_.decode(planes), x))
+    return planes
+
+
+def complete_master(
+    state: Mapping[str, Any], parameter: Tensor, recipe: Recipe, label: str, changes: Changes
+) -> dict[str, Tensor]:
+    """The planes of the weight beyond the parameter, in the recipe's format.
+
+    Raises:
+        StateMismatchError: a plane has another shape or dtype than every format, or belongs to a
+            parameter that is fp32 now.
+    """
+    weights = recipe.format_of("weights", parameter)
+    keys = weights.plane_names("")[1:]
+    saved = {key: state[key] for key in _MASTERS if state.get(key) is not None}
+    if not saved:
+        return {
+            key: _first_master(parameter, plane.dtype)
+            for key, plane in zip(keys, weights.planes[1:], strict=True)
+        }
+    if parameter.dtype != torch.bfloat16:
+        raise StateMismatchError(
+            f"the state of {label} has {', '.join(saved)}, the rest of a bf16 weight, and the "
+            "parameter is fp32 now. Cast the model (torch_bf16.cast_module) before loading, or "
+            "export the checkpoint to fp32: torch_bf16.fp32_state_dict. Nothing was changed"
+        )
+    source = stored_format(saved, "", torch.bfloat16)
+    if source is None or len(source.planes) != len(saved) + 1:
+        found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
+        raise StateMismatchError(
+            f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
+            "load the state dict as it was saved. Nothing was changed"
+        )
+    planes = [_fitting(each, parameter, key, label) for key, each in saved.items()]
+    if source == weights:
+        return dict(zip(keys, planes, strict=True))
+    visible = parameter.detach().contiguous()
+    x = source.decode([visible, *planes])
+    rest = recode_weight(x, visible, weights)
+    now = weights.decode([visible, *rest])
+    changes.add("weights", source, weights, x.numel(), _differing(now, x))
+    return dict(zip(keys, rest, strict=True))
+
+
+def _differing(new: Tensor, old: Tensor) -> int:
+    # By bits: a NaN is what it was, and 0.0 is not -0.0.
+    return int((new.view(torch.int32) != old.view(torch.int32)).sum())
+
+
+def _fitting(saved: Any, parameter: Tensor, key: str, label: str) -> Tensor:
+    _check_shape(saved, parameter, key, label)
+    return saved.to(parameter.device).contiguous()
 
 
 def _step(state, parameter, rule, label) -> Tensor:
@@ -189,22 +264,6 @@ def _step(state, parameter, rule, label) -> Tensor:
             "load it as it was saved. Nothing was changed"
         )
     return number.reshape(())
-
-
-def _moment(saved, format_: Format, parameter, key, label) -> Tensor:
-    dtype = format_.planes[0].dtype
-    if saved is None:
-        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    _check_shape(saved, parameter, key, label)
-    if not saved.is_floating_point():
-        raise StateMismatchError(
-            f"{key} of {label} is {saved.dtype} and must be floating-point; the state is damaged, "
-            "load it as it was saved. Nothing was changed"
-        )
-    saved = saved.to(parameter.device).contiguous()
-    if saved.dtype == dtype:
-        return saved
-    return bf16_nearest(saved.float()) if dtype == torch.bfloat16 else saved.to(dtype)
 
 
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:

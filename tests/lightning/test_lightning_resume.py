@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from lightning_models import (
     batches,
@@ -95,11 +94,13 @@ def test_the_weights_of_a_checkpoint_train_on_in_32_true(pl, mode, tmp_path):
     assert next(module.parameters()).dtype == torch.float32
 
 
-def test_the_checkpoint_of_another_recipe_is_refused(pl, tmp_path):
+def test_the_checkpoint_of_another_recipe_goes_on_and_says_what_was_rounded(pl, tmp_path, caplog):
     trainer, _ = fit(pl, "bf16-fp32-master", epochs=1)
     trainer.save_checkpoint(tmp_path / "some.ckpt")
-    with pytest.raises(ValueError, match="saved with recipe 'bf16-fp32-master'"):
-        fit(pl, "bf16-stochastic", epochs=2, checkpoint=tmp_path / "some.ckpt")
+    resumed, after = fit(pl, "bf16-stochastic", epochs=2, checkpoint=tmp_path / "some.ckpt")
+    assert resumed.global_step == 10
+    assert "state 0 remainder" not in after
+    assert "weights remainder16 -> bf16_stochastic" in caplog.text
 
 
 def test_a_checkpoint_of_32_true_goes_on_in_bf16(pl, mode, tmp_path):

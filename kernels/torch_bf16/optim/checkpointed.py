@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,11 +11,14 @@ from torch import Tensor
 
 from torch_bf16 import checkpoint
 from torch_bf16.recipe import Recipe
+from torch_bf16.recoding import Changes
 from torch_bf16.rules import Rule
 
 from .admission import check_options
 
 __all__ = ["Checkpointed"]
+
+_logger = logging.getLogger("torch_bf16")
 
 
 class Checkpointed(torch.optim.Optimizer):
@@ -41,15 +46,19 @@ class Checkpointed(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this recipe, or one of the ``torch.optim`` class it stands for.
+        """Load a state dict of any recipe, or one of the ``torch.optim`` class it stands for.
 
-        States keep their exact bits and dtypes; torch would cast them to the parameter's. fp32
-        moments of a ``torch.optim`` optimizer are rounded into the recipe's formats, and exact
-        masters start from the weights that ``cast_module`` saw. Tensors are copied, and the saved
-        noise seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
+        States keep their exact bits and dtypes where the recipe is the one they were saved with;
+        torch would cast them to the parameter's. Otherwise they are rounded once into the formats
+        of this optimizer's recipe, and a warning says which numbers that changed and how many.
+        Where no exact master was saved, it starts from the weights that ``cast_module`` saw.
+        Tensors are copied, except those that already are this optimizer's own, and the saved noise
+        seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
+
+        Load the model's weights first: an exact master is stored as what its weight lacks.
 
         Raises:
-            StateMismatchError: recipe, shapes or masters do not fit, or something is missing;
+            StateMismatchError: shapes or masters do not fit, or something is missing or damaged;
                 nothing has been changed.
             ValueError: the number of groups or parameters differs, as in torch.
             NotImplementedError: it was saved with an option that is not supported.
@@ -57,13 +66,14 @@ class Checkpointed(torch.optim.Optimizer):
         if not isinstance(state_dict, dict):
             checkpoint.check_whole(state_dict)
         loaded: dict[Tensor, dict[str, Any]] = {}
-        recipe = self.recipe
+        changes, recipe, header = Changes(), self.recipe, None
 
         def take(optimizer, given):
-            nonlocal recipe
+            nonlocal recipe, header
             checkpoint.check_whole(given)
-            recipe = checkpoint.check_header(given.get(checkpoint.HEADER), self.recipe)
-            loaded.update(self._read(given))
+            header = given.get(checkpoint.HEADER)
+            recipe = checkpoint.check_header(header, self.recipe)
+            loaded.update(self._read(given, changes))
             # torch would cast what it finds here to the parameters' dtype.
             return {**given, "state": {}}
 
@@ -71,6 +81,9 @@ class Checkpointed(torch.optim.Optimizer):
             self.state.update(loaded)
             self._forget()
             self.recipe = recipe
+            if changes.counts:
+                level = logging.WARNING if changes.lost else logging.INFO
+                _logger.log(level, "%s", checkpoint.notice(header, recipe, changes))
 
         # After the user's own pre-hooks and before their post-hooks.
         hooks = [
@@ -83,25 +96,30 @@ class Checkpointed(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _read(self, state_dict) -> dict[Tensor, dict[str, Any]]:
+    def _read(self, state_dict, changes: Changes) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if sizes != [len(group["params"]) for group in saved_groups]:
-            return {}  # torch itself refuses this in a moment
-        read = {}
+            return  # torch itself refuses this in a moment
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_options(saved, number)
             checkpoint.check_hyperparameters(saved, group, number)
-            rule = self.rule_of({**group, **saved})
             for position, key in enumerate(saved["params"]):
                 if state := state_dict["state"].get(key):
-                    parameter = group["params"][position]
-                    label = self.label(number, position)
-                    copy = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-                    read[parameter] = checkpoint.complete_state(
-                        copy, parameter, rule, self.recipe, label
-                    )
-        return read
+                    parameter, label = group["params"][position], self.label(number, position)
+                    own = self.state.get(parameter, {})
+                    # What torch.distributed.checkpoint has loaded in place needs no copy.
+                    copy = {
+                        k: v.clone() if isinstance(v, Tensor) and v is not own.get(k) else v
+                        for k, v in state.items()
+                    }
+                    options = {**group, **saved}
+                    yield parameter, self._complete(copy, parameter, options, label, changes)
+
+    def _complete(self, state, parameter, group, label: str, changes: Changes) -> dict[str, Any]:
+        """A parameter's state as this optimizer keeps it; see :func:`checkpoint.complete_state`."""
+        rule = self.rule_of(group)
+        return checkpoint.complete_state(state, parameter, rule, self.recipe, label, changes)
 
     def label(self, group: int, position: int) -> str:
         """How errors call a parameter: its name where known, its place, shape and dtype."""

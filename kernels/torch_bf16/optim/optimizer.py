@@ -17,6 +17,7 @@ from torch_bf16.backends import BACKENDS
 from torch_bf16.counter_rng import tensor_key
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.recoding import Changes
 
 from .admission import (
     Seen,
@@ -194,18 +195,25 @@ class BF16Optimizer(Checkpointed):
         check_replaced(self, labels)
         if len(labels) < len(places):
             raise ValueError("a parameter is in the groups twice; remove one. Nothing was updated")
-        members = []
+        members, changes = [], Changes()
         for parameter, number, position in places:
             check_parameter(parameter, labels[parameter])
             rule = self.rule_of(self.param_groups[number])
             state = checkpoint.complete_state(
-                self.state.get(parameter, {}), parameter, rule, self.recipe, labels[parameter]()
+                self.state.get(parameter, {}),
+                parameter,
+                rule,
+                self.recipe,
+                labels[parameter](),
+                changes,
             )
             key = tensor_key(self._name(number, position))
             members.append(Member(parameter, number, rule, state, key))
         plan = Plan(members, self.recipe, self.backend, self._setting())
         # Only now, so that an error above leaves no half-made states.
         self._point_out(members)
+        if changes.lost:
+            _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
         for each in members:
             self.state[each.parameter] = each.state
             self._seen.setdefault(each.parameter, Seen.of(each.parameter))
