@@ -17,6 +17,8 @@ not needed. The plugin class, for options, of each host:
 ``pytorch_lightning``      ``lightning_bf16.pytorch_lightning.BF16Precision``
 ``lightning_fabric``       ``lightning_bf16.lightning_fabric.BF16Precision``
 =========================  =================================================
+
+``BF16Monitor`` beside them, for the two Trainers, is a callback that logs what rounding does.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import bf16_autoload
 
 if TYPE_CHECKING:
-    from .pytorch import BF16Precision
+    from .pytorch import BF16Monitor, BF16Precision
 
-__all__ = ["BF16Precision", "register"]
+__all__ = ["BF16Monitor", "BF16Precision", "register"]
 
 _NEEDED = (2, 5)
 _HOSTS = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -55,9 +57,9 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     # Late, because it imports a Trainer.
-    if name == "BF16Precision":
+    if name in ("BF16Monitor", "BF16Precision"):
         host = "pytorch" if "lightning" in _installed() else "pytorch_lightning"
-        return importlib.import_module(f"{__name__}.{host}").BF16Precision
+        return getattr(importlib.import_module(f"{__name__}.{host}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch_bf16
 
-__all__ = ["is_placeholder", "on_import", "stage_of"]
+__all__ = ["is_placeholder", "logs_this_step", "on_import", "stage_of"]
 
 _PLUGINS = {
     "lightning.pytorch": "lightning_bf16.pytorch",
@@ -67,6 +67,11 @@ def stage_of(module: Any) -> str | None:
     trainer = getattr(module, "_trainer", None)
     function = trainer.state.fn if trainer is not None else None
     return None if function is None else str(getattr(function, "value", function))
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """Whether what is logged during this batch reaches the loggers."""
+    return trainer._logger_connector.should_update_logs
 
 
 def _add_names(module: ModuleType) -> None:

@@ -1,10 +1,12 @@
-"""The plugin for the Trainer of ``lightning.pytorch``."""
+"""The plugin and the callback for the Trainer of ``lightning.pytorch``."""
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision
 
+from .monitor import MonitorBody
 from .trainer import TrainerBody
 
-__all__ = ["BF16Precision"]
+__all__ = ["BF16Monitor", "BF16Precision"]
 
 
 class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
@@ -22,4 +24,23 @@ class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
         >>> from lightning.pytorch import Trainer
         >>> plugin = BF16Precision("bf16-fp32-master", keep_fp32=["head"])
         >>> trainer = Trainer(plugins=[plugin], max_epochs=1)
+    """
+
+
+class BF16Monitor(MonitorBody, Callback):
+    """Log for each layer what rounding does to the updates: :class:`torch_bf16.UpdateMonitor`.
+
+    Through ``self.log``, so that every logger shows it: ``bf16/survived/<layer>`` (the share of the
+    update that was stored), ``bf16/unmoved/<layer>``, ``bf16/snr/<layer>``,
+    ``bf16/gradient_norm`` and ``bf16/skipped_steps``. A layer that stalls is named in a warning.
+
+    Args:
+        every: optimizer steps from one look to the next; None looks at the steps whose metrics the
+            loggers get, ``Trainer(log_every_n_steps=...)``.
+        sample: at most so many elements of each parameter are looked at.
+        warn: whether to say, once per layer, that it stalls and what helps.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(precision="bf16-stochastic", callbacks=[BF16Monitor()])
     """

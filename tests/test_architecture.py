@@ -25,7 +25,7 @@ LAYERS = (
     ("plan",),
     ("checkpoint",),
     ("optim",),
-    ("diagnostics", "bench"),
+    ("diagnostics", "monitor", "bench"),
     ("cli",),
     ("__init__",),
     ("__main__",),

@@ -10,6 +10,7 @@ from .diagnostics import describe
 from .errors import BackendUnavailableError, StateMismatchError
 from .islands import cast_module
 from .lost_bits import sync_masters
+from .monitor import LayerUpdate, UpdateMonitor
 from .optim import SGD, Adam, AdamW, BF16Optimizer, convert, total_norm
 from .recipe import RECIPES, Recipe, get_recipe
 
@@ -22,8 +23,10 @@ __all__ = [
     "AdamW",
     "BF16Optimizer",
     "BackendUnavailableError",
+    "LayerUpdate",
     "Recipe",
     "StateMismatchError",
+    "UpdateMonitor",
     "cast_module",
     "convert",
     "describe",

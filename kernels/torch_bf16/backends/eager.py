@@ -16,7 +16,7 @@ from torch_bf16.rules import lift
 
 from .bucket import Bucket
 
-__all__ = ["SLICE", "run", "unavailable"]
+__all__ = ["SLICE", "lift_rule", "run", "unavailable"]
 
 # Bounds the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
 SLICE = 1 << 20
@@ -31,7 +31,7 @@ def unavailable(device: torch.device) -> str | None:
 
 def run(bucket: Bucket) -> None:
     """Take one optimizer step for every tensor of ``bucket``, in place."""
-    update = _lift(bucket.variant.rule.update)
+    update = lift_rule(bucket.variant.rule.update)
     for tensor, gradient in enumerate(bucket.gradients):
         numel, offset = int(bucket.numels[tensor]), int(bucket.offsets[tensor])
         start = 0
@@ -76,5 +76,6 @@ _ARITHMETIC = {"sqrt": _sqrt, "div": operator.truediv}
 
 
 @functools.cache
-def _lift(update):
+def lift_rule(update):
+    """A rule's ``update`` over fp32 tensors."""
     return lift(update, _ARITHMETIC, lambda function: function)

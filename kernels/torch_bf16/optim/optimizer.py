@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ class _NextStep:
     scale: float | Tensor = 1.0
 
 
+class Observer(Protocol):
+    """What looks on at updates, for example :class:`torch_bf16.UpdateMonitor`."""
+
+    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
+        """Gradients are there, states are complete, nothing is updated yet."""
+
+    def after_update(self) -> None:
+        """Everything is updated."""
+
+
 class BF16Optimizer(Checkpointed):
     """Base of the optimizers that store their numbers by a recipe.
 
@@ -56,11 +66,13 @@ class BF16Optimizer(Checkpointed):
     Attributes:
         recipe: how numbers are stored.
         backend: name of the backend, or None for the best that works.
+        observers: told of each update before and after it happens; copies start without them.
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
 
     backend: str | None
+    observers: list[Observer]
     _plan: Plan | None
     _seen: dict[Tensor, Seen]
     _next: _NextStep
@@ -72,6 +84,7 @@ class BF16Optimizer(Checkpointed):
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
         self._names = {}
+        self.observers = []
         self._forget()
         # torch sets it for fused=True: GradScaler would leave unscaling to the step, which does not
         # read those tensors.
@@ -111,7 +124,11 @@ class BF16Optimizer(Checkpointed):
         if plan is None or not plan.fits(self._setting(), taking_part, self.state):
             plan = self._plan = self._make_plan()
         self._respect_writes(taking_part)
+        for observer in self.observers:
+            observer.before_update(plan.members, self._next.scale)
         plan.run(groups, float(self._next.scale))
+        for observer in self.observers:
+            observer.after_update()
         for parameter in taking_part:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(parameter)
@@ -164,6 +181,7 @@ class BF16Optimizer(Checkpointed):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.observers = []
         self._forget()
 
     def _setting(self) -> tuple[Any, ...]:

@@ -1,0 +1,67 @@
+"""The callback logs what rounding does, through the Trainer's own logging."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from lightning_models import batches, make_module, make_trainer
+
+
+def monitor_of(pl, **options):
+    name = "pytorch" if pl.__name__.startswith("lightning.") else "pytorch_lightning"
+    return importlib.import_module(f"lightning_bf16.{name}").BF16Monitor(**options)
+
+
+@pytest.fixture
+def logged(pl, mode):
+    """Metrics by step of a fit of ten steps, each of two batches."""
+
+    def fit(callback, **options):
+        logger_class = importlib.import_module(f"{pl.__name__}.loggers.logger").DummyLogger
+        rows = []
+
+        class Recorder(logger_class):
+            def log_metrics(self, metrics, step=None):
+                rows.append((step, {k: v for k, v in metrics.items() if k.startswith("bf16/")}))
+
+        trainer = make_trainer(
+            pl,
+            mode,
+            logger=Recorder(),
+            callbacks=[callback],
+            accumulate_grad_batches=2,
+            **options,
+        )
+        trainer.fit(make_module(pl), batches(20))
+        assert trainer.global_step == 10
+        return [(step, metrics) for step, metrics in rows if metrics]
+
+    return fit
+
+
+def test_every_logged_step_has_the_metrics_of_each_layer(pl, mode, logged):
+    rows = logged(monitor_of(pl), log_every_n_steps=4)
+    assert len(rows) == 2
+    for _, metrics in rows:
+        layers = {name.split("/", 2)[2] for name in metrics if "/survived/" in name}
+        assert layers == {"net.0", "net.1", "net.3"}
+        assert metrics["bf16/gradient_norm"] > 0
+        assert metrics["bf16/skipped_steps"] == 0
+        if mode == "bf16-fp32-master":
+            assert all(metrics[f"bf16/survived/{layer}"] == 1 for layer in layers)
+
+
+def test_an_interval_of_its_own(pl, mode, logged):
+    rows = logged(monitor_of(pl, every=5), log_every_n_steps=1)
+    # The Trainer repeats the last value at every step that it logs.
+    norms = {step: metrics["bf16/gradient_norm"] for step, metrics in rows}
+    assert min(norms) == 4
+    assert len({norms[step] for step in range(4, 9)}) == 1
+    assert norms[9] != norms[8]
+
+
+def test_a_precision_that_is_not_ours_is_left_alone(pl):
+    callback = monitor_of(pl)
+    make_trainer(pl, "32-true", callbacks=[callback]).fit(make_module(pl), batches(2))
+    assert callback._monitors == []
