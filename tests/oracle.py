@@ -16,7 +16,7 @@ from hashlib import blake2b
 import numpy as np
 
 # (stream, shift): the 16 bits of a stream's word that a number is rounded with
-WEIGHT, FIRST_MOMENT, SECOND_MOMENT = (0, 16), (1, 16), (0, 0)
+WEIGHT, FIRST_MOMENT, SECOND_MOMENT, GRADIENT = (0, 16), (1, 16), (0, 0), (2, 16)
 
 
 # Rounding
@@ -126,8 +126,13 @@ def noise_at(seed, step, key, stream, index):
 
 def noise(seed, step, key, stream, start, n):
     """uint32 [n]: `noise_at` for start .. start + n - 1, in uint64 arrays reduced after each op."""
+    return noise_from(stream_base(seed, key, stream), step, start, n)
+
+
+def noise_from(base, step, start, n):
+    """`noise` of a stream that starts from other words than its own."""
     modulus = np.uint64(2**32)
-    t0, t1 = stream_base(seed, key, stream)
+    t0, t1 = base
     x = np.empty(n, dtype=np.uint64)
     k1 = np.empty(n, dtype=np.uint64)
     first, last = start >> 32, (start + max(n, 1) - 1) >> 32
@@ -226,6 +231,10 @@ def sgd_nesterov(w, g, b, s):
     return w, b
 
 
+def accumulate(w, g, s):
+    return (w + g * s["grad_scale"],)
+
+
 # rule -> (function, its state roles with the noise of each)
 RULES = {
     "adamw": (adamw, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT))),
@@ -233,6 +242,7 @@ RULES = {
     "sgd": (sgd, ()),
     "sgd_momentum": (sgd_momentum, (("momentum_buffer", FIRST_MOMENT),)),
     "sgd_nesterov": (sgd_nesterov, (("momentum_buffer", FIRST_MOMENT),)),
+    "accumulate": (accumulate, ()),
 }
 
 
@@ -289,7 +299,7 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
         The new planes, role -> planes.
     """
     function, state_roles = RULES[rule]
-    roles = (("weight", WEIGHT), *state_roles)
+    roles = (("weight", GRADIENT if rule == "accumulate" else WEIGHT), *state_roles)
     g = bf16_to_fp32(gradient) if gradient.dtype == np.uint16 else gradient
     old = [decode(formats[role], planes[role]) for role, _ in roles]
     with np.errstate(all="ignore"):
@@ -303,3 +313,12 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
             r = (draws >> np.uint32(shift) & np.uint32(0xFFFF)).reshape(x.shape)
         result[role] = encode(formats[role], x, r)
     return result
+
+
+def accumulate_stochastic(total, gradient, seed, name, step, number):
+    """A sum of gradients and one more, both bf16 bits; `number` counts micro-batches from 0."""
+    t0, t1 = stream_base(seed, tensor_key(name), GRADIENT[0])
+    k0 = mix32((t0 + step * 0x9E3779B9) % 2**32)
+    draws = noise_from((k0, mix32(t1 ^ k0)), number, 0, total.size) >> np.uint32(GRADIENT[1])
+    x = bf16_to_fp32(total) + bf16_to_fp32(gradient)
+    return bf16_stochastic(x, (draws & np.uint32(0xFFFF)).reshape(x.shape))

@@ -7,7 +7,8 @@ from triton.compiler import ASTSource, compile
 from torch_bf16 import RECIPES
 from torch_bf16.backends import Variant
 from torch_bf16.backends.triton.kernel import constants, options, step
-from torch_bf16.rules import RULES
+from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.rules import ACCUMULATE, RULES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -28,14 +29,18 @@ def all_variants():
         torch.empty(2, dtype=torch.bfloat16),
         torch.empty(2, 2),
     ]
-    found = {}
+    gpu = torch.device("cuda")
+    adding = Variant(ACCUMULATE, BF16_STOCHASTIC, (), torch.bfloat16, gpu)
+    found = {adding.name: adding}
     for rule in RULES.values():
+        if rule is ACCUMULATE:
+            continue
         for recipe in RECIPES.values():
             for parameter in shapes:
                 weights = recipe.format_of("weights", parameter)
                 states = tuple(recipe.format_of(s.role, parameter) for s in rule.states)
                 for gradient in (torch.bfloat16, torch.float32):
-                    variant = Variant(rule, weights, states, gradient, torch.device("cuda"))
+                    variant = Variant(rule, weights, states, gradient, gpu)
                     found[variant.name] = variant
     return found
 

@@ -11,7 +11,15 @@ from .errors import BackendUnavailableError, StateMismatchError
 from .islands import cast_module
 from .lost_bits import sync_masters
 from .monitor import LayerUpdate, UpdateMonitor
-from .optim import SGD, Adam, AdamW, BF16Optimizer, convert, total_norm
+from .optim import (
+    SGD,
+    Adam,
+    AdamW,
+    BF16Optimizer,
+    accumulate_gradients,
+    convert,
+    total_norm,
+)
 from .recipe import RECIPES, Recipe, get_recipe
 
 __version__ = "0.1.0"
@@ -27,6 +35,7 @@ __all__ = [
     "Recipe",
     "StateMismatchError",
     "UpdateMonitor",
+    "accumulate_gradients",
     "cast_module",
     "convert",
     "describe",

@@ -5,6 +5,9 @@ bits for the same element. All arithmetic is modulo 2**32 and every shift is log
 
 - Per tensor and stream, once: `stream_base` hashes (seed, tensor key, stream) to two words.
 - Per step, and per block of 2**32 elements: `block_keys` mixes step and block into two words.
+- A sum of gradients is rounded once per micro-batch: `sum_base` mixes the step into the words of
+  its stream, and the number of the micro-batch takes the step's place. Both mixings are one-to-one,
+  so no two micro-batches of a parameter share keys, whatever their steps.
 - Per element: `noise_bits`, three multiplications. With two, draws at some distances in a tensor
   depend on each other, and two steps whose first keys differ in few bits draw permutations of each
   other's noise, off by a constant.
@@ -35,6 +38,7 @@ __all__ = [
     "noise",
     "noise_bits",
     "stream_base",
+    "sum_base",
     "tensor_key",
 ]
 
@@ -103,6 +107,19 @@ def block_keys(base: tuple[_Word, _Word], step: _Word, index_hi: _Word) -> tuple
     block = (index_hi & _MASK32) * _BLOCK_MULTIPLIER & _MASK32
     k0 = _mix32((t0 ^ block) + ((step & _MASK32) * _STEP_MULTIPLIER & _MASK32) & _MASK32)
     return k0, _mix32(t1 ^ k0)
+
+
+def sum_base(base: tuple[_Word, _Word], step: _Word) -> tuple[_Word, _Word]:
+    """What the noise of a sum of gradients starts from, in place of a stream's base.
+
+    Args:
+        base: from `stream_base`.
+        step: the 1-based number of the optimizer step that the sum is for; taken modulo 2**32.
+
+    Returns:
+        A base for `block_keys`, whose ``step`` then is the number of the micro-batch.
+    """
+    return block_keys(base, step, 0)
 
 
 def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from .formats import FORMATS, FP32, REMAINDER16, Format, get_format
 
-__all__ = ["RECIPES", "Recipe", "get_recipe"]
+__all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
+
+ACCUMULATIONS = ("bf16", "bf16_stochastic", "fp32")
+"""Formats in which the gradients of several micro-batches can be summed."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Recipe:
         exp_avg: format of first moments and momentum buffers: ``fp32``, ``bf16_nearest`` or
             ``bf16_stochastic``.
         exp_avg_sq: format of second moments, likewise.
+        accumulate: format of the sum of gradients of bf16 parameters while micro-batches add to it:
+            ``bf16`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic`` (also 2
+            bytes) or ``fp32`` (4 bytes); see :func:`torch_bf16.accumulate_gradients`.
         keep_fp32: modules whose parameters ``cast_module`` leaves in fp32: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes.
         seed: seed of the rounding noise. The same on every replica.
@@ -47,6 +53,7 @@ class Recipe:
     exp_avg_sq: str = "bf16_stochastic"
     keep_fp32: tuple[str | type, ...] = ()
     seed: int = 0
+    accumulate: str = "bf16"
 
     def __post_init__(self) -> None:
         if get_format(self.weights).planes[0].dtype != torch.bfloat16:
@@ -61,6 +68,11 @@ class Recipe:
                     f"{role}={name!r} is a format for weights; use one of "
                     + ", ".join(n for n, f in FORMATS.items() if len(f.planes) == 1)
                 )
+        if self.accumulate not in ACCUMULATIONS:
+            raise ValueError(
+                f"accumulate={self.accumulate!r} is no format for a sum of gradients; use one of "
+                + ", ".join(ACCUMULATIONS)
+            )
         if isinstance(self.keep_fp32, (str, type)):
             raise ValueError(
                 f"keep_fp32={self.keep_fp32!r} must be a tuple of module name patterns or module "

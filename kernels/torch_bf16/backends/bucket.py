@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from torch_bf16 import rules
-from torch_bf16.counter_rng import FIRST_MOMENT, SECOND_MOMENT, WEIGHT, Draw
+from torch_bf16.counter_rng import FIRST_MOMENT, GRADIENT, SECOND_MOMENT, WEIGHT, Draw
 from torch_bf16.formats import Format
 from torch_bf16.rules import Rule
 
 __all__ = ["Bucket", "Variant"]
 
-_DRAWS = {rules.FIRST_MOMENT: FIRST_MOMENT, rules.SECOND_MOMENT: SECOND_MOMENT}
+_DRAWS = {
+    rules.WEIGHTS: WEIGHT,
+    rules.GRADIENT: GRADIENT,
+    rules.FIRST_MOMENT: FIRST_MOMENT,
+    rules.SECOND_MOMENT: SECOND_MOMENT,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Variant:
     @property
     def draws(self) -> tuple[Draw, ...]:
         """The noise of the weights and then of each state."""
-        return (WEIGHT, *(_DRAWS[state.role] for state in self.rule.states))
+        return (_DRAWS[self.rule.role], *(_DRAWS[state.role] for state in self.rule.states))
 
     @property
     def name(self) -> str:

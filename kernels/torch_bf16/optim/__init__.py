@@ -1,9 +1,20 @@
 """Optimizers with ``torch.optim``'s signatures, and the conversion of torch's own into them."""
 
+from .accumulation import GradientAccumulation, accumulate_gradients
 from .adam import Adam, AdamW
 from .clipping import total_norm
 from .convert import CONVERTIBLE, convert
 from .optimizer import BF16Optimizer
 from .sgd import SGD
 
-__all__ = ["CONVERTIBLE", "SGD", "Adam", "AdamW", "BF16Optimizer", "convert", "total_norm"]
+__all__ = [
+    "CONVERTIBLE",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "BF16Optimizer",
+    "GradientAccumulation",
+    "accumulate_gradients",
+    "convert",
+    "total_norm",
+]

@@ -86,6 +86,8 @@ def convert(
             converted._names = _names(optimizer, module)
         taken = _take_over(converted)
     except Exception:
+        if converted._accumulation is not None:
+            converted._accumulation.remove()
         converted.__class__ = source
         vars(optimizer).clear()
         vars(optimizer).update(attributes)

@@ -19,6 +19,7 @@ from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes
 
+from .accumulation import GradientAccumulation, accumulate_as
 from .admission import (
     Seen,
     check_gradient,
@@ -76,6 +77,7 @@ class BF16Optimizer(Checkpointed):
     _plan: Plan | None
     _seen: dict[Tensor, Seen]
     _next: _NextStep
+    _accumulation: GradientAccumulation | None = None
 
     def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
         """Set up what torch's constructor does not know; it has run already."""
@@ -89,6 +91,8 @@ class BF16Optimizer(Checkpointed):
         # torch sets it for fused=True: GradScaler would leave unscaling to the step, which does not
         # read those tensors.
         self._step_supports_amp_scaling = False
+        self._accumulation = None
+        accumulate_as(self.recipe, self)
 
     def _forget(self) -> None:
         self._plan = None
@@ -174,6 +178,8 @@ class BF16Optimizer(Checkpointed):
         except Exception:
             self.param_groups.pop()
             raise
+        if self._accumulation is not None:
+            self._accumulation.hook_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("recipe", "backend", "_names")}
@@ -183,6 +189,7 @@ class BF16Optimizer(Checkpointed):
         super().__setstate__(state)
         self.observers = []
         self._forget()
+        accumulate_as(self.recipe, self)
 
     def _setting(self) -> tuple[Any, ...]:
         """What a plan follows from beside the tensors that take part."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["FIRST_MOMENT", "SECOND_MOMENT", "Rule", "State", "lift"]
+__all__ = ["FIRST_MOMENT", "GRADIENT", "SECOND_MOMENT", "WEIGHTS", "Rule", "State", "lift"]
 
+WEIGHTS = "weights"
+GRADIENT = "gradient"
 FIRST_MOMENT = "exp_avg"
 SECOND_MOMENT = "exp_avg_sq"
 
@@ -45,6 +47,7 @@ class Rule:
             multiplied by. Rounded to fp32 once, by whoever calls. It runs on the host or, lifted,
             on a device, with the same bits: ``+ - *``, comparisons and all of ``arithmetic``, but
             no branch, no ``*`` in a tuple, and a literal is a float where it stands alone.
+        role: what ``w`` is: weights, or the sum of gradients. Each has noise of its own.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Rule:
     update: Callable[..., Any]
     options: Callable[[Mapping[str, Any]], Sequence[Any]]
     scalars: Callable[[Sequence[Any], int, float], tuple[float, ...]]
+    role: str = WEIGHTS
 
 
 def lift(

@@ -1,0 +1,116 @@
+"""DDP over gradients that are fp32 beside bf16 parameters.
+
+DDP's buckets have the parameters' dtype, and it refuses any other gradient. So it is shown none:
+while a backward pass runs, gradients are kept here, a communication hook reduces them in fp32
+instead of the bucket that it is given, and at the end they are put where they belong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .backward import at_end_of_backward
+
+__all__ = ["Fp32Reduction"]
+
+
+class Fp32Reduction:
+    """The fp32 gradients of one DDP module. Made by :meth:`of`."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._group: Any = module.process_group
+        self._parameters = set(module.parameters())
+        self._kept: dict[Tensor, Tensor] = {}
+        self._task = -1
+        self._active = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Fp32Reduction | None:
+        """That of the DDP module in ``model``, or None where there is none.
+
+        Raises:
+            ValueError: it has an option, or a communication hook, that stands in the way.
+        """
+        found = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        if not found:
+            return None
+        (module, *more) = found
+        why = None
+        if more:
+            why = "the model holds several DDP modules; give each an optimizer of its own"
+        elif module.gradient_as_bucket_view:
+            why = "with gradient_as_bucket_view=True gradients are bf16 views; set it to False"
+        elif module.find_unused_parameters:
+            why = (
+                "with find_unused_parameters=True DDP reads gradients before the backward pass; "
+                "set it to False, or use static_graph=True"
+            )
+        previous: Any = getattr(module, "_torch_bf16_reduction", None)
+        if previous is None and getattr(module, "_comm_hooks", None):
+            why = "its DDP module has a communication hook already; register none"
+        if why:
+            raise ValueError(
+                f"gradients cannot be accumulated in 'fp32': {why}, or accumulate in "
+                "'bf16_stochastic'"
+            )
+        if previous is not None:
+            # DDP takes one communication hook in its life.
+            previous._active = True
+            return previous
+        reduction = cls(module)
+        module.register_comm_hook(None, reduction._reduce)
+        module._torch_bf16_reduction = reduction  # pyright: ignore
+        return reduction
+
+    def hook(self, parameter: Tensor) -> list[Any]:
+        """Keep this parameter's gradients here during backward; returns the hooks' handles."""
+        if parameter not in self._parameters:
+            return []
+        return [parameter.register_post_accumulate_grad_hook(self._keep)]
+
+    def remove(self) -> None:
+        """Leave the reduction to DDP, in the parameters' dtype."""
+        self._active = False
+
+    def _keep(self, parameter: Any) -> None:
+        if parameter.dtype != torch.bfloat16:
+            return
+        self._kept[parameter] = parameter.grad
+        parameter.grad = None
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            # What a backward pass that failed has left here is not of this one.
+            self._kept = {parameter: self._kept[parameter]}
+            at_end_of_backward(self._put_back)
+
+    def _put_back(self) -> None:
+        for parameter, gradient in self._kept.items():
+            parameter.grad = gradient
+        self._kept = {}
+        self._task = -1
+
+    # DDP compares annotations with its own types, and these are strings here.
+    def _reduce(self, _, bucket):
+        """DDP's communication hook: the mean over all ranks, in fp32."""
+        size, buffer = dist.get_world_size(self._group), bucket.buffer()
+        if not self._active or buffer.dtype != torch.bfloat16:
+            buffer.div_(size)
+            future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()  # pyright: ignore
+            return future.then(lambda done: done.value()[0])
+        kept = [self._kept[parameter] for parameter in bucket.parameters()]
+        whole = torch.cat([gradient.reshape(-1) for gradient in kept]).div_(size)
+        future = dist.all_reduce(whole, group=self._group, async_op=True).get_future()  # pyright: ignore
+
+        def put(done: Any) -> Tensor:
+            pieces = done.value()[0].split([gradient.numel() for gradient in kept])
+            for gradient, piece in zip(kept, pieces, strict=True):
+                gradient.copy_(piece.view(gradient.shape))
+            return buffer
+
+        return future.then(put)
