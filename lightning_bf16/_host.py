@@ -18,7 +18,7 @@ from typing import Any
 
 import torch_bf16
 
-__all__ = ["is_placeholder", "logs_this_step", "on_import", "stage_of"]
+__all__ = ["is_placeholder", "keep_averages_exact", "logs_this_step", "on_import", "stage_of"]
 
 _PLUGINS = {
     "lightning.pytorch": "lightning_bf16.pytorch",
@@ -72,6 +72,38 @@ def stage_of(module: Any) -> str | None:
 def logs_this_step(trainer: Any) -> bool:
     """Whether what is logged during this batch reaches the loggers."""
     return trainer._logger_connector.should_update_logs
+
+
+def keep_averages_exact(module: Any) -> None:
+    """Keep the fp32 average of WeightAveraging callbacks out of a bf16 module's validation.
+
+    The callback swaps average and module for the time of a validation; through bf16 parameters the
+    average would come back rounded, each time.
+    """
+    trainer = getattr(module, "_trainer", None)
+    for callback in trainer.callbacks if trainer is not None else ():
+        for owner in type(callback).__mro__:
+            if "_swap_models" in owner.__dict__:
+                _wrap(owner, "_swap_models", _lend_average)
+
+
+def _lend_average(callback: Any, original: Callable[[Any], Any], module: Any) -> None:
+    from .precision import PrecisionBody
+
+    if not isinstance(module.trainer.precision_plugin, PrecisionBody):
+        original(module)
+        return
+    averages, own = (
+        (*each.parameters(), *each.buffers()) for each in (callback._average_model.module, module)
+    )
+    pairs = list(zip(averages, own, strict=True))
+    # Not the module's own tensors, which a version counter and exact masters hang on.
+    lent = callback.__dict__.pop("_torch_bf16_lent", None)
+    if lent is None:
+        callback._torch_bf16_lent = [current.data.clone() for _, current in pairs]
+        lent = [average.data for average, _ in pairs]
+    for (_, current), values in zip(pairs, lent, strict=True):
+        current.data.copy_(values)
 
 
 def _add_names(module: ModuleType) -> None:

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 import torch_bf16
 
-from ._host import is_placeholder, stage_of
+from ._host import is_placeholder, keep_averages_exact, stage_of
 from .fp32_results import Fp32Results
 from .precision import PrecisionBody, clip_coefficient, unwrapped
 
@@ -28,6 +28,7 @@ class TrainerBody(PrecisionBody):
         stage = stage_of(module)
         before = [p.dtype for p in module.parameters()]
         self._results = Fp32Results(module)
+        keep_averages_exact(module)
         super().convert_module(module)
         if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
