@@ -25,8 +25,12 @@ def canonical(value: object) -> str | None:
     return name if name in MODES else None
 
 
-def canonical_or_refuse(value: str) -> str | None:
-    """Like :func:`canonical`, for ``ACCELERATE_MIXED_PRECISION``, which Accelerate never validates.
+def canonical_or_refuse(value: str, asked: str = "ACCELERATE_MIXED_PRECISION") -> str | None:
+    """Like :func:`canonical`, where Accelerate itself does not validate the name.
+
+    Args:
+        value: the name.
+        asked: where it was said, for the error.
 
     Raises:
         ValueError: the value is nearly one of ours; Accelerate would train in fp32 without a word.
@@ -40,7 +44,7 @@ def canonical_or_refuse(value: str) -> str | None:
     mode = canonical(value)
     if mode is None and value.lower().replace("_", "-").startswith(("bf16-", "true-bf16")):
         raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION={value!r} is no mode of Accelerate, which would train in "
-            f"fp32 without saying so. The modes of torch-bf16 are {', '.join((*MODES, *ALIASES))}"
+            f"{asked}={value!r} is no mode of Accelerate, which would train in fp32 without saying "
+            f"so. The modes of torch-bf16 are {', '.join((*MODES, *ALIASES))}"
         )
     return mode

@@ -29,7 +29,7 @@ class Preparation:
         >>> preparation.run([model], [optimizer])
         >>> [line] = preparation.proofs()
         >>> line
-        'mixed_precision=bf16-stochastic: true-bf16-stochastic: ...'
+        'mixed_precision=bf16-stochastic: 20 parameters (20 bfloat16), ...'
     """
 
     def __init__(
@@ -74,14 +74,19 @@ class Preparation:
             trained = [each for each in self._models if optimizers.owns(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 silent = [each for each in silent if each not in trained]
-                yield f"mixed_precision={self.mode}: {torch_bf16.describe(trained, optimizer)}"
+                yield self._line(torch_bf16.describe(trained, optimizer))
             elif not trained and optimizer in self._converted:
                 yield (
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
                     "no prepared model; they become bf16 when their model is prepared"
                 )
         for model in silent:
-            yield f"mixed_precision={self.mode}: {torch_bf16.describe(model, self.mode)}"
+            yield self._line(torch_bf16.describe(model, self.mode))
+
+    def _line(self, described: str) -> str:
+        # The recipe's own name is news only where the user's optimizer brought another one.
+        name = torch_bf16.get_recipe(self.mode).name
+        return f"mixed_precision={self.mode}: {described.removeprefix(f'{name}: ')}"
 
     def _recipe_of(self, model: nn.Module) -> str | torch_bf16.Recipe:
         # An optimizer that the user made as one of ours keeps its recipe, and the model follows.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["refuse_engine", "refuse_wrapped"]
+__all__ = ["refuse_arguments", "refuse_engine", "refuse_wrapped"]
 
 PARALLELISM = "tensor or context parallelism"
 """How :func:`refuse_engine` calls a ``ParallelismConfig`` that shards parameters."""
@@ -69,4 +71,32 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
             raise NotImplementedError(
                 f"mixed_precision={mode!r} cannot train parameter {name!r}, a DTensor: sharded "
                 "parameters are not supported yet. Pass the unsharded model"
+            )
+
+
+def refuse_arguments(mode: str, arguments: Any, launched: str | None = None) -> None:
+    """Raise if ``TrainingArguments`` contradict a mode.
+
+    Args:
+        mode: the mode that was asked for.
+        arguments: of the Hugging Face Trainer; only read.
+        launched: the mode that the environment names, if any.
+
+    Raises:
+        ValueError: they ask for fp16, or their ``optim`` names another mode than the launcher.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> refuse_arguments("bf16-stochastic", SimpleNamespace(fp16=False, fp16_full_eval=False))
+    """
+    if launched not in (None, mode):
+        raise ValueError(
+            f"optim={getattr(arguments.optim, 'value', arguments.optim)!r} trains in {mode!r}, and "
+            f"ACCELERATE_MIXED_PRECISION={launched!r} asks for another mode. Keep one of the two"
+        )
+    for name in ("fp16", "fp16_full_eval"):
+        if getattr(arguments, name, False):
+            raise ValueError(
+                f"{name}=True cannot be combined with mixed_precision={mode!r}: bf16 weights would "
+                f"be turned into fp16 ones. Set {name}=False, or train without this mode"
             )

@@ -33,7 +33,8 @@ def register() -> None:
             f"accelerate_bf16 needs Accelerate, which is not installed. {_remedy()}"
         ) from None
     check_version(found)
-    bf16_autoload.watch("accelerate_bf16._host")
+    for seam in ("_host", "_host_commands", "_host_trainer"):
+        bf16_autoload.watch(f"accelerate_bf16.{seam}")
 
 
 def check_version(found: str) -> None:

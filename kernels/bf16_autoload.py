@@ -13,11 +13,14 @@ imports the standard library only, catches everything, and is a module of its ow
 package would run that package's ``__init__``.
 
 ``BF16_AUTOLOAD=0`` turns it off; ``import lightning_bf16`` and ``import accelerate_bf16`` work
-without it.
+without it. One thing is done even then: where ``ACCELERATE_MIXED_PRECISION`` names a mode of ours
+and nobody imports ``accelerate_bf16``, ``Accelerator.prepare`` raises, because Accelerate does not
+validate that variable and would train in fp32 under our name.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -30,9 +33,9 @@ __all__ = ["TARGETS", "autoload", "watch"]
 
 _LIGHTNING = "lightning_bf16._host"
 _ACCELERATE = "accelerate_bf16._host"
+_COMMANDS = "accelerate_bf16._host_commands"
+_TRAINER = "accelerate_bf16._host_trainer"
 
-# `accelerate`, `accelerate.accelerator`, `lightning.fabric.fabric` and `lightning_fabric.fabric`
-# cannot be here: they are the very modules that import torch, so they are half-executed already.
 TARGETS: dict[str, str] = {
     "lightning.fabric.plugins.precision.precision": _LIGHTNING,
     "lightning.fabric.connector": _LIGHTNING,
@@ -42,17 +45,30 @@ TARGETS: dict[str, str] = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": _LIGHTNING,
     "accelerate.utils.dataclasses": _ACCELERATE,
     "accelerate.state": _ACCELERATE,
+    "accelerate.commands.config.cluster": _COMMANDS,
+    "accelerate.commands.config.default": _COMMANDS,
+    "accelerate.commands.config.sagemaker": _COMMANDS,
+    "accelerate.commands.test": _COMMANDS,
+    "accelerate.launchers": _COMMANDS,
+    "transformers.trainer_optimizer": _TRAINER,
+    "transformers.training_args": _TRAINER,
 }
 """Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
 
 _OFF = ("0", "false", "no", "off")
+_OURS = ("bf16-", "true-bf16-")
+_off_and_asked_for = False
 
 
 def autoload() -> None:
     """Wait for Lightning and Accelerate to be imported. Never raises."""
+    global _off_and_asked_for
     try:
         if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() not in _OFF:
             watch()
+        elif os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower().startswith(_OURS):
+            _off_and_asked_for = True
+            watch(_ACCELERATE)
     except Exception as error:
         _warn(f"torch-bf16 could not register itself: {error!r}")
 
@@ -76,7 +92,11 @@ def watch(plugin: str | None = None) -> None:
     finder.names |= wanted
     for name in wanted:
         module = sys.modules.get(name)
-        if module is not None and not _is_initialising(module):
+        if module is None:
+            continue
+        if _is_initialising(module):
+            _await(module)
+        else:
             _tell(module, raising=plugin is not None)
 
 
@@ -119,9 +139,38 @@ def _listen(spec: ModuleSpec) -> None:
         _warn(f"torch-bf16 cannot follow the import of {spec.name}: {error!r}")
 
 
+class _Awaited(ModuleSpec):
+    """The spec of a module that is being executed: the import system marks there that it is done.
+
+    ``transformers.training_args`` may be the module that imports torch; no finder sees it again.
+    """
+
+    @property
+    def _initializing(self) -> bool:
+        return self.__dict__["_initializing"]
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # pyright: ignore[reportAttributeAccessIssue]
+            module = sys.modules.get(self.name)
+            if module is not None and module.__spec__ is self:  # its import has not failed
+                _tell(module)
+
+
+def _await(module: ModuleType) -> None:
+    spec = module.__spec__
+    if type(spec) is ModuleSpec:
+        spec.__class__ = _Awaited
+
+
 def _tell(module: ModuleType, raising: bool = False) -> None:
     plugin = TARGETS[module.__name__]
     try:
+        if _off_and_asked_for and plugin.partition(".")[0] not in sys.modules:
+            _guard(module)
+            return
         importlib.import_module(plugin).on_import(module)
     except Exception as error:
         if raising:
@@ -132,6 +181,42 @@ def _tell(module: ModuleType, raising: bool = False) -> None:
             f"{package} could not add its precision modes to {host}: {error!r}. BF16_AUTOLOAD=0 "
             "turns this off."
         )
+
+
+def _guard(module: Any) -> None:
+    """Let ``prepare`` raise, once it is known: by the time of the first ``AcceleratorState``."""
+    if module.__name__ != "accelerate.state":
+        return
+    state = module.AcceleratorState
+    make = state.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        accelerator: Any = sys.modules.get("accelerate.accelerator")
+        for name in ("prepare", "prepare_model"):
+            method = getattr(getattr(accelerator, "Accelerator", None), name, None)
+            if method is not None and not hasattr(method, "_guarded_by_bf16"):
+                setattr(accelerator.Accelerator, name, _refusing(method))
+        make(self, *args, **kwargs)
+
+    state.__init__ = __init__
+
+
+def _refusing(method: Any) -> Any:
+    @functools.wraps(method)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = str(self.mixed_precision)
+        if mode.lower().startswith(_OURS) and "accelerate_bf16" not in sys.modules:
+            raise RuntimeError(
+                f"mixed_precision={mode!r} was asked for, but BF16_AUTOLOAD="
+                f"{os.environ.get('BF16_AUTOLOAD')} has switched off torch-bf16, which knows what "
+                "it means: Accelerate would train in fp32 without saying so. Unset BF16_AUTOLOAD, "
+                "or import accelerate_bf16 in the script"
+            )
+        return method(self, *args, **kwargs)
+
+    prepare._guarded_by_bf16 = True  # pyright: ignore
+    return prepare
 
 
 def _is_initialising(module: ModuleType) -> bool:

@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 import warnings
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -21,6 +22,9 @@ def hosts(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("")
     (package / "modes.py").write_text("MODES = ['fp32']\n\ndef known():\n    return MODES\n")
     (package / "user.py").write_text("from some_host.modes import MODES\nSEEN = list(MODES)\n")
+    late = "import bf16_autoload\nbf16_autoload.autoload()\nMODES = ['fp32']\n"
+    (package / "late.py").write_text(late)
+    (package / "late_and_broken.py").write_text(late + "raise OSError('of the host itself')\n")
     (package / "broken.py").write_text("raise OSError('of the host itself')\n")
     plugin = types.ModuleType("some_plugin")
     plugin.calls = []
@@ -30,7 +34,8 @@ def hosts(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "some_plugin", plugin)
-    targets = {"some_host.modes": "some_plugin", "some_host.broken": "some_plugin"}
+    names = ("modes", "broken", "late", "late_and_broken")
+    targets = {f"some_host.{name}": "some_plugin" for name in names}
     monkeypatch.setattr(bf16_autoload, "TARGETS", targets)
     monkeypatch.setattr(bf16_autoload, "_warned", set())
     others = [f for f in sys.meta_path if not isinstance(f, bf16_autoload._Finder)]
@@ -62,10 +67,16 @@ def test_a_module_that_is_imported_already_is_patched_at_once(hosts):
     assert module.MODES == ["fp32", "bf16"]
 
 
-def test_a_module_that_is_half_imported_is_left_alone(hosts):
-    module = importlib.import_module("some_host.modes")
-    module.__spec__._initializing = True
-    bf16_autoload.autoload()
+def test_a_module_that_imports_torch_itself_is_patched_when_it_is_done(hosts):
+    module = importlib.import_module("some_host.late")
+    assert module.MODES == ["fp32", "bf16"]
+    assert type(module.__spec__) is ModuleSpec
+    assert importlib.reload(module).MODES == ["fp32", "bf16"]
+
+
+def test_a_module_that_fails_after_importing_torch_is_left_alone(hosts):
+    with pytest.raises(OSError, match="of the host itself"):
+        importlib.import_module("some_host.late_and_broken")
     assert hosts.calls == []
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import AutocastKwargs
 from torch import nn
 
+import torch_bf16
 from accelerate_bf16.proof import announce
 
 
@@ -140,8 +141,16 @@ def test_one_line_of_proof_is_visible_by_default(make_accelerator, mode, model, 
     prepared, wrapped = accelerator.prepare(model, optimizer)
     accelerator.prepare(prepared, wrapped)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"mixed_precision={mode}: {optimizer.recipe.name}: ")
+    assert line.startswith(f"mixed_precision={mode}: 497 parameters (465 bfloat16, 32 float32), ")
     assert "bytes per trained parameter" in line
+    assert "backend " in line
+
+
+def test_the_line_names_a_recipe_that_is_not_the_modes(make_accelerator, model, caplog):
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe="bf16-fp32-master")
+    make_accelerator("bf16-stochastic").prepare(model, optimizer)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("mixed_precision=bf16-stochastic: bf16-fp32-master: 497 parameters")
 
 
 def test_accelerate_sees_no_mixed_precision_while_it_prepares(make_accelerator, mode):

@@ -2,41 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).parent / "scripts"
-BIN = Path(sys.executable).parent
-BOUND = 120
-
-
-def run(command, folder, **variables):
-    """Runs in another folder, so that nothing is found because it lies beside."""
-    ours = ("ACCELERATE_", "BF16_", "PYTHON", "MASTER_", "RANK", "LOCAL_", "WORLD_", "COVERAGE")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=False,
-    )
-    return done
-
-
-def launched(command, tmp_path, **variables):
-    out = tmp_path / "result.json"
-    done = run([*command, out], tmp_path, **variables)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text()), done.stderr
+from launching import BIN, SCRIPTS, launched, run
 
 
 def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
@@ -51,7 +20,7 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
     assert result["optimizer"].startswith("torch_bf16.")
     assert result["loss"] == "torch.float32"
     assert result["last"] < 0.5 * result["first"]
-    assert stderr.count("mixed_precision=bf16-stochastic: true-bf16-stochastic: ") == 1
+    assert stderr.count("mixed_precision=bf16-stochastic: 321 parameters ") == 1
 
 
 @pytest.mark.parametrize(
@@ -102,6 +71,21 @@ def test_switched_off_accelerate_knows_its_own_modes_only(tmp_path):
     done = run([sys.executable, "-c", script], tmp_path, BF16_AUTOLOAD="0")
     assert done.returncode == 1
     assert "Unknown mixed_precision mode: bf16-stochastic. Choose between ['no'," in done.stderr
+
+
+def test_switched_off_but_asked_for_by_the_environment_fails_at_prepare(tmp_path):
+    done = run(
+        [
+            sys.executable,
+            "-c",
+            PREPARE.format(before="", accelerator="accelerator = Accelerator()"),
+        ],
+        tmp_path,
+        BF16_AUTOLOAD="0",
+        ACCELERATE_MIXED_PRECISION="bf16-stochastic",
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: mixed_precision='bf16-stochastic' was asked for, but" in done.stderr
 
 
 def test_late_import_works_with_the_hook_switched_off(tmp_path):

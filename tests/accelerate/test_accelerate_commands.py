@@ -1,0 +1,203 @@
+"""Choosing the mode in Accelerate's own commands; the script is never told."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pexpect
+import pytest
+import yaml
+from accelerate.commands import accelerate_cli
+from accelerate.state import AcceleratorState
+from accelerate.utils import write_basic_config
+from launching import BIN, BOUND, SCRIPTS, environment, launched, run
+
+from accelerate_bf16 import MODES, selftest
+
+ONE_PROCESS = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "num_machines": 1,
+    "num_processes": 1,
+    "use_cpu": True,
+    "mixed_precision": "bf16-stochastic",
+}
+TWO_PROCESSES = ONE_PROCESS | {
+    "distributed_type": "MULTI_GPU",
+    "num_processes": 2,
+    "main_process_port": 0,
+    "mixed_precision": "bf16-fp32-master",
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a configuration file and returns its path."""
+
+    def write(**options):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(options))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """The ``accelerate`` command in this process; returns what it printed."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["accelerate", *map(str, arguments)])
+        accelerate_cli.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def choose(child, question, last_option, keys=""):
+    child.expect_exact(question)
+    child.expect_exact(last_option)
+    child.send(keys + "\r")
+
+
+@pytest.mark.parametrize("keys", ["4", "\x1b[B" * 5], ids=["number-key", "arrow-keys"])
+def test_questionnaire_offers_both_modes_and_its_file_launches(tmp_path, keys):
+    path = tmp_path / "config.yaml"
+    mode = MODES[0] if keys == "4" else MODES[1]
+    child = pexpect.spawn(
+        str(BIN / "accelerate"),
+        ["config", "--config_file", str(path)],
+        env=environment(),
+        timeout=BOUND / 4,
+        encoding="utf-8",
+        dimensions=(50, 200),
+    )
+    choose(child, "In which compute environment", "SageMaker")
+    choose(child, "Which type of machine", "TPU")
+    child.expect_exact("on CPU only")
+    child.expect_exact("]:")
+    child.send("yes\r")
+    # What else is asked differs by version; the default answer to all of it is no.
+    while child.expect_exact(["Do you wish to use mixed precision?", "]:"]):
+        child.send("\r")
+    for name in ("no", "fp16", "bf16", "fp8", *MODES):
+        child.expect_exact(name)
+    child.send(keys + "\r")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert f"mixed_precision: {mode}\n" in path.read_text()
+    if keys == "4":
+        result, _ = launched(
+            [BIN / "accelerate", "launch", "--config_file", path, SCRIPTS / "unchanged.py"],
+            tmp_path,
+        )
+        assert result["mode"] == mode
+        assert result["weights"] == "torch.bfloat16"
+
+
+def test_sagemakers_questionnaire_asks_with_our_modes_too(monkeypatch):
+    from accelerate.commands.config import config_utils, sagemaker
+
+    shown = []
+
+    class Menu:
+        def __init__(self, prompt, choices):
+            shown.append(choices)
+
+        def run(self, default_choice):
+            return 5 if "bf16" in shown[-1] else 1
+
+    monkeypatch.setattr(config_utils, "BulletMenu", Menu)
+    ask = sagemaker._ask_options
+    assert ask("?", ["no", "fp16", "bf16", "fp8"], sagemaker._convert_mixed_precision) == MODES[1]
+    assert shown == [["no", "fp16", "bf16", "fp8", *MODES]]
+    assert ask("?", ["a", "b"], str) == "1"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["accelerate-launch"], [sys.executable, "-m", "accelerate.commands.launch"]],
+    ids=["accelerate-launch", "python-m"],
+)
+def test_every_way_to_launch_reads_the_file_and_the_flag(tmp_path, config, command):
+    path = config(**ONE_PROCESS)
+    flag = ["--mixed-precision", "bf16-fp32-master"] if command[0] != "accelerate-launch" else []
+    result, stderr = launched(
+        [*command, "--config_file", path, *flag, SCRIPTS / "unchanged.py"], tmp_path
+    )
+    assert result["mode"] == (flag or [0, "bf16-stochastic"])[1]
+    assert result["weights"] == "torch.bfloat16"
+    assert stderr.count(f"mixed_precision={result['mode']}: 321 parameters") == 1
+
+
+def test_config_update_keeps_the_mode(config, cli):
+    path = config(**ONE_PROCESS)
+    assert "Successfully updated" in cli("config", "update", "--config_file", path)
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16-stochastic"
+
+
+@pytest.mark.parametrize("given", ["bf16-fp32-master", "true-bf16-stochastic"])
+def test_config_default_writes_the_mode(tmp_path, cli, given):
+    path = tmp_path / "default.json"
+    cli("config", "default", "--config_file", path, "--mixed_precision", given)
+    expected = given.removeprefix("true-")
+    assert json.loads(path.read_text())["mixed_precision"] == expected
+
+
+def test_env_shows_the_mode(config, cli):
+    path = config(**ONE_PROCESS)
+    assert "- mixed_precision: bf16-stochastic" in cli("env", "--config_file", path)
+
+
+def test_write_basic_config_differs_by_the_mode_only(tmp_path):
+    for mode in ("no", *MODES):
+        assert write_basic_config(mode, tmp_path / f"{mode}.json")
+    expected = (tmp_path / "no.json").read_text()
+    for mode in MODES:
+        text = (tmp_path / f"{mode}.json").read_text()
+        assert text == expected.replace('"mixed_precision": "no"', f'"mixed_precision": "{mode}"')
+        assert write_basic_config(mode, tmp_path / f"{mode}.json") is False
+    with pytest.raises(ValueError, match="should be one of"):
+        write_basic_config("bf17", tmp_path / "bf17.json")
+
+
+def test_accelerate_test_runs_our_own_selftest_on_every_process(tmp_path, config):
+    done = run(
+        [BIN / "accelerate", "test", "--config_file", config(**TWO_PROCESSES)],
+        tmp_path,
+        ACCELERATE_USE_CPU="true",
+    )
+    assert "Test is a success!" in done.stdout, done.stderr[-3000:]
+    mode = TWO_PROCESSES["mixed_precision"]
+    assert f"{mode}: weights are bfloat16" in done.stdout
+    assert f"{mode}: 2 replicas are bit-identical" in done.stdout
+    assert f"{mode}: a resumed run repeats itself bit for bit" in done.stdout
+
+
+def test_selftest_passes_in_one_process_and_fails_without_the_mode(monkeypatch, capsys, mode):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(RuntimeError, match="mixed_precision='no' has reached this process"):
+        selftest.main()
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
+    selftest.main()
+    assert capsys.readouterr().out.count(f"{mode}: ") == 3
+
+
+def test_accelerate_test_leaves_accelerates_own_modes_to_accelerate(monkeypatch, config, cli):
+    from accelerate.commands import test as command
+
+    launched = []
+
+    class Done:
+        returncode = 0
+
+    monkeypatch.setattr(command, "execute_subprocess_async", lambda c: launched.append(c) or Done)
+    cli("test", "--config_file", config(**ONE_PROCESS | {"mixed_precision": "bf16"}))
+    cli("test", "--config_file", config(**ONE_PROCESS))
+    assert [str(each[-1]).rsplit("/", 1)[-1] for each in launched] == [
+        "test_script.py",
+        "selftest.py",
+    ]
