@@ -48,11 +48,19 @@ def id_of(case):
 
 
 def make_bucket(
-    rule_name, layout, gradient, offsets, sizes=SIZES, seed=7, device="cpu", place=lambda t: t
+    rule_name,
+    layout,
+    gradient,
+    offsets,
+    sizes=SIZES,
+    seed=7,
+    device="cpu",
+    place=lambda t: t,
+    runs=None,
 ):
     """A bucket of random tensors with special values among them, at step 1, zero states.
 
-    ``place`` may put each tensor elsewhere in memory.
+    ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each.
     """
     rule = RULES[rule_name]
     formats = [get_format(name) for name in LAYOUTS[layout][: 1 + len(rule.states)]]
@@ -70,7 +78,9 @@ def make_bucket(
             g[:6] = torch.tensor([np.inf, -np.inf, np.nan, 3e38, 1e-40, 0.0])
         gradients.append(place(g.to(device, gradient)))
     n = len(sizes)
-    variant = Variant(rule, formats[0], tuple(formats[1:]), gradient, gradients[0].device)
+    variant = Variant(
+        rule, formats[0], tuple(formats[1:]), gradient, gradients[0].device, runs is not None
+    )
     bases = [
         [stream_base(seed, tensor_key(f"p{number}"), draw.stream) for draw in variant.draws]
         for number in range(n)
@@ -80,6 +90,8 @@ def make_bucket(
         planes=planes,
         numels=np.array(sizes, np.int64),
         offsets=np.array(offsets, np.int64),
+        widths=np.array([w for w, _ in runs] if runs else np.maximum(sizes, 1), np.int64),
+        pitches=np.array([p for _, p in runs] if runs else np.maximum(sizes, 1), np.int64),
         bases=np.array(bases, np.uint32).reshape(n, -1, 2),
         gradients=gradients,
         rows=np.zeros(n, np.int64),
@@ -127,7 +139,7 @@ def oracle_planes(tensors):
     return tuple(bits(t).copy().view(unsigned[t.dtype]) for t in tensors)
 
 
-def assert_oracle_agrees(bucket, backend, steps, offsets):
+def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
     rule = bucket.variant.rule
     roles = ["weight", *(state.name for state in rule.states)]
     formats = dict(zip(roles, (f.name for f in bucket.variant.formats), strict=True))
@@ -143,6 +155,7 @@ def assert_oracle_agrees(bucket, backend, steps, offsets):
             expected[number] = oracle.optimizer_step(
                 rule.name, formats, expected[number], gradient, HYPER,
                 seed=7, name=f"p{number}", step=step, start=offsets[number],
+                run=runs[number] if runs else None,
             )  # fmt: skip
             for role, tensors in zip(roles, planes, strict=True):
                 for want, got in zip(expected[number][role], tensors, strict=True):

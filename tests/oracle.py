@@ -283,7 +283,7 @@ def scalars(rule, step, hyper):
 # The step
 
 
-def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, start=0):
+def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, start=0, run=None):
     """One step of one parameter: decode, rule, encode.
 
     Args:
@@ -294,6 +294,7 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
         hyper: see `scalars`.
         seed, name, step: what the noise depends on, beside the element; step counts from 1.
         start: global index of the first element.
+        run: (elements per run, global indices from one run to the next) where these are several.
 
     Returns:
         The new planes, role -> planes.
@@ -309,7 +310,14 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
         assert x.dtype == np.float32, (role, x.dtype)
         r = None
         if formats[role] == "bf16_stochastic":
-            draws = noise(seed, step, tensor_key(name), stream, start, x.size)
+            width, pitch = run or (max(x.size, 1), 0)
+            draws = np.concatenate([np.empty(0, np.uint32)] + [
+                noise(
+                    seed, step, tensor_key(name), stream,
+                    start + local // width * pitch, min(width, x.size - local),
+                )
+                for local in range(0, x.size, width)
+            ])  # fmt: skip
             r = (draws >> np.uint32(shift) & np.uint32(0xFFFF)).reshape(x.shape)
         result[role] = encode(formats[role], x, r)
     return result

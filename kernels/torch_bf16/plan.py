@@ -15,12 +15,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .backends import Bucket, Variant, choose
-from .counter_rng import stream_base
+from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
+from .sharding import Span, is_dtensor, local, local_gradient
 
 __all__ = ["Member", "Plan"]
 
@@ -34,19 +36,21 @@ class Member:
         group: number of its parameter group.
         rule: the group's rule.
         state: ``optimizer.state[parameter]``, complete.
-        key: the tensor key of its noise.
+        spans: what whole tensors its memory on this rank is made of.
     """
 
     parameter: Tensor
     group: int
     rule: Rule
     state: Mapping[str, Any]
-    key: int
+    spans: Sequence[Span]
     _keys: tuple[str, ...] = field(init=False)
     _tensors: tuple[Tensor, ...] = field(init=False)
     _planned: tuple[Any, ...] = field(init=False)
+    _is_dtensor: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self._is_dtensor = is_dtensor(self.parameter)
         self._keys, self._tensors = zip(*self.state.items(), strict=True)
         self._planned = self._look()
 
@@ -59,21 +63,31 @@ class Member:
         same = all(map(is_, map(state.get, self._keys), self._tensors))
         return same and self._look() == self._planned
 
+    def gradient(self) -> Tensor:
+        """This rank's part of the gradient, contiguous."""
+        gradient: Any = self.parameter.grad
+        if self._is_dtensor:
+            gradient = local_gradient(self.parameter, gradient)
+        # A lazily negated view is contiguous, too, and its memory has the other sign.
+        return gradient.resolve_neg().contiguous()
+
     def _look(self) -> tuple[Any, ...]:
         parameter: Any = self.parameter
         gradient = parameter.grad
+        memory = local(parameter)
         return (
-            parameter.data_ptr(),
+            memory.data_ptr(),
             parameter.dtype,
             parameter.device,
             parameter.shape,
-            parameter.stride(),
+            memory.shape,
+            memory.stride(),
             gradient.dtype,
             gradient.device,
             gradient.shape,
             gradient.layout,
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            [(each.data_ptr(), each.dtype, each.shape) for each in self._tensors],
+            [(local(each).data_ptr(), each.dtype, each.shape) for each in self._tensors],
         )
 
 
@@ -92,19 +106,21 @@ class Plan:
     ) -> None:
         self.members = members
         self._setting = setting
-        alike: dict[Any, list[Member]] = defaultdict(list)
+        alike: dict[Any, list[_Row]] = defaultdict(list)
         for each in members:
             # A strided parameter goes through a contiguous copy. On its own, so that no more than
             # one such copy exists at a time.
-            alone = None if each.parameter.is_contiguous() else id(each)
-            alike[_variant(each, recipe), alone].append(each)
+            alone = None if local(each.parameter).is_contiguous() else id(each)
+            for span in each.spans:
+                row = _Row(each, span)
+                alike[_variant(row, recipe), alone].append(row)
         self._parts = [
             _Part(
                 choose(variant.device, backend),
                 _bucket(variant, some, recipe.seed),
                 some,
-                np.array([each.group for each in some], np.int64),
-                [each.state["step"].numpy() for each in some],
+                np.array([row.member.group for row in some], np.int64),
+                [row.member.state["step"].numpy() for row in some],
                 copied=alone is not None,
             )
             for (variant, alone), some in alike.items()
@@ -143,11 +159,31 @@ class Plan:
             part.run()
 
 
+@dataclass(slots=True)
+class _Row:
+    """A tensor of a bucket: one span of a member."""
+
+    member: Member
+    span: Span
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The span's elements of one of the member's tensors on this rank."""
+        start, numel = self.span.start, self.span.numel
+        return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
+
+    def like(self) -> Tensor:
+        """What formats follow from: the parameter, or a stand-in for the one it was made of."""
+        parameter = self.member.parameter
+        if self.span.shape == tuple(parameter.shape):
+            return parameter
+        return torch.empty(self.span.shape, dtype=parameter.dtype, device="meta")
+
+
 @dataclass
 class _Part:
     backend: ModuleType
     bucket: Bucket
-    members: list[Member]
+    rows: list[_Row]
     groups: np.ndarray
     # Views of state["step"]: to add to a 0-d tensor takes torch a microsecond.
     counters: list[np.ndarray]
@@ -165,9 +201,7 @@ class _Part:
         bucket.scalars = np.array(table, np.float64).astype(np.float32)
 
     def run(self) -> None:
-        gradients: list[Any] = [each.parameter.grad for each in self.members]
-        # A lazily negated view is contiguous, too, and its memory has the other sign.
-        self.bucket.gradients = [each.resolve_neg().contiguous() for each in gradients]
+        self.bucket.gradients = [row.of(row.member.gradient()) for row in self.rows]
         self._update()
         self.bucket.gradients = ()
         for counter, step in zip(self.counters, self.bucket.steps.tolist(), strict=True):
@@ -183,35 +217,40 @@ class _Part:
         weights[0].copy_(copy)
 
 
-def _variant(each: Member, recipe: Recipe) -> Variant:
+def _variant(row: _Row, recipe: Recipe) -> Variant:
+    each, like = row.member, row.like()
     gradient: Any = each.parameter.grad
     return Variant(
         rule=each.rule,
-        weights=recipe.format_of("weights", each.parameter),
-        states=tuple(recipe.format_of(s.role, each.parameter) for s in each.rule.states),
+        weights=recipe.format_of("weights", like),
+        states=tuple(recipe.format_of(s.role, like) for s in each.rule.states),
         gradient=gradient.dtype,
         device=each.parameter.device,
+        strided=row.span.strided,
     )
 
 
-def _bucket(variant: Variant, members: Sequence[Member], seed: int) -> Bucket:
-    bases = [
-        [stream_base(seed, each.key, draw.stream) for draw in variant.draws] for each in members
-    ]
+def _bucket(variant: Variant, rows: Sequence[_Row], seed: int) -> Bucket:
+    spans = [row.span for row in rows]
+    keys = [tensor_key(span.name) for span in spans]
+    bases = [[stream_base(seed, key, draw.stream) for draw in variant.draws] for key in keys]
     return Bucket(
         variant=variant,
-        planes=[_planes(each, variant) for each in members],
-        numels=np.array([each.parameter.numel() for each in members], np.int64),
-        offsets=np.zeros(len(members), np.int64),
+        planes=[_planes(row, variant) for row in rows],
+        numels=np.array([span.numel for span in spans], np.int64),
+        offsets=np.array([span.offset for span in spans], np.int64),
+        widths=np.array([span.width for span in spans], np.int64),
+        pitches=np.array([span.pitch for span in spans], np.int64),
         bases=np.array(bases, np.uint32),
     )
 
 
-def _planes(each: Member, variant: Variant) -> list[tuple[Tensor, ...]]:
+def _planes(row: _Row, variant: Variant) -> list[tuple[Tensor, ...]]:
+    each = row.member
     tensors = {**each.state, "": each.parameter.detach()}
     names = ("", *(state.name for state in variant.rule.states))
     return [
-        tuple(tensors[key] for key in stored.plane_names(name))
+        tuple(row.of(local(tensors[key])) for key in stored.plane_names(name))
         for name, stored in zip(names, variant.formats, strict=True)
     ]
 

@@ -35,6 +35,7 @@ class Variant:
         states: format of each of the rule's states, in the rule's order.
         gradient: dtype of the gradients, bfloat16 or float32.
         device: where all tensors are.
+        strided: whether there are tensors whose elements are several runs of the whole tensor.
     """
 
     rule: Rule
@@ -42,6 +43,7 @@ class Variant:
     states: tuple[Format, ...]
     gradient: torch.dtype
     device: torch.device
+    strided: bool = False
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -72,6 +74,9 @@ class Bucket:
         planes: for each tensor, for each format, its plane tensors; updated in place by a step.
         numels: int64 ``[n]``.
         offsets: int64 ``[n]``, global index of each tensor's first element.
+        widths: int64 ``[n]``, elements of a tensor whose global indices follow one another, at least
+            1; all of them unless the variant is strided.
+        pitches: int64 ``[n]``, global indices from there to the same place of the next such run.
         bases: uint32 ``[n, f, 2]``, what each tensor's noise for each format starts from.
         gradients: one tensor for each tensor.
         steps: int64 ``[n]``, the 1-based number of this step for each tensor.
@@ -84,6 +89,8 @@ class Bucket:
     planes: Sequence[Sequence[tuple[Tensor, ...]]]
     numels: np.ndarray
     offsets: np.ndarray
+    widths: np.ndarray
+    pitches: np.ndarray
     bases: np.ndarray
 
     gradients: Sequence[Tensor] = ()

@@ -21,8 +21,6 @@ __all__ = ["SLICE", "lift_rule", "run", "unavailable"]
 # Bounds the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
 SLICE = 1 << 20
 
-_BLOCK = 1 << 32
-
 
 def unavailable(device: torch.device) -> str | None:
     """Why this backend cannot run on ``device``: it always can."""
@@ -33,13 +31,9 @@ def run(bucket: Bucket) -> None:
     """Take one optimizer step for every tensor of ``bucket``, in place."""
     update = lift_rule(bucket.variant.rule.update)
     for tensor, gradient in enumerate(bucket.gradients):
-        numel, offset = int(bucket.numels[tensor]), int(bucket.offsets[tensor])
-        start = 0
-        while start < numel:
-            # Noise keys hold for one block of 2**32 global indices.
-            stop = min(numel, start + SLICE, start + _BLOCK - (offset + start) % _BLOCK)
-            _run_slice(bucket, update, tensor, gradient, start, stop)
-            start = stop
+        numel = int(bucket.numels[tensor])
+        for start in range(0, numel, SLICE):
+            _run_slice(bucket, update, tensor, gradient, start, min(numel, start + SLICE))
 
 
 def _run_slice(bucket, update, tensor, gradient, start, stop):
@@ -50,20 +44,32 @@ def _run_slice(bucket, update, tensor, gradient, start, stop):
     slice_of_gradient = gradient.view(-1)[start:stop].float()
     weight, states = update(numbers[0], slice_of_gradient, tuple(numbers[1:]), scalars)
 
-    index_hi, index_lo = divmod(int(bucket.offsets[tensor]) + start, _BLOCK)
     for number, (each, views) in enumerate(zip(formats, planes, strict=True)):
         r = None
         if each.stochastic:
-            t0, t1 = (int(word) for word in bucket.bases[tensor, number])
-            k0, k1 = block_keys((t0, t1), int(bucket.steps[tensor]), index_hi)
-            word = noise_bits(k0, k1, _indices(index_lo, stop - start, gradient.device))
+            word = _noise(bucket, tensor, number, start, stop, gradient.device)
             r = draw16(word, bucket.variant.draws[number])
         each.encode((weight, *states)[number], r, views)
 
 
-def _indices(first: int, count: int, device: torch.device) -> Tensor:
-    # int64 on the way, because an index above 2**31 has the bit pattern of a negative int32.
-    return torch.arange(first, first + count, device=device).to(torch.int32)
+def _noise(bucket: Bucket, tensor: int, number: int, start: int, stop: int, device) -> Tensor:
+    """The noise words of elements ``start .. stop - 1`` of a tensor for one of its formats."""
+    offset = int(bucket.offsets[tensor])
+    width, pitch = int(bucket.widths[tensor]), int(bucket.pitches[tensor])
+    # int64, because an index above 2**31 has the bit pattern of a negative int32.
+    elements = torch.arange(start, stop, device=device)
+    indices = elements + offset
+    if bucket.variant.strided:
+        indices += elements.div(width, rounding_mode="floor") * (pitch - width)
+    first, last = (e + offset + e // width * (pitch - width) >> 32 for e in (start, stop - 1))
+    base = tuple(int(word) for word in bucket.bases[tensor, number])
+    words = torch.empty(0)
+    # Noise keys hold for one block of 2**32 global indices.
+    for block in range(first, last + 1):
+        keys = block_keys(base, int(bucket.steps[tensor]), block)
+        drawn = noise_bits(*keys, indices.to(torch.int32))
+        words = drawn if block == first else torch.where(indices >> 32 == block, drawn, words)
+    return words
 
 
 def _sqrt(x: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS
-from torch_bf16.counter_rng import tensor_key
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes
+from torch_bf16.sharding import span_of
 
 from .accumulation import GradientAccumulation, accumulate_as
 from .admission import (
@@ -232,8 +232,8 @@ class BF16Optimizer(Checkpointed):
                 labels[parameter](),
                 changes,
             )
-            key = tensor_key(self._name(number, position))
-            members.append(Member(parameter, number, rule, state, key))
+            spans = [span_of(parameter, self._name(number, position))]
+            members.append(Member(parameter, number, rule, state, spans))
         plan = Plan(members, self.recipe, self.backend, self._setting())
         # Only now, so that an error above leaves no half-made states.
         self._point_out(members)

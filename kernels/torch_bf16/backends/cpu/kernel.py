@@ -43,7 +43,7 @@ _SIGNATURE = numba.void(
     numba.int64[:, ::1],
     numba.int64[:, ::1],
     numba.int64[::1],
-    numba.int64[::1],
+    numba.int64[:, ::1],
     numba.uint32[:, :, ::1],
     numba.int64[::1],
     numba.int64[::1],
@@ -174,14 +174,17 @@ def _update_slice(weights, gradient, states, scalars, keys, index):
         parts.encode_states(states, i, numbers, keys, element)
 
 
-def _run_chunks(chunks, addresses, numels, offsets, bases, steps, rows, scalars, first, last):
+def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last):
     for chunk in range(first, last):
         tensor, start = chunks[chunk, 0], chunks[chunk, 1]
         stop = min(start + CHUNK, numels[tensor])
         while start < stop:
-            index = offsets[tensor] + start
-            # Noise keys hold for one block of 2**32 global indices.
-            n = min(stop - start, 4294967296 - (index & 4294967295))
+            offset, width, pitch = runs[tensor]
+            run = start // width
+            index = offset + run * pitch + start - run * width
+            # A slice has consecutive indices, and noise keys hold for one block of 2**32.
+            n = min(stop, (run + 1) * width) - start
+            n = min(n, 4294967296 - (index & 4294967295))
             keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
             parts.update_slice(
                 parts.view_weights(addresses[tensor], start, n),
@@ -201,11 +204,11 @@ def compile_step(variant: Variant, n_scalars: int):
     Compiled at the first call on a machine and read from Numba's cache ever after.
 
     Returns:
-        ``run(chunks, addresses, numels, offsets, bases, steps, rows, scalars, first, last)``:
+        ``run(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last)``:
         updates chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of
         (tensor, first element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the
-        addresses of the gradient, the weight's planes and each state's planes; the others are as in
-        ``Bucket``. It releases the GIL, allocates nothing that grows with the tensors, and may run
+        addresses of the gradient, the weight's planes and each state's planes; ``runs`` int64
+        ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket``. It releases the GIL, allocates nothing that grows with the tensors, and may run
         in several threads over different chunks.
     """
     workshop, weights = _Workshop(variant), variant.weights

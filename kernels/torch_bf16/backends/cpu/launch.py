@@ -30,7 +30,7 @@ def launch(bucket: Bucket) -> None:
     """Take one step for a bucket; returns when all threads are done."""
     if bucket.prepared is None:
         bucket.prepared = _tables(bucket)
-    chunks, addresses = bucket.prepared
+    chunks, addresses, runs = bucket.prepared
     addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
     kernel = compile_step(bucket.variant, bucket.scalars.shape[1])
     n_chunks = len(chunks)
@@ -42,7 +42,7 @@ def launch(bucket: Bucket) -> None:
                 chunks,
                 addresses,
                 bucket.numels,
-                bucket.offsets,
+                runs,
                 bucket.bases,
                 bucket.steps,
                 bucket.rows,
@@ -70,8 +70,8 @@ def _pool(process_id: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="torch_bf16")
 
 
-def _tables(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """``chunks`` and ``addresses`` as the kernel takes them; column 0 is the gradients'."""
+def _tables(bucket: Bucket) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``chunks``, ``addresses`` (column 0 the gradients') and ``runs`` as the kernel takes them."""
     chunks = [
         np.stack([np.full(len(starts), tensor, np.int64), starts], axis=1)
         for tensor, numel in enumerate(bucket.numels)
@@ -80,4 +80,5 @@ def _tables(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
     columns = [
         [0, *(plane.data_ptr() for planes in each for plane in planes)] for each in bucket.planes
     ]
-    return np.concatenate(chunks), np.array(columns, np.int64)
+    runs = np.stack([bucket.offsets, bucket.widths, bucket.pitches], axis=1)
+    return np.concatenate(chunks), np.array(columns, np.int64), runs

@@ -79,10 +79,14 @@ def _block(
     start,
     stop,
     index,
+    run,
+    bases,
+    step_number,
     RULE: tl.constexpr,
     FORMATS: tl.constexpr,
     SIZES: tl.constexpr,
     DRAWS: tl.constexpr,
+    STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
@@ -92,6 +96,10 @@ def _block(
     index. ``WHOLE``: the block is all there, planes are aligned to 16 bytes, the index to eight
     elements, and ``keys`` hold throughout. Else elements from ``stop`` on are left out, and those
     whose index has wrapped around take ``next_keys``.
+
+    ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's first
+    run that lie before the chunk, elements per run, indices from one run to the next), ``index`` the
+    full index of that run's first element, and keys are made of ``bases`` where ``WHOLE`` is not.
 
     Reads: each plane of each number, the gradient's among them, once.
     Writes: each plane but the gradient's, once and in place.
@@ -112,7 +120,16 @@ def _block(
     words = ()
     for k in tl.static_range(len(keys)):
         k0, k1 = keys[k]
-        if WHOLE:
+        if STRIDED:
+            behind, width, pitch = run
+            elements = behind + start + tl.arange(0, BLOCK)
+            runs = elements // width
+            indices = index + runs.to(tl.int64) * pitch + (elements - runs * width)
+            if not WHOLE:
+                t0, t1 = bases[k]
+                k0, k1 = key_pair(t0, t1, step_number, (indices >> 32).to(tl.uint32))
+            word = noise_word(k0, k1, indices.to(tl.uint32), False)
+        elif WHOLE:
             eights = index + (start + 8 * tl.arange(0, BLOCK // 8)).to(tl.uint32)
             word = noise_word(k0, k1, eights, True)
         else:
@@ -145,6 +162,7 @@ def step(
     N_WORDS: tl.constexpr,
     N_SCALARS: tl.constexpr,
     N_COLUMNS: tl.constexpr,
+    STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -170,11 +188,19 @@ def step(
     for i in tl.static_range(N_SCALARS):
         scalars = scalars + (tl.load(scalars_row + i),)
 
-    keys, next_keys = (), ()
+    run = ()
+    if STRIDED:
+        width = tl.load(row + N_COLUMNS - 2)
+        pitch = tl.load(row + N_COLUMNS - 1)
+        start_index = tl.load(row + 1) + first // width * pitch
+        run = ((first % width).to(tl.int32), width.to(tl.int32), pitch)
+
+    bases, keys, next_keys = (), (), ()
     block = (start_index >> 32).to(tl.uint32)
     for k in tl.static_range(N_WORDS):
         t0 = tl.load(row + 2 + 2 * k).to(tl.uint32)
         t1 = tl.load(row + 3 + 2 * k).to(tl.uint32)
+        bases = bases + ((t0, t1),)
         keys = keys + (key_pair(t0, t1, step_number, block),)
         next_keys = next_keys + (key_pair(t0, t1, step_number, block + 1),)
 
@@ -188,24 +214,30 @@ def step(
             planes = planes + (address + first * SIZES[i][j],)
         addresses = addresses + (planes,)
 
-    index = start_index.to(tl.uint32)
     n_elements = tl.minimum(numel - first, CHUNK).to(tl.int32)
-    aligned = ((address_bits & 15) | (start_index & 7)) == 0
-    crosses = (start_index & 0xFFFFFFFF) + CHUNK > 4294967296
+    if STRIDED:
+        index = start_index
+        aligned = (address_bits & 15) == 0
+        reach = ((first % width + CHUNK) // width + 1) * pitch
+        crosses = (start_index & 0xFFFFFFFF) + reach > 4294967296
+    else:
+        index = start_index.to(tl.uint32)
+        aligned = ((address_bits & 15) | (start_index & 7)) == 0
+        crosses = (start_index & 0xFFFFFFFF) + CHUNK > 4294967296
     n_whole = tl.where(aligned & (not crosses), n_elements // BLOCK, 0)
     # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
     turn = 0
     while turn < n_whole:
         _block(
-            addresses, scalars, keys, next_keys, turn * BLOCK, n_elements, index,
-            RULE, FORMATS, SIZES, DRAWS, BLOCK, True,
+            addresses, scalars, keys, next_keys, turn * BLOCK, n_elements, index, run, bases,
+            step_number, RULE, FORMATS, SIZES, DRAWS, STRIDED, BLOCK, True,
         )  # fmt: skip
         turn += 1
     start = n_whole * BLOCK
     while start < n_elements:
         _block(
-            addresses, scalars, keys, next_keys, start, n_elements, index,
-            RULE, FORMATS, SIZES, DRAWS, TAIL, False,
+            addresses, scalars, keys, next_keys, start, n_elements, index, run, bases,
+            step_number, RULE, FORMATS, SIZES, DRAWS, STRIDED, TAIL, False,
         )  # fmt: skip
         start += TAIL
 
@@ -265,7 +297,8 @@ def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
         "DRAWS": tuple(draws),
         "N_WORDS": len(streams),
         "N_SCALARS": n_scalars,
-        "N_COLUMNS": column,
+        "N_COLUMNS": column + 2 * variant.strided,
+        "STRIDED": variant.strided,
         "BLOCK": BLOCK,
         "TAIL": TAIL,
         "CHUNK": CHUNK,

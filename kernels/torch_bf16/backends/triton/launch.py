@@ -2,8 +2,8 @@
 
 Two tables are made once and stay on the device: ``chunks``, int32 ``[chunks, 2]`` of (tensor,
 number of the chunk within it), and ``tensors``, int64 with one row per tensor: number of elements,
-global index of the first one, two words for each noise stream in use, and the addresses of the
-planes of the weights and of each state. Two more go up at every step, in one copy: ``steps``, int64
+global index of the first one, two words for each noise stream in use, the addresses of the planes
+of the weights and of each state, and where the variant is strided, width and pitch. Two more go up at every step, in one copy: ``steps``, int64
 ``[n, 3]`` of (address of the gradient, number of the step, row of scalars), and the fp32 scalars.
 """
 
@@ -51,13 +51,19 @@ def _tables(bucket: Bucket) -> _Tables:
     tensors = np.repeat(np.arange(len(n_chunks)), n_chunks)
     chunks = np.stack([tensors, np.arange(len(tensors)) - first], axis=1).astype(np.int32)
     rows = [
-        [numel, offset, *words, *(plane.data_ptr() for planes in each for plane in planes)]
-        for numel, offset, words, each in zip(
-            bucket.numels, bucket.offsets, _words(bucket), bucket.planes, strict=True
+        [numel, offset, *words, *(plane.data_ptr() for planes in each for plane in planes), *run]
+        for numel, offset, words, each, run in zip(
+            bucket.numels, bucket.offsets, _words(bucket), bucket.planes, _runs(bucket), strict=True
         )
     ]
     device = bucket.variant.device
     return _Tables(_upload(chunks, device), _upload(np.array(rows, np.int64), device))
+
+
+def _runs(bucket: Bucket) -> np.ndarray:
+    """Width and pitch of each tensor, where they are needed."""
+    both = np.stack([bucket.widths, bucket.pitches], axis=1)
+    return both if bucket.variant.strided else both[:, :0]
 
 
 def _words(bucket: Bucket) -> np.ndarray:

@@ -1,0 +1,198 @@
+"""Which elements of a whole tensor a rank holds, and tensors placed like a parameter.
+
+The noise of an element is keyed by its index in the whole tensor, so that training does not depend
+on how that is cut up. A rank holds a box of it, one interval per dimension (DTensor), whose memory
+is equally long runs at equal distances: ``offset``, ``width`` and ``pitch`` say where they lie.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Span", "box_of", "is_dtensor", "local", "local_gradient", "place_like", "span_of"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements of one whole tensor in a parameter's memory on this rank.
+
+    Local element ``e``, counted from ``start``, is element
+    ``offset + (e // width) * pitch + e % width`` of the whole tensor in row-major order.
+
+    Attributes:
+        name: what keys the noise: the name of the whole tensor.
+        shape: of the whole tensor.
+        start: number of the first of them in the parameter's local memory.
+        numel: how many there are.
+        offset: index of the first one in the whole tensor.
+        width: elements per contiguous run, at least 1.
+        pitch: elements of the whole tensor from the start of a run to the start of the next.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    offset: int
+    width: int
+    pitch: int
+
+    @property
+    def strided(self) -> bool:
+        """Whether there is more than one run."""
+        return self.width < self.numel
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor; does not import what defines those."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory of a tensor on this rank: that of a DTensor, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """What this rank needs of a DTensor's gradient.
+
+    Args:
+        parameter: a DTensor.
+        gradient: its gradient, which may still be spread in another way: partial sums, say, of a
+            norm gain under sequence parallelism. It is then brought into place, which communicates
+            on every rank.
+    """
+    placed: Any = gradient
+    if placed.placements != parameter.placements:  # pyright: ignore[reportAttributeAccessIssue]
+        placed = placed.redistribute(placements=parameter.placements)  # pyright: ignore[reportAttributeAccessIssue]
+    memory = placed._local_tensor
+    # What a collective that is still under way leaves here must be waited for.
+    return memory if type(memory) is Tensor else placed.to_local()
+
+
+def box_of(parameter: Tensor) -> tuple[slice, ...]:
+    """The part of the whole tensor that this rank holds, as an index into it.
+
+    Raises:
+        NotImplementedError: its elements do not form a box; the message says what works.
+    """
+    if not is_dtensor(parameter):
+        return tuple(slice(0, size) for size in parameter.shape)
+    mesh, placements = parameter.device_mesh, parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(slice(0, 0) for _ in parameter.shape)
+    box = box_at(tuple(parameter.shape), mesh.shape, coordinate, placements)
+    found = tuple(local(parameter).shape)
+    if tuple(each.stop - each.start for each in box) != found and local(parameter).numel():
+        raise _refused(placements, f"its part here has shape {found}, where {box} was expected")
+    return box
+
+
+def box_at(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Any
+) -> tuple[slice, ...]:
+    """The box of the rank at ``coordinate`` of a mesh; see :func:`box_of`."""
+    starts, sizes = [0] * len(shape), list(shape)
+    for mesh_dim in _order(mesh_shape, placements):
+        dim = placements[mesh_dim].dim
+        # As torch.chunk: equal pieces, the last ones shorter or empty.
+        piece = -(-sizes[dim] // mesh_shape[mesh_dim])
+        first = min(piece * coordinate[mesh_dim], sizes[dim])
+        starts[dim] += first
+        sizes[dim] = min(piece, sizes[dim] - first)
+    return tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+
+
+def _order(mesh_shape: Sequence[int], placements: Any) -> list[int]:
+    """Mesh dimensions in the order in which they cut the tensor.
+
+    That is from left to right, but for FSDP2 over tensor parallelism: it cuts what tensor
+    parallelism on its right has cut already, and says so by ``_StridedShard``.
+    """
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(placements))):
+        each = placements[mesh_dim]
+        if each.is_replicate():
+            continue
+        dim, factor = getattr(each, "dim", None), getattr(each, "split_factor", 1)
+        if dim is None or each.is_partial():
+            raise _refused(placements, f"{each} leaves no element whole")
+        before = prod(mesh_shape[i] for i in order if placements[i].dim == dim)
+        if factor == 1:
+            order.insert(0, mesh_dim)
+        elif factor == before:
+            order.append(mesh_dim)
+        else:
+            raise _refused(placements, f"{each} does not cut what {before} ranks on its right hold")
+    return order
+
+
+def span_of(parameter: Tensor, name: str) -> Span:
+    """Where the elements of a parameter lie in the whole tensor.
+
+    Args:
+        parameter: a plain tensor, which is the whole one, or a DTensor.
+        name: what keys its noise.
+
+    Raises:
+        NotImplementedError: they are no equally long runs at equal distances.
+    """
+    shape, box = tuple(parameter.shape), box_of(parameter)
+    sizes = [each.stop - each.start for each in box]
+    numel = prod(sizes)
+    if numel in (0, prod(shape)):
+        return Span(name, shape, 0, numel, 0, max(numel, 1), max(numel, 1))
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset = sum(each.start * stride for each, stride in zip(box, strides, strict=True))
+    cut = max(dim for dim, size in enumerate(shape) if sizes[dim] < size)
+    width, pitch = sizes[cut] * strides[cut], shape[cut] * strides[cut]
+    runs = sizes[:cut]
+    # The runs lie at equal distances where what is before the cut is one stretch itself.
+    first = next((dim for dim, size in enumerate(runs) if size > 1), cut)
+    if any(sizes[dim] < shape[dim] for dim in range(first + 1, cut)):
+        raise _refused(
+            parameter.placements,  # pyright: ignore[reportAttributeAccessIssue]
+            f"it cuts a tensor of shape {shape} in more than two dimensions after one another",
+        )
+    return Span(name, shape, 0, numel, offset, width, pitch if numel > width else width)
+
+
+def place_like(parameter: Tensor, memory: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """A tensor placed like a parameter.
+
+    Args:
+        parameter: plain or a DTensor.
+        memory: this rank's part, any dtype.
+        shape: of the whole result, where it is not the parameter's.
+
+    Returns:
+        ``memory`` itself beside a plain parameter, else a DTensor over it.
+    """
+    if not is_dtensor(parameter):
+        return memory
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = parameter
+    shape = torch.Size(parameter.shape if shape is None else shape)
+    # Without shape and stride an uneven shard would be taken for an even one.
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        memory, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _refused(placements: Any, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"a parameter placed as {tuple(placements)} cannot be trained: {why}. What works: "
+        "Replicate, Shard(0) or Shard(1) of a matrix, FSDP2 over tensor parallelism, and whatever "
+        "else leaves a rank equally long runs of elements at equal distances. Nothing was updated"
+    )
