@@ -111,8 +111,7 @@ class Plan:
             # A strided parameter goes through a contiguous copy. On its own, so that no more than
             # one such copy exists at a time.
             alone = None if local(each.parameter).is_contiguous() else id(each)
-            for span in each.spans:
-                row = _Row(each, span)
+            for row in (_Row(each, short) for span in each.spans for short in span.short()):
                 alike[_variant(row, recipe), alone].append(row)
         self._parts = [
             _Part(

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Span", "box_of", "is_dtensor", "local", "local_gradient", "place_like", "span_of"]
+__all__ = [
+    "Span",
+    "box_at",
+    "box_of",
+    "is_dtensor",
+    "local",
+    "local_gradient",
+    "place_like",
+    "runs_of",
+    "span_of",
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,20 @@ class Span:
     def strided(self) -> bool:
         """Whether there is more than one run."""
         return self.width < self.numel
+
+    def short(self) -> list[Span]:
+        """The same in spans whose runs a kernel can count in 32 bits."""
+        if not self.strided or self.width < 2**30:
+            return [self]
+        return [
+            replace(
+                self,
+                start=self.start + run * self.width,
+                numel=self.width,
+                offset=self.offset + run * self.pitch,
+            )
+            for run in range(self.numel // self.width)
+        ]
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -147,23 +171,38 @@ def span_of(parameter: Tensor, name: str) -> Span:
         NotImplementedError: they are no equally long runs at equal distances.
     """
     shape, box = tuple(parameter.shape), box_of(parameter)
+    try:
+        offset, width, pitch = runs_of(shape, box)
+    except ValueError as error:
+        raise _refused(parameter.placements, str(error)) from None  # pyright: ignore[reportAttributeAccessIssue]
+    numel = prod(each.stop - each.start for each in box)
+    return Span(name, shape, 0, numel, offset, width, pitch)
+
+
+def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:
+    """(offset, width, pitch) of a box of a tensor; see :class:`Span`.
+
+    Raises:
+        ValueError: its runs do not lie at equal distances.
+    """
     sizes = [each.stop - each.start for each in box]
     numel = prod(sizes)
     if numel in (0, prod(shape)):
-        return Span(name, shape, 0, numel, 0, max(numel, 1), max(numel, 1))
+        return 0, max(numel, 1), max(numel, 1)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offset = sum(each.start * stride for each, stride in zip(box, strides, strict=True))
-    cut = max(dim for dim, size in enumerate(shape) if sizes[dim] < size)
-    width, pitch = sizes[cut] * strides[cut], shape[cut] * strides[cut]
-    runs = sizes[:cut]
-    # The runs lie at equal distances where what is before the cut is one stretch itself.
-    first = next((dim for dim, size in enumerate(runs) if size > 1), cut)
-    if any(sizes[dim] < shape[dim] for dim in range(first + 1, cut)):
-        raise _refused(
-            parameter.placements,  # pyright: ignore[reportAttributeAccessIssue]
-            f"it cuts a tensor of shape {shape} in more than two dimensions after one another",
+    last = max(dim for dim, size in enumerate(shape) if sizes[dim] < size)
+    width, pitch = sizes[last] * strides[last], shape[last] * strides[last]
+    if width == numel:
+        return offset, width, width
+    # What is cut before that must be one stretch of memory, but for its own elements.
+    first = next(dim for dim, size in enumerate(sizes) if size > 1)
+    cut = [dim for dim in range(first + 1, last) if sizes[dim] < shape[dim]]
+    if cut:
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} is cut in dimensions {cut[0]} and {last}"
         )
-    return Span(name, shape, 0, numel, offset, width, pitch if numel > width else width)
+    return offset, width, pitch
 
 
 def place_like(parameter: Tensor, memory: Tensor, shape: torch.Size | None = None) -> Tensor:

@@ -74,8 +74,8 @@ class Bucket:
         planes: for each tensor, for each format, its plane tensors; updated in place by a step.
         numels: int64 ``[n]``.
         offsets: int64 ``[n]``, global index of each tensor's first element.
-        widths: int64 ``[n]``, elements of a tensor whose global indices follow one another, at least
-            1; all of them unless the variant is strided.
+        widths: int64 ``[n]``, how many elements of a tensor have global indices that follow one
+            another, at least 1; all of them unless the variant is strided.
         pitches: int64 ``[n]``, global indices from there to the same place of the next such run.
         bases: uint32 ``[n, f, 2]``, what each tensor's noise for each format starts from.
         gradients: one tensor for each tensor.

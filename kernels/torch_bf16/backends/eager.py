@@ -62,11 +62,11 @@ def _noise(bucket: Bucket, tensor: int, number: int, start: int, stop: int, devi
     if bucket.variant.strided:
         indices += elements.div(width, rounding_mode="floor") * (pitch - width)
     first, last = (e + offset + e // width * (pitch - width) >> 32 for e in (start, stop - 1))
-    base = tuple(int(word) for word in bucket.bases[tensor, number])
+    t0, t1 = (int(word) for word in bucket.bases[tensor, number])
     words = torch.empty(0)
     # Noise keys hold for one block of 2**32 global indices.
     for block in range(first, last + 1):
-        keys = block_keys(base, int(bucket.steps[tensor]), block)
+        keys = block_keys((t0, t1), int(bucket.steps[tensor]), block)
         drawn = noise_bits(*keys, indices.to(torch.int32))
         words = drawn if block == first else torch.where(indices >> 32 == block, drawn, words)
     return words

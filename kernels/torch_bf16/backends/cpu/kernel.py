@@ -208,8 +208,9 @@ def compile_step(variant: Variant, n_scalars: int):
         updates chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of
         (tensor, first element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the
         addresses of the gradient, the weight's planes and each state's planes; ``runs`` int64
-        ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket``. It releases the GIL, allocates nothing that grows with the tensors, and may run
-        in several threads over different chunks.
+        ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket``. It releases the GIL,
+        allocates nothing that grows with the tensors, and may run in several threads over different
+        chunks.
     """
     workshop, weights = _Workshop(variant), variant.weights
     # Two numbers that share a stream share its word: same keys, so that it is computed once.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -32,7 +33,8 @@ def launch(bucket: Bucket) -> None:
         bucket.prepared = _tables(bucket)
     chunks, addresses, runs = bucket.prepared
     addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
-    kernel = compile_step(bucket.variant, bucket.scalars.shape[1])
+    # The kernel follows runs anyway.
+    kernel = compile_step(replace(bucket.variant, strided=False), bucket.scalars.shape[1])
     n_chunks = len(chunks)
     turns = count(0, _TURN)
 

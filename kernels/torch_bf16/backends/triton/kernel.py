@@ -97,9 +97,10 @@ def _block(
     elements, and ``keys`` hold throughout. Else elements from ``stop`` on are left out, and those
     whose index has wrapped around take ``next_keys``.
 
-    ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's first
-    run that lie before the chunk, elements per run, indices from one run to the next), ``index`` the
-    full index of that run's first element, and keys are made of ``bases`` where ``WHOLE`` is not.
+    ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's
+    first run that lie before the chunk, elements per run, indices from one run to the next),
+    ``index`` the full index of that run's first element, and where not ``WHOLE`` keys are made of
+    ``bases``.
 
     Reads: each plane of each number, the gradient's among them, once.
     Writes: each plane but the gradient's, once and in place.

@@ -3,8 +3,9 @@
 Two tables are made once and stay on the device: ``chunks``, int32 ``[chunks, 2]`` of (tensor,
 number of the chunk within it), and ``tensors``, int64 with one row per tensor: number of elements,
 global index of the first one, two words for each noise stream in use, the addresses of the planes
-of the weights and of each state, and where the variant is strided, width and pitch. Two more go up at every step, in one copy: ``steps``, int64
-``[n, 3]`` of (address of the gradient, number of the step, row of scalars), and the fp32 scalars.
+of the weights and of each state, and where the variant is strided, width and pitch. Two more go up
+at every step, in one copy: ``steps``, int64 ``[n, 3]`` of (address of the gradient, number of the
+step, row of scalars), and the fp32 scalars.
 """
 
 from __future__ import annotations
