@@ -25,7 +25,7 @@ LAYERS = (
     ("plan",),
     ("checkpoint",),
     ("optim",),
-    ("diagnostics", "monitor", "bench"),
+    ("diagnostics", "monitor", "bench", "checkpoint_files", "export"),
     ("cli",),
     ("__init__",),
     ("__main__",),
@@ -44,6 +44,7 @@ ROOMS = {
     "accelerate": ("accelerate_bf16",),
     "transformers": ("accelerate_bf16",),
     "trl": ("accelerate_bf16",),
+    "safetensors": ("torch_bf16/export",),
     "matplotlib": ("torch_bf16/diagnostics", "torch_bf16/cli"),
 }
 

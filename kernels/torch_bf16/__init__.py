@@ -6,8 +6,10 @@ Example:
     >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
 """
 
+from .checkpoint_files import load_checkpoint, save_checkpoint
 from .diagnostics import describe
-from .errors import BackendUnavailableError, StateMismatchError
+from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
+from .export import fp32_optimizer_state_dict, fp32_state_dict
 from .islands import cast_module
 from .lost_bits import sync_masters
 from .monitor import LayerUpdate, UpdateMonitor
@@ -31,6 +33,7 @@ __all__ = [
     "AdamW",
     "BF16Optimizer",
     "BackendUnavailableError",
+    "CheckpointError",
     "LayerUpdate",
     "Recipe",
     "StateMismatchError",
@@ -39,7 +42,11 @@ __all__ = [
     "cast_module",
     "convert",
     "describe",
+    "fp32_optimizer_state_dict",
+    "fp32_state_dict",
     "get_recipe",
+    "load_checkpoint",
+    "save_checkpoint",
     "sync_masters",
     "total_norm",
 ]

@@ -24,6 +24,7 @@ from .rules import Rule
 
 __all__ = [
     "HEADER",
+    "MASTERS",
     "check_header",
     "check_hyperparameters",
     "check_whole",
@@ -40,13 +41,18 @@ SCHEMA = 1
 # What rules read from a parameter group, where the class has it.
 _NEEDED = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
-_MASTERS = sorted({plane.suffix for each in FORMATS.values() for plane in each.planes[1:]})
+MASTERS = sorted({plane.suffix for each in FORMATS.values() for plane in each.planes[1:]})
 
 
-def header(recipe: Recipe) -> dict[str, Any]:
-    """The entry that says how a state dict is to be read."""
+def header(recipe: Recipe, names: list[list[str | None]]) -> dict[str, Any]:
+    """The entry that says how a state dict is to be read.
+
+    Args:
+        recipe: the optimizer's.
+        names: of the parameters of each group, None where unknown.
+    """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
-    return {"schema": SCHEMA, "recipe": fields}
+    return {"schema": SCHEMA, "recipe": fields, "names": names}
 
 
 def check_whole(state_dict: Any) -> None:
@@ -211,7 +217,7 @@ def complete_master(
     """
     weights = recipe.format_of("weights", parameter)
     keys = weights.plane_names("")[1:]
-    saved = {key: state[key] for key in _MASTERS if state.get(key) is not None}
+    saved = {key: state[key] for key in MASTERS if state.get(key) is not None}
     if not saved:
         return {
             key: _first_master(parameter, plane.dtype)

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bf16 {info,bench}``."""
+"""The command line: ``python -m torch_bf16 {info,bench,export}``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 
 from .backends import explain, name_of_chosen
 from .bench import BASELINE, CONTENDERS, measure, peak_bytes, random_shapes
+from .errors import CheckpointError
+from .export import export_file
 from .recipe import RECIPES
 
 __all__ = ["main"]
@@ -41,8 +44,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--recipes", nargs="+", choices=CONTENDERS[1:], default=CONTENDERS[1:], metavar="NAME"
     )
     bench.add_argument("--json", type=_file, metavar="FILE", help="write the figures there, too")
+    export = commands.add_parser("export", help="write the exact fp32 weights of a checkpoint")
+    export.add_argument("checkpoint", type=Path, help="of save_checkpoint, torch or Lightning")
+    export.add_argument("output", type=_file, help="*.safetensors, else a file of torch.save")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.add_argument(
+        "--optimizer", type=Path, metavar="FILE", help="its state dict, where it is in another file"
+    )
     options = parser.parse_args(arguments)
+    if options.command == "export":
+        return _export(options)
     return _info() if options.command == "info" else _bench(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        print(export_file(options.checkpoint, options.output, options.dtype, options.optimizer))
+    except (CheckpointError, OSError) as error:
+        print(f"python -m torch_bf16 export: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _info() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16 import checkpoint
+from torch_bf16.errors import StateMismatchError
 from torch_bf16.recipe import Recipe
 from torch_bf16.recoding import Changes
 from torch_bf16.rules import Rule
@@ -42,7 +44,7 @@ class Checkpointed(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe."""
         state_dict = super().state_dict()
-        state_dict[checkpoint.HEADER] = checkpoint.header(self.recipe)
+        state_dict[checkpoint.HEADER] = checkpoint.header(self.recipe, self._known_names())
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,6 +98,24 @@ class Checkpointed(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise, and load nothing.
+
+        Only one parameter's states are copied at a time. Load hooks do not run.
+        """
+        checkpoint.check_whole(state_dict)
+        checkpoint.check_header(state_dict.get(checkpoint.HEADER), self.recipe)
+        saved, live = (
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if saved != live:
+            raise StateMismatchError(
+                f"the state dict has groups of {saved} parameters and the optimizer of {live}; it "
+                "was saved from another model. Nothing was changed"
+            )
+        deque(self._read(state_dict, Changes()), maxlen=0)
+
     def _read(self, state_dict, changes: Changes) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -133,8 +153,16 @@ class Checkpointed(torch.optim.Optimizer):
         names = self.param_groups[group].get("param_names")
         if names is not None:
             return names[position]
-        known = self._names.get((group, position))
-        if known is not None:
+        if (known := self._names.get((group, position))) is not None:
             return known
         before = sum(len(each["params"]) for each in self.param_groups[:group])
         return f"#{before + position}"
+
+    def _known_names(self) -> list[list[str | None]]:
+        return [
+            list(
+                group.get("param_names")
+                or [self._names.get((number, n)) for n in range(len(group["params"]))]
+            )
+            for number, group in enumerate(self.param_groups)
+        ]

@@ -16,7 +16,7 @@ from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.recoding import Changes
+from torch_bf16.recoding import Changes, stored_format
 from torch_bf16.sharding import span_of
 
 from .accumulation import GradientAccumulation, accumulate_as
@@ -139,6 +139,25 @@ class BF16Optimizer(Checkpointed):
             self._seen[parameter].version = parameter._version
         self._next.scale = 1.0
         return loss
+
+    def exact_weight(self, parameter: Tensor) -> Tensor:
+        """The fp32 number that the next step starts from, of one of this optimizer's parameters.
+
+        Returns:
+            New fp32 tensor, shaped like the parameter; the parameter itself if it is fp32.
+        """
+        if parameter.dtype != torch.bfloat16:
+            return parameter.detach()
+        visible = parameter.detach().contiguous()
+        state, seen = self.state.get(parameter, {}), self._seen.get(parameter)
+        masters = {key: state[key] for key in checkpoint.MASTERS if key in state}
+        written = seen is not None and seen.version != parameter._version
+        if (known := lost_bits.second_plane(parameter, torch.int16)) is not None and not masters:
+            masters = {"remainder": known}
+        format_ = stored_format(masters, "", torch.bfloat16) if masters else None
+        if format_ is None or (written and "master" not in masters):
+            return visible.float()
+        return format_.decode([visible, *(masters[key] for key in format_.plane_names("")[1:])])
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
