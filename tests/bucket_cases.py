@@ -10,7 +10,13 @@ from torch_bf16.formats import FORMATS, get_format
 from torch_bf16.rules import RULES
 
 SIZES = (0, 1, 3, 4097)
-UNSIGNED = {torch.bfloat16: np.uint16, torch.int16: np.int16, torch.float32: np.float32}
+UNSIGNED = {
+    torch.bfloat16: np.uint16,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.float32: np.float32,
+}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 HYPER = {
     "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
     "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75,
@@ -20,6 +26,7 @@ HYPER = {
 LAYOUTS = {
     "stochastic": ("bf16_stochastic", "bf16_nearest", "bf16_stochastic"),
     "master": ("remainder16", "fp32", "fp32"),
+    "remainder8": ("remainder8", "bf16_nearest", "bf16_stochastic"),
     "master32": ("master32", "bf16_stochastic", "fp32"),
     "nearest": ("bf16_nearest", "bf16_nearest", "bf16_nearest"),
     "fp32": ("fp32", "fp32", "fp32"),
@@ -115,7 +122,7 @@ def poison(bucket):
             rng.choice(patterns, tensor.numel()).astype(np.uint32).view(np.int32)
         )
         halves = (drawn >> torch.from_numpy(rng.choice([0, 16], tensor.numel()))).to(torch.int16)
-        raw = halves if tensor.itemsize == 2 else drawn
+        raw = {1: halves.to(torch.int8), 2: halves, 4: drawn}[tensor.itemsize]
         tensor.view(raw.dtype).copy_(raw)
 
 
@@ -129,14 +136,12 @@ def set_step(bucket, step):
 
 def bits(tensor):
     raw = tensor.contiguous().cpu()
-    raw = raw.view(torch.int16 if raw.itemsize == 2 else torch.int32).numpy()
-    return raw
+    return raw.view(SIGNED[raw.itemsize]).numpy()
 
 
 def oracle_planes(tensors):
     """Copies in the oracle's dtypes: bf16 as uint16."""
-    unsigned = {torch.bfloat16: np.uint16, torch.int16: np.int16, torch.float32: np.float32}
-    return tuple(bits(t).copy().view(unsigned[t.dtype]) for t in tensors)
+    return tuple(bits(t).copy().view(UNSIGNED[t.dtype]) for t in tensors)
 
 
 def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
@@ -160,7 +165,7 @@ def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
             for role, tensors in zip(roles, planes, strict=True):
                 for want, got in zip(expected[number][role], tensors, strict=True):
                     want = np.asarray(want)
-                    raw = want.view(np.int16 if want.itemsize == 2 else np.int32)
+                    raw = want.view(f"i{want.itemsize}")
                     got_bits = bits(got)
                     # Which NaN an operation makes is the processor's choice; that it is one, is
                     # not.
@@ -172,6 +177,6 @@ def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
                     )
                     np.testing.assert_array_equal(nan, is_nan)
                     same = (raw == got_bits) | nan
-                    if got.dtype == torch.int16:
+                    if got.dtype in (torch.int16, torch.int8):
                         same |= np.isnan(tensors[0].float().cpu().numpy())
                     assert same.all(), (role, number, step, np.flatnonzero(~same)[:5])

@@ -8,6 +8,7 @@ format stores a number in one or two planes:
     bf16_nearest     (uint16,)
     bf16_stochastic  (uint16,)
     remainder16      (uint16, int16)     visible half, lower half of the exact master
+    remainder8       (uint16, int8)      the same of a float of 24 bits, rounded stochastically
     master32         (uint16, float32)   visible half, exact master
 """
 
@@ -65,6 +66,24 @@ def join16(hi, lo):
     lo = lo.astype(np.int64)
     # Nothing lies below a zero: a negative half there is stale, and its top bit means nothing.
     return from_bits(upper + np.where(nan, lo % 0x10000, np.where(zero, lo % 0x8000, lo)))
+
+
+def split8(x, r):
+    """r: integers in [0, 255]. Round to 24 bits; then the halves of that, the lower one cut."""
+    sign, magnitude = _sign_and_magnitude(x)
+    up = (magnitude & 0xFF) + np.asarray(r).astype(np.uint64) >= 0x100
+    finite = np.minimum((magnitude >> 8) + up, 0x7F7FFF)
+    kept = np.where(magnitude < 0x7F800000, finite, magnitude >> 8)
+    # A NaN may have its payload in the 8 lowest bits alone.
+    kept = np.where(_nan(magnitude), kept | 0x4000, kept)
+    hi, lo = split16(from_bits(sign << 31 | kept << 8))
+    return hi, (lo.astype(np.int64) >> 8).astype(np.int8)
+
+
+def join8(hi, lo):
+    lo = lo.astype(np.int64)
+    # Nothing lies below a zero. Beside a NaN the sum is a NaN, too.
+    return from_bits(hi.astype(np.int64) * 0x10000 + np.where(hi & 0x7FFF, lo, lo % 128) * 256)
 
 
 def bf16_to_fp32(b):
@@ -157,6 +176,8 @@ def noise_from(base, step, start, n):
 
 # Formats
 
+STOCHASTIC = ("bf16_stochastic", "remainder8")
+
 
 def decode(fmt, planes):
     """planes -> float32."""
@@ -166,6 +187,8 @@ def decode(fmt, planes):
         return bf16_to_fp32(planes[0])
     if fmt == "remainder16":
         return join16(*planes)
+    if fmt == "remainder8":
+        return join8(*planes)
     if fmt == "master32":
         visible, master = planes
         # Whoever wrote the visible half since the last step is right.
@@ -174,7 +197,7 @@ def decode(fmt, planes):
 
 
 def encode(fmt, x, r=None):
-    """float32 -> planes. r: the 16-bit draws, for bf16_stochastic alone."""
+    """float32 -> planes. r: the 16-bit draws, where the format is of STOCHASTIC."""
     if fmt == "fp32":
         return (x.copy(),)
     if fmt == "bf16_nearest":
@@ -183,6 +206,8 @@ def encode(fmt, x, r=None):
         return (bf16_stochastic(x, r),)
     if fmt == "remainder16":
         return split16(x)
+    if fmt == "remainder8":
+        return split8(x, r >> 8)
     if fmt == "master32":
         return bf16_nearest(x), x.copy()
     raise KeyError(fmt)
@@ -309,7 +334,7 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
     for (role, (stream, shift)), x in zip(roles, new, strict=True):
         assert x.dtype == np.float32, (role, x.dtype)
         r = None
-        if formats[role] == "bf16_stochastic":
+        if formats[role] in STOCHASTIC:
             width, pitch = run or (max(x.size, 1), 0)
             draws = np.concatenate([np.empty(0, np.uint32)] + [
                 noise(

@@ -8,7 +8,14 @@ import time
 
 import torch
 
-from torch_bf16.rounding import bf16_nearest, bf16_stochastic, join16, split16
+from torch_bf16.rounding import (
+    bf16_nearest,
+    bf16_stochastic,
+    join8,
+    join16,
+    split8,
+    split16,
+)
 
 DRAWS = 2**16
 SLAB = 2**18
@@ -28,10 +35,15 @@ def halves(x):
     return x.view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def slabs(start, stop):
-    """fp32 tensors that hold every bit pattern in [start, stop), in order."""
-    for begin in range(start, stop, SLAB):
-        yield as_fp32(torch.arange(begin, min(begin + SLAB, stop)))
+def slabs(start, stop, step=1):
+    """fp32 tensors that hold every ``step``-th bit pattern in [start, stop), in order."""
+    for begin in range(start, stop, SLAB * step):
+        yield as_fp32(torch.arange(begin, min(begin + SLAB * step, stop), step))
+
+
+def patterns(x):
+    """The bits of an fp32 tensor, int64 in [0, 2**32)."""
+    return x.view(torch.int32).long() & 0xFFFFFFFF
 
 
 def check_round_up_counts(upper, dropped):
@@ -49,6 +61,30 @@ def check_round_up_counts(upper, dropped):
             f"upper {upper:#06x}, dropped {int(chunk[wrong[0]]):#06x}: {int(counts[wrong[0]])} of "
             f"65,536 draws round up, want {int(chunk[wrong[0]])}"
         )
+
+
+def check_24_bits_counts(upper):
+    """For each byte that `split8` drops, exactly that many of the 256 draws round up."""
+    draws = torch.arange(256, dtype=torch.int32).expand(256, 256)
+    dropped = torch.arange(256)[:, None]
+    for down in range(upper * 2**16, (upper + 1) * 2**16, 256):
+        x = as_fp32(down + dropped).expand(256, 256)
+        up = (patterns(join8(*split8(x, draws))) - down) // 256
+        assert ((up == 0) | (up == 1)).all(), f"{down:#010x}: more than one step away"
+        counts = up.sum(dim=1)
+        assert (counts == dropped.view(-1)).all(), f"{down:#010x}: counts {counts.tolist()}"
+
+
+def check_24_bits_thresholds(start, stop, step=1):
+    """The smallest draw that rounds up, for finite patterns; the largest float of 24 bits stays."""
+    for x in slabs(start, stop, step):
+        bits = patterns(x)
+        dropped = (bits & 0xFF).int()
+        last = (bits & 0x7FFFFF00) == 0x7F7FFF00
+        for draw, up in ((256 - dropped, dropped > 0), (255 - dropped, torch.zeros_like(last))):
+            got = patterns(join8(*split8(x, draw.clamp(max=255))))
+            same = got == bits - dropped + 256 * (up & ~last)
+            assert same.all(), f"{_first(x, ~same)}: became {int(got[~same][0]):#x}"
 
 
 def check_nearest_is_torchs_cast(start, stop):
@@ -76,6 +112,7 @@ def check_nan_stays_nan(start, stop):
         for r in (0, 0x8000, 0xFFFF):
             draws = torch.full_like(x, r, dtype=torch.int32)
             results[f"stochastic, draw {r:#06x}"] = bf16_stochastic(x, draws)
+            results[f"split8, draw {r:#06x}"] = split8(x, draws >> 8)[0]
         for name, result in results.items():
             same = halves(result) == quiet_half
             assert same.all(), f"{name}: {_first(x, ~same)} lost its sign, its payload or NaN"
@@ -95,6 +132,14 @@ def main():
     for upper in UPPER_HALVES:
         claim = f"round-ups = dropped half, upper {upper:#06x}, 65,536 halves x 65,536 draws"
         prove(claim, check_round_up_counts, upper, range(DRAWS))
+    for upper in UPPER_HALVES:
+        claim = (
+            f"24 bits: round-ups = dropped byte, upper {upper:#06x}, 256 x 256 bytes x 256 draws"
+        )
+        prove(claim, check_24_bits_counts, upper)
+    for sign in (0, 2**31):
+        claim = f"24 bits: the smallest draw that rounds up, all finite from {sign:#010x}"
+        prove(claim, check_24_bits_thresholds, sign, sign + INFINITY)
     prove("nearest = torch's cast, all but NaN", check_nearest_is_torchs_cast, 0, 2**32)
     prove("split16 is lossless, all 2**32 patterns", check_split_is_lossless, 0, 2**32)
     for sign in (0, 2**31):

@@ -11,7 +11,14 @@ from torch_bf16.backends.cpu.codecs import CODECS, nearest16, stochastic16
 from torch_bf16.counter_rng import WEIGHT, draw16, noise_bits
 from torch_bf16.formats import FORMATS, get_format
 
-NUMPY = {torch.bfloat16: np.uint16, torch.int16: np.uint16, torch.float32: np.float32}
+NUMPY = {
+    torch.bfloat16: np.uint16,
+    torch.int16: np.uint16,
+    torch.int8: np.uint8,
+    torch.float32: np.float32,
+}
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 ZERO = np.uint32(0)
 KEYS = (np.uint32(0x12345678), np.uint32(0x9ABCDEF0))
 
@@ -47,11 +54,11 @@ def patterns() -> np.ndarray:
 
 
 def as_numpy(plane: torch.Tensor) -> np.ndarray:
-    return plane.view(torch.int16).numpy().view(np.uint16) if plane.itemsize == 2 else plane.numpy()
+    return plane.view(torch.int16).numpy() if plane.itemsize == 2 else plane.numpy()
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> None:
-    unsigned = np.uint16 if a.itemsize == 2 else np.uint32
+    unsigned = UNSIGNED[a.itemsize]
     np.testing.assert_array_equal(a.view(unsigned), b.view(unsigned))
 
 
@@ -105,17 +112,16 @@ def test_decoding_is_the_oracles_for_any_bits_in_the_planes(name, patterns):
     planes = []
     for plane in get_format(name).planes:
         bits = rng.integers(0, 2 ** (8 * plane.dtype.itemsize), len(patterns), np.uint64)
-        unsigned = np.uint16 if plane.dtype.itemsize == 2 else np.uint32
-        planes.append(bits.astype(unsigned).view(NUMPY[plane.dtype]))
+        planes.append(bits.astype(UNSIGNED[plane.dtype.itemsize]).view(NUMPY[plane.dtype]))
     if name == "master32":  # half of them as encoded, half of them written from outside
         planes[0][::2] = oracle.bf16_nearest(planes[1][::2])
     signed = [
-        p.view(np.int16) if plane.dtype == torch.int16 else p
+        p.view(SIGNED[p.itemsize]) if plane.dtype in (torch.int16, torch.int8) else p
         for p, plane in zip(planes, get_format(name).planes, strict=True)
     ]
     expected = oracle.decode(name, signed)
     as_torch = [
-        torch.from_numpy(p.view(np.int16 if p.itemsize == 2 else np.float32)).view(plane.dtype)
+        torch.from_numpy(p.view(SIGNED[p.itemsize])).view(plane.dtype)
         for p, plane in zip(planes, get_format(name).planes, strict=True)
     ]
     same_bits(get_format(name).decode(as_torch).numpy(), expected)

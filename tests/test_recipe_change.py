@@ -160,7 +160,8 @@ def test_a_weight_stays_by_its_parameter_at_every_tie(new, visible):
     own = recode(x, new)[0].view(torch.int16) == parameter.view(torch.int16)
     same_ties = {"remainder16": "ties away", "master32": "ties to even"}.get(new.name)
     assert own.all() == (visible == same_ties)
-    assert own.float().mean() > 0.9
+    # To 24 bits, 0x7FFF and 0xFFFF round up, too, and one of them across the tie.
+    assert own.float().mean() > (0.9 if new in EXACT else 0.8)
     spacing = 1 if new in EXACT else 256
     assert (distance[own] <= (0 if new in EXACT else spacing)).all()
     assert (distance <= spacing).all()

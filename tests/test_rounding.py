@@ -6,7 +6,7 @@ import prove_rounding as prove
 import pytest
 import torch
 
-from torch_bf16.rounding import bf16_nearest, bf16_stochastic, join16, split16
+from torch_bf16.rounding import bf16_nearest, bf16_stochastic, join8, join16, split8, split16
 
 LOWER_HALVES = (
     0x0000, 0x0001, 0x0002, 0x00FF, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF,
@@ -103,6 +103,25 @@ def test_round_up_count_equals_dropped_half(upper):
     some = torch.randint(2**16, (768,), generator=generator).tolist()
     ends = [*range(64), *range(0x8000 - 64, 0x8000 + 64), *range(0x10000 - 64, 0x10000)]
     prove.check_round_up_counts(upper, [*ends, *some])
+
+
+@pytest.mark.parametrize("upper", prove.UPPER_HALVES[::3], ids=hex)
+def test_24_bits_round_up_as_often_as_the_dropped_byte_says(upper):
+    prove.check_24_bits_counts(upper)
+
+
+@pytest.mark.parametrize("sign", [0, 2**31], ids=["positive", "negative"])
+def test_24_bits_round_up_from_the_right_draw_on(sign):
+    """All upper halves and dropped bytes; 401 is prime to 256."""
+    prove.check_24_bits_thresholds(sign, sign + prove.INFINITY, step=401)
+
+
+@pytest.mark.parametrize("r", [0, 1, 255])
+def test_what_24_bits_hold_comes_back_whatever_was_drawn(r):
+    for sign in (0, 2**31):
+        for x in prove.slabs(sign, sign + prove.INFINITY + 1, step=256 * 37):
+            back = join8(*split8(x, torch.full_like(x, r, dtype=torch.int32)))
+            assert torch.equal(prove.patterns(back), prove.patterns(x))
 
 
 @pytest.mark.parametrize("upper", prove.UPPER_HALVES, ids=hex)

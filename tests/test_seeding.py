@@ -12,10 +12,11 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe, cast_module, get_recipe, lost_bits
-from torch_bf16.rounding import join16
+from torch_bf16.rounding import join8, join16
 
 BF16 = torch.bfloat16
 MASTER32 = Recipe("master32", weights="master32", exp_avg="fp32", exp_avg_sq="fp32")
+REMAINDER8 = Recipe("24 bits", weights="remainder8")
 EXACT = {"remainder16": get_recipe("bf16-fp32-master"), "master32": MASTER32}
 every_exact = pytest.mark.parametrize("recipe", EXACT.values(), ids=EXACT)
 
@@ -45,7 +46,7 @@ def seeded(
             p.view(-1)[::2] = p.view(-1)[::2].half().float()
     exact = [p.detach().clone() for p in module.parameters()]
     assert sum(int((p.view(torch.int32) & 0xFFFF == 0x8000).sum()) for p in exact) > 50
-    return exact, cast_module(module, EXACT[kind])
+    return exact, cast_module(module, {**EXACT, "remainder8": REMAINDER8}[kind])
 
 
 def masters(optimizer):
@@ -104,6 +105,24 @@ def test_a_cast_for_the_other_master_is_off_by_fp32s_last_place_at_ties_alone(ca
     assert differs.any()
     assert not (differs & ~tie).any()
     assert (found.view(torch.int32) - want.view(torch.int32)).abs().max() == 1
+
+
+def test_masters_of_24_bits_start_from_the_nearest_to_the_fp32_weights():
+    for cast_for in (*EXACT, "remainder8"):
+        exact, module = seeded(cast_for)
+        weights = [p.detach().clone() for p in module.parameters() if p.ndim > 1]
+        optimizer = step(torch_bf16.SGD(module.parameters(), lr=0.0, recipe=REMAINDER8))
+        matrices = [(p, state) for p, state in optimizer.state.items() if p.ndim > 1]
+        exact = [each for each in exact if each.ndim > 1]
+        for (p, state), weight, want in zip(matrices, weights, exact, strict=True):
+            assert same_bits(p.detach(), weight)
+            got = join8(p.detach(), state["remainder"])
+            units = (got.view(torch.int32) - want.view(torch.int32)).abs()
+            # Half a unit of 24 bits, and a whole one where the visible half leaves no other.
+            lower = want.view(torch.int32) & 0xFFFF
+            last = (lower >= 0x7F80) & (lower <= 0x8000)
+            assert (units[~last] <= 128).all()
+            assert (units[last] <= 256).all()
 
 
 def test_without_the_cast_masters_start_from_bf16_weights():

@@ -13,6 +13,7 @@ tl = pytest.importorskip("triton.language")
 from torch_bf16.backends.triton import codecs  # noqa: E402
 
 BLOCK = 1 << 14
+SIGNED = {1: np.int8, 2: np.int16}
 LOWER = [0, 1, 255, 16384, 32767, 32768, 32769, 49152, 65534, 65535]
 
 
@@ -79,26 +80,24 @@ def test_encoding_is_the_oracles_for_every_upper_half(interpreted, name):
     got = interpreted(encode, name, bits, words)
     for want, plane in zip(expected, got, strict=True):
         want = np.asarray(want)
-        if want.itemsize == 2:
-            np.testing.assert_array_equal(plane.view(np.uint32) >> 16, want.view(np.uint16))
-        else:
-            np.testing.assert_array_equal(plane, want.view(np.int32))
+        kept = plane.view(np.uint32) >> np.uint32(32 - 8 * want.itemsize)
+        np.testing.assert_array_equal(kept, want.view(f"u{want.itemsize}"))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_decoding_is_the_oracles_for_any_bits_in_the_planes(interpreted, name):
     rng = np.random.default_rng(0)
-    upper = patterns() & np.uint32(0xFFFF0000)
-    planes = [rng.permutation(upper) if size == 2 else patterns() for size in sizes_of(name)]
+    # A plane of fewer than four bytes has them at the top.
+    unused = [np.uint32(32 - 8 * size) for size in sizes_of(name)]
+    planes = [rng.permutation(patterns()) >> bits << bits for bits in unused]
     stored = [
-        plane.view(np.float32) if size == 4 else (plane >> np.uint32(16)).astype(np.uint16)
-        for plane, size in zip(planes, sizes_of(name), strict=True)
+        (plane >> bits).astype(f"u{size}").view(SIGNED.get(size, np.float32))
+        for plane, bits, size in zip(planes, unused, sizes_of(name), strict=True)
     ]
+    stored[0] = stored[0].view(np.float32 if name == "fp32" else np.uint16)
     if name == "master32":  # half of them as encoded, half of them written from outside
         stored[0][::2] = oracle.bf16_nearest(stored[1][::2])
         planes[0] = stored[0].astype(np.uint32) << np.uint32(16)
-    if name == "remainder16":
-        stored[1] = stored[1].view(np.int16)
     expected = oracle.decode(name, stored)
     got = interpreted(decode, name, np.stack(planes).view(np.int32))
     np.testing.assert_array_equal(got, expected.view(np.uint32))

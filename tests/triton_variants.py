@@ -4,7 +4,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from torch_bf16 import RECIPES
+from torch_bf16 import RECIPES, Recipe
 from torch_bf16.backends import Variant
 from torch_bf16.backends.triton.kernel import constants, options, step
 from torch_bf16.formats import BF16_STOCHASTIC
@@ -16,6 +16,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# What one documented recipe for each byte count asks for, beside the named ones.
+OTHERS = (Recipe("24-bit weights", weights="remainder8"),)
 HYPER = {
     "lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0, "momentum": 0.5,
     "dampening": 0.0,
@@ -23,7 +25,7 @@ HYPER = {
 
 
 def all_variants():
-    """Every variant that an optimizer with a named recipe can ask for."""
+    """Every variant that an optimizer with a recipe of the README can ask for."""
     shapes = [
         torch.empty(2, 2, dtype=torch.bfloat16),
         torch.empty(2, dtype=torch.bfloat16),
@@ -35,7 +37,7 @@ def all_variants():
     for rule in RULES.values():
         if rule is ACCUMULATE:
             continue
-        for recipe in RECIPES.values():
+        for recipe in (*RECIPES.values(), *OTHERS):
             for parameter in shapes:
                 weights = recipe.format_of("weights", parameter)
                 states = tuple(recipe.format_of(s.role, parameter) for s in rule.states)
@@ -57,5 +59,5 @@ def compiled(variant, target):
     return compile(
         ASTSource(step, signature, constexprs=fixed),
         target=TARGETS[target],
-        options=options(hip=TARGETS[target].backend == "hip"),
+        options=options(variant, hip=TARGETS[target].backend == "hip"),
     )

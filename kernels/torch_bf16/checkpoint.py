@@ -277,7 +277,7 @@ def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     known = lost_bits.second_plane(parameter, dtype)
     if known is not None:
         return known
-    if dtype == torch.int16:
+    if not dtype.is_floating_point:
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     return parameter.detach().to(dtype).contiguous()
 

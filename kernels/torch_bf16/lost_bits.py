@@ -65,7 +65,8 @@ def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
 
     Args:
         parameter: bf16.
-        dtype: int16 for the lower half beside the parameter, fp32 for the whole weight.
+        dtype: int16 for the lower half beside the parameter, int8 for that half rounded to its
+            upper 8 bits, fp32 for the whole weight.
 
     Returns:
         Shaped like the parameter, or None if it was not cast or was written to since.
@@ -74,6 +75,10 @@ def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     if lost is None or lost.version != parameter._version or not _unwritten(parameter, lost):
         return None
     rest, visible = lost.rest.to(parameter.device), parameter.detach().contiguous()
+    if dtype == torch.int8:
+        halves = second_plane(parameter, torch.int16)
+        # To nearest, and at the end of the range to what the visible half allows.
+        return None if halves is None else ((halves.int() + 0x80) >> 8).clamp_(max=127).to(dtype)
     if rest.dtype == dtype:
         return rest
     # The two formats round ties differently. Where that matters the master moves by one unit of

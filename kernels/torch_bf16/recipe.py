@@ -29,9 +29,11 @@ class Recipe:
 
     Attributes:
         name: shown to users and stored in checkpoints.
-        weights: format of the weights: ``bf16_stochastic`` (2 bytes per element), ``remainder16``
-            (4, an exact fp32 master in two halves), ``master32`` (6) or ``bf16_nearest`` (2, loses
-            small updates; a control for experiments).
+        weights: format of the weights: ``bf16_stochastic`` (2 bytes per element), ``remainder8``
+            (3, a float of 24 bits, rounded stochastically: for learning rates that are too small
+            for ``bf16_stochastic``), ``remainder16`` (4, an exact fp32 master in two halves),
+            ``master32`` (6) or ``bf16_nearest`` (2, loses small updates; a control for
+            experiments).
         exp_avg: format of first moments and momentum buffers: ``fp32``, ``bf16_nearest`` or
             ``bf16_stochastic``.
         exp_avg_sq: format of second moments, likewise.
@@ -106,7 +108,7 @@ class Recipe:
 def _exact_weights(recipe: Recipe) -> Format:
     chosen = get_format(recipe.weights)
     # The control that is meant to lose updates loses them everywhere.
-    return chosen if len(chosen.planes) > 1 or not chosen.stochastic else REMAINDER16
+    return REMAINDER16 if chosen.stochastic else chosen
 
 
 _STOCHASTIC = Recipe("true-bf16-stochastic")

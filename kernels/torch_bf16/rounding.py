@@ -20,12 +20,16 @@ magnitude, with a uniform 16-bit integer ``r``):
 Contract of `split16` and `join16`: ``join16(*split16(x))`` has the bits of ``x`` for all 2**32
 patterns, except that a signalling NaN comes back quiet. The visible half is the nearest bf16, ties
 away from zero, so the sign of the lower half says from which side it came.
+
+`split8` and `join8` keep the upper 24 bits in the same way: the number is first rounded to them
+stochastically, as `bf16_stochastic` rounds to 16, by a uniform 8-bit integer added to the
+magnitude, and what is a float of 24 bits already comes back bit for bit, whatever was drawn.
 """
 
 import torch
 from torch import Tensor
 
-__all__ = ["bf16_nearest", "bf16_stochastic", "join16", "split16"]
+__all__ = ["bf16_nearest", "bf16_stochastic", "join8", "join16", "split8", "split16"]
 
 _SIGN = -0x80000000
 _MAGNITUDE = 0x7FFFFFFF
@@ -124,6 +128,59 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
     joined = torch.where(_is_nan(upper), upper | (lower & 0xFFFF), upper + lower)
     zero = (upper & _MAGNITUDE) == 0
     return torch.where(zero, upper | (lower & 0x7FFF), joined).view(torch.float32)
+
+
+def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds stochastically to a float of 24 bits, and splits that as `split16` does.
+
+    Args:
+        x: fp32, any shape and strides.
+        r: int32 in [0, 255], uniform, the shape of ``x``. The range is not checked.
+
+    Returns:
+        ``(hi, lo)``: bf16 and int8, both of the shape of ``x``. ``lo`` is the signed distance from
+        ``hi`` in units of 2**8 last places of fp32; beside a NaN it means nothing.
+
+    Raises:
+        ValueError: if ``x`` is not fp32 or ``r`` is not int32.
+    """
+    bits = _bits_of_fp32(x, "split8")
+    if r.dtype != torch.int32:
+        raise ValueError(
+            f"split8: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
+            "pass int32 values in [0, 255]"
+        )
+    magnitude = bits & _MAGNITUDE
+    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
+    bits = torch.where(magnitude < _INFINITY, rounded, bits)
+    hi = _upper_half(torch.where(_is_nan(bits), bits | _QUIET, bits + 0x8000))
+    return hi, (bits >> 8).to(torch.int8)
+
+
+def join8(hi: Tensor, lo: Tensor) -> Tensor:
+    """Puts together what `split8` took apart.
+
+    Beside a zero the top bit of ``lo`` is ignored, as in `join16`; a NaN comes back as a NaN.
+
+    Args:
+        hi: bf16.
+        lo: int8, the shape of ``hi``.
+
+    Returns:
+        fp32, the shape of ``hi``.
+
+    Raises:
+        ValueError: if ``hi`` is not bf16 or ``lo`` is not int8.
+    """
+    if hi.dtype != torch.bfloat16 or lo.dtype != torch.int8:
+        raise ValueError(
+            f"join8: the parts have dtypes {hi.dtype} and {lo.dtype}; "
+            "it takes the two results of split8, bfloat16 and int8"
+        )
+    upper = hi.detach().view(torch.int16).to(torch.int32) << 16
+    lower = lo.to(torch.int32) << 8
+    zero = (upper & _MAGNITUDE) == 0
+    return (upper + torch.where(zero, lower & 0x7FFF, lower)).view(torch.float32)
 
 
 def _bits_of_fp32(x: Tensor, function: str) -> Tensor:

@@ -1,14 +1,18 @@
-"""Formats of two planes: a bf16 number to compute with, and what makes it an exact fp32 one."""
+"""Formats of two planes: a bf16 number to compute with, and the rest of a master beside it.
+
+``remainder16`` and ``master32`` hold any fp32 number. ``remainder8`` holds floats of 24 bits, to
+which it rounds stochastically: weights in it neither stall nor drift, however small the updates.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from torch_bf16.rounding import bf16_nearest, join16, split16
+from torch_bf16.rounding import bf16_nearest, join8, join16, split8, split16
 
 from .format import Format, Plane
 
-__all__ = ["MASTER32", "REMAINDER16"]
+__all__ = ["MASTER32", "REMAINDER8", "REMAINDER16"]
 
 
 def _decode_remainder16(planes):
@@ -18,6 +22,15 @@ def _decode_remainder16(planes):
 def _encode_remainder16(x, r, planes):
     for plane, half in zip(planes, split16(x), strict=True):
         plane.copy_(half)
+
+
+def _decode_remainder8(planes):
+    return join8(*planes)
+
+
+def _encode_remainder8(x, r, planes):
+    for plane, part in zip(planes, split8(x, r >> 8), strict=True):
+        plane.copy_(part)
 
 
 def _decode_master32(planes):
@@ -38,6 +51,13 @@ REMAINDER16 = Format(
     False,
     _decode_remainder16,
     _encode_remainder16,
+)
+REMAINDER8 = Format(
+    "remainder8",
+    (Plane("", torch.bfloat16), Plane("remainder", torch.int8)),
+    True,
+    _decode_remainder8,
+    _encode_remainder8,
 )
 MASTER32 = Format(
     "master32",

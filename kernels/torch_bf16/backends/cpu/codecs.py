@@ -31,7 +31,7 @@ _u32 = np.uint32
 _SIGN, _MAGNITUDE = _u32(0x80000000), _u32(0x7FFFFFFF)
 _INFINITY, _LARGEST, _QUIET = _u32(0x7F800000), _u32(0x7F7FFFFF), _u32(0x00400000)
 _HALF, _LOW, _ONE = _u32(0x8000), _u32(0xFFFF), _u32(1)
-_S11, _S15, _S16, _S17 = _u32(11), _u32(15), _u32(16), _u32(17)
+_S8, _S11, _S15, _S16, _S17 = _u32(8), _u32(11), _u32(15), _u32(16), _u32(17)
 _M1, _M2, _M3 = _u32(0xED5AD4BB), _u32(0xAC4C1B51), _u32(0x31848BAB)
 
 
@@ -60,12 +60,16 @@ def nearest16(x):
 
 
 @numba.njit
+def add_noise(magnitude, r):
+    # Noise moves a finite number up to the largest one and leaves Inf and NaN where they are.
+    return min32(add32(magnitude, r), max32(magnitude, _LARGEST))
+
+
+@numba.njit
 def stochastic16(x, r):
     bits = float_to_bits(x)
     magnitude = and32(bits, _MAGNITUDE)
-    # Noise moves a finite number up to the largest one and leaves Inf and NaN where they are.
-    bound = max32(magnitude, _LARGEST)
-    moved = min32(add32(magnitude, r), bound)
+    moved = add_noise(magnitude, r)
     quiet = or32(moved, _QUIET) if magnitude > _INFINITY else moved
     return shr32(or32(quiet, and32(bits, _SIGN)), _S16)
 
@@ -96,6 +100,12 @@ def encode_bf16_stochastic(planes, i, x, k0, k1, index, shift):
 
 
 @numba.njit
+def visible_half(bits):
+    nan = and32(bits, _MAGNITUDE) > _INFINITY
+    return np.uint16(shr32(or32(bits, _QUIET) if nan else add32(bits, _HALF), _S16))
+
+
+@numba.njit
 def decode_remainder16(planes, i):
     high = shl32(_u32(planes[0][i]), _S16)
     magnitude = and32(high, _MAGNITUDE)
@@ -111,10 +121,33 @@ def decode_remainder16(planes, i):
 @numba.njit
 def encode_remainder16(planes, i, x, k0, k1, index, shift):
     bits = float_to_bits(x)
-    nan = and32(bits, _MAGNITUDE) > _INFINITY
-    high = or32(bits, _QUIET) if nan else add32(bits, _HALF)
-    planes[0][i] = np.uint16(shr32(high, _S16))
+    planes[0][i] = visible_half(bits)
     planes[1][i] = np.uint16(and32(bits, _LOW))
+
+
+@numba.njit
+def decode_remainder8(planes, i):
+    high = shl32(_u32(planes[0][i]), _S16)
+    byte = _u32(planes[1][i])
+    # Flipping the top bit and subtracting it again extends the sign.
+    low = shl32(add32(xor32(byte, _u32(0x80)), _u32(0xFFFFFF80)), _S8)
+    # Beside a zero the top bit is stale, and subtracting it would give a NaN.
+    zero = and32(high, _MAGNITUDE) == _u32(0)
+    return float_from_bits(add32(high, and32(low, _u32(0x7FFF)) if zero else low))
+
+
+@numba.njit
+def stochastic24(x, r):
+    """Bits of ``x`` with noise of 8 bits; the lowest 8 are still to be dropped."""
+    bits = float_to_bits(x)
+    return or32(add_noise(and32(bits, _MAGNITUDE), r), and32(bits, _SIGN))
+
+
+@numba.njit
+def encode_remainder8(planes, i, x, k0, k1, index, shift):
+    bits = stochastic24(x, shr32(noise16(k0, k1, index, shift), _S8))
+    planes[0][i] = visible_half(bits)
+    planes[1][i] = np.uint8(and32(shr32(bits, _S8), _u32(0xFF)))
 
 
 @numba.njit
@@ -136,5 +169,6 @@ CODECS = {
     "bf16_nearest": (decode_bf16, encode_bf16_nearest),
     "bf16_stochastic": (decode_bf16, encode_bf16_stochastic),
     "remainder16": (decode_remainder16, encode_remainder16),
+    "remainder8": (decode_remainder8, encode_remainder8),
     "master32": (decode_master32, encode_master32),
 }

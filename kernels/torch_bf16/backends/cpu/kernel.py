@@ -29,7 +29,12 @@ __all__ = ["CHUNK", "compile_step"]
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
 
-_ELEMENTS = {torch.bfloat16: np.uint16, torch.int16: np.uint16, torch.float32: np.float32}
+_ELEMENTS = {
+    torch.bfloat16: np.uint16,
+    torch.int16: np.uint16,
+    torch.int8: np.uint8,
+    torch.float32: np.float32,
+}
 
 _u32 = np.uint32
 _S15, _S16 = _u32(15), _u32(16)

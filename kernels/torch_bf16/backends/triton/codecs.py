@@ -3,7 +3,8 @@
 ``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT)``, for an ``x`` that
 is the result of an operation, gives the planes, in the order of ``Format.planes``. A plane of four
 bytes is float32. A plane of two is uint32 with the two bytes in the upper half, where a bf16 has
-them in fp32; what an encoder leaves below is dropped. Nothing here is a bf16 to Triton, whose own
+them in fp32, and one of a single byte has it in the uppermost quarter; what an encoder leaves below
+is dropped. Nothing here is a bf16 to Triton, whose own
 conversion truncates in its interpreter. ``words`` are random words, of which a format that needs
 noise takes number ``WORD``, there the 16 bits above ``SHIFT``. The name of the format is known at
 compile time, so that one branch is compiled.
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 
 __all__ = ["decode", "encode", "key_pair", "noise_word"]
+
+LARGEST_24 = tl.constexpr(3.4027717462407993e38)
 
 
 @triton.jit
@@ -101,6 +104,21 @@ def _split16(x):
 
 
 @triton.jit
+def _stochastic8(x, r):
+    # Above the largest 24-bit float nothing is added; Inf and NaN stay.
+    bits = tl.where(tl.abs(x) <= LARGEST_24, _bits(x) + r, _bits(x))
+    return tl.where(x == x, bits + 0x8000, bits), bits << 16
+
+
+@triton.jit
+def _join8(high, byte):
+    low = (byte.to(tl.int32, bitcast=True) >> 24) << 8
+    # Beside a zero the top bit is stale, and subtracting it would give a NaN.
+    low = tl.where((high & 0x7FFFFFFF) == 0, low & 0x7FFF, low)
+    return _float(high + low.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
 def decode(FORMAT: tl.constexpr, planes):
     """Planes -> fp32."""
     if FORMAT == "fp32":
@@ -109,6 +127,8 @@ def decode(FORMAT: tl.constexpr, planes):
         return _float(planes[0])
     elif FORMAT == "remainder16":
         return _join16(planes[0], planes[1])
+    elif FORMAT == "remainder8":
+        return _join8(planes[0], planes[1])
     elif FORMAT == "master32":
         # A weight written from outside no longer is the rounded master: then the weight counts.
         kept = (_nearest(planes[1]) & 0xFFFF0000) == planes[0]
@@ -128,6 +148,8 @@ def encode(FORMAT: tl.constexpr, x, words, WORD: tl.constexpr, SHIFT: tl.constex
         return (_stochastic(x, _draw16(words[WORD], SHIFT)),)
     elif FORMAT == "remainder16":
         return _split16(x)
+    elif FORMAT == "remainder8":
+        return _stochastic8(x, _draw16(words[WORD], SHIFT) >> 8)
     elif FORMAT == "master32":
         return _nearest(x), x
     else:

@@ -32,6 +32,11 @@ TAIL = 256
 CHUNK = 8 * BLOCK
 
 
+@triton.constexpr_function
+def _dtype(size):
+    return {1: tl.uint8, 2: tl.uint16, 4: tl.float32}[size]
+
+
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
     pointer = address.to(tl.pointer_type(DTYPE))
@@ -44,10 +49,12 @@ def _load(address, start, stop, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: 
     """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
     if not WHOLE:
         elements = start + tl.arange(0, BLOCK)
-        DTYPE: tl.constexpr = tl.uint16 if SIZE == 2 else tl.float32
-        pointers = _pointer(address, DTYPE, False) + elements
+        pointers = _pointer(address, _dtype(SIZE), False) + elements
         plane = tl.load(pointers, mask=elements < stop, other=0)
-        return plane.to(tl.uint32) << 16 if SIZE == 2 else plane
+        return plane if SIZE == 4 else plane.to(tl.uint32) << (32 - 8 * SIZE)
+    elif SIZE == 1:
+        plane = tl.load(_pointer(address, tl.uint8, True) + start + tl.arange(0, BLOCK))
+        return plane.to(tl.uint32) << 24
     elif SIZE == 4:
         return tl.load(_pointer(address, tl.float32, True) + start + tl.arange(0, BLOCK))
     else:
@@ -61,9 +68,8 @@ def _store(
     address, start, stop, plane, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
     elements = start + tl.arange(0, BLOCK)
-    DTYPE: tl.constexpr = tl.uint16 if SIZE == 2 else tl.float32
-    pointers = _pointer(address, DTYPE, WHOLE) + elements
-    value = (plane >> 16).to(tl.uint16) if SIZE == 2 else plane
+    pointers = _pointer(address, _dtype(SIZE), WHOLE) + elements
+    value = plane if SIZE == 4 else (plane >> (32 - 8 * SIZE)).to(_dtype(SIZE))
     if WHOLE:
         tl.store(pointers, value)
     else:
@@ -265,14 +271,16 @@ def noise_streams(variant: Variant) -> list[int]:
     return list(dict.fromkeys(noisy))
 
 
-def options(hip: bool) -> dict[str, Any]:
-    """How ``step`` is compiled, for AMD's GPUs or for NVIDIA's."""
+def options(variant: Variant, hip: bool) -> dict[str, Any]:
+    """How ``step`` is compiled for a variant, for AMD's GPUs or for NVIDIA's."""
     # The default of this flag changes in Triton 3.10, and a fused multiply-add rounds once, not
     # twice.
     exact = {"enable_fp_fusion": False}
-    # BLOCK is eight elements for each thread. 80 registers let six programs share a
-    # multiprocessor, and spill nothing.
-    return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": 80}
+    # BLOCK is eight elements for each thread. With 80 registers, which nothing spills, six programs
+    # share a multiprocessor; what packs bytes needs more, and five do.
+    sizes = {plane.dtype.itemsize for each in variant.formats for plane in each.planes}
+    registers = 96 if 1 in sizes else 80
+    return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": registers}
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def launch(bucket: Bucket) -> None:
         return
     steps, scalars = _step_tables(bucket)
     fixed: dict[str, Any] = constants(bucket.variant, bucket.scalars.shape[1])
-    fixed = {**fixed, **options(torch.version.hip is not None)}
+    fixed = {**fixed, **options(bucket.variant, torch.version.hip is not None)}
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         step[(len(tables.chunks),)](tables.chunks, tables.tensors, steps, scalars, **fixed)
 
