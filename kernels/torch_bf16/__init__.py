@@ -20,6 +20,7 @@ from .optim import (
     BF16Optimizer,
     accumulate_gradients,
     convert,
+    release_gradients,
     total_norm,
 )
 from .recipe import RECIPES, Recipe, get_recipe
@@ -46,6 +47,7 @@ __all__ = [
     "fp32_state_dict",
     "get_recipe",
     "load_checkpoint",
+    "release_gradients",
     "save_checkpoint",
     "sync_masters",
     "total_norm",

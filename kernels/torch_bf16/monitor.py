@@ -109,6 +109,11 @@ class UpdateMonitor:
                 f"{type(optimizer).__name__} does not round by a recipe, so there is nothing to "
                 "watch; hand over an optimizer of torch_bf16, or convert() it first"
             )
+        if optimizer._release is not None:
+            raise ValueError(
+                "the optimizer's steps run inside the backward pass, one parameter at a time: its "
+                "gradients are released. remove() the release to watch whole steps"
+            )
         for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
             if (name, number) != ("every", None) and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name}={number!r} must be a positive int")

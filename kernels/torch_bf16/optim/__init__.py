@@ -5,6 +5,7 @@ from .adam import Adam, AdamW
 from .clipping import total_norm
 from .convert import CONVERTIBLE, convert
 from .optimizer import BF16Optimizer
+from .release import GradientRelease, release_gradients
 from .sgd import SGD
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "AdamW",
     "BF16Optimizer",
     "GradientAccumulation",
+    "GradientRelease",
     "accumulate_gradients",
     "convert",
+    "release_gradients",
     "total_norm",
 ]

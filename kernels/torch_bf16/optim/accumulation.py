@@ -22,8 +22,9 @@ from torch_bf16.counter_rng import GRADIENT, stream_base, sum_base, tensor_key
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.rules import ACCUMULATE
+from torch_bf16.sharding import Span, is_dtensor, local, span_of
 
-from .backward import ForwardOutputs, at_end_of_backward, local, own_parameters, sharded_modules
+from .backward import ForwardOutputs, at_end_of_backward, own_parameters, sharded_modules
 from .fp32_reduction import Fp32Reduction
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
@@ -61,6 +62,7 @@ def accumulate_gradients(
     Raises:
         ValueError: the format is unknown, the optimizer is not one of ours, or the wrapper of the
             model has an option that would undo the format.
+        NotImplementedError: gradients are released.
 
     Example:
         >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "fp32")
@@ -80,6 +82,11 @@ def accumulate_gradients(
         raise ValueError(
             f"accumulation format {format!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
         )
+    if ours._release is not None:
+        raise NotImplementedError(
+            f"the parameters cannot be accumulated in {format!r}: their gradients are released "
+            "inside backward(), so that nothing adds up. remove() the release first"
+        )
     return GradientAccumulation(optimizer, format, model)
 
 
@@ -96,6 +103,7 @@ class _Sum:
     made_for: tuple[Any, ...]
     backend: ModuleType
     bucket: Bucket
+    spans: list[Span]
 
 
 class GradientAccumulation:
@@ -167,7 +175,7 @@ class GradientAccumulation:
                     self._hooked[parameter] = number, position
 
     def _hook(self, parameter: Tensor) -> None:
-        sharded = local(parameter) is not parameter
+        sharded = is_dtensor(parameter)
         if self.format == "fp32":
             if not hasattr(parameter, "grad_dtype"):
                 raise ValueError(
@@ -183,9 +191,9 @@ class GradientAccumulation:
                 self._hooks += self._reduction.hook(parameter)
             if not sharded:
                 return
-        if not sharded:
-            reference = weakref.ref(parameter)
-            self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
+        # Not called for what FSDP2 shards: see ForwardOutputs.
+        reference = weakref.ref(parameter)
+        self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._merge))
 
     def _take_all(self, parameters: list[Any]) -> None:
@@ -222,12 +230,7 @@ class GradientAccumulation:
             if self.format == "fp32" and new.dtype != torch.float32:
                 parameter.grad = new.float()
             return
-        if (
-            not self._hooked
-            or new.requires_grad
-            or new.layout != torch.strided
-            or new.shape != total.shape
-        ):
+        if not self._hooked or new.requires_grad or not _alike(new, total, parameter):
             parameter.grad = total + new
             return
         with torch.no_grad():
@@ -247,8 +250,8 @@ class GradientAccumulation:
         if known is None or known.made_for != made_for:
             known = self._sums[parameter] = self._make(parameter, target, new.dtype, made_for)
         bucket = known.bucket
-        bucket.gradients = [new.resolve_neg().contiguous()]
-        bucket.steps = np.array([number], np.int64)
+        bucket.gradients = _pieces(new.resolve_neg().contiguous(), known.spans)
+        bucket.steps = np.full(len(known.spans), number, np.int64)
         known.backend.run(bucket)
         bucket.gradients = ()
         if target is not total:
@@ -261,19 +264,23 @@ class GradientAccumulation:
         self, parameter: Tensor, total: Tensor, dtype: torch.dtype, made_for: tuple[Any, ...]
     ) -> _Sum:
         optimizer: Any = self._optimizer()
-        variant = Variant(ACCUMULATE, BF16_STOCHASTIC, (), dtype, total.device)
-        key = tensor_key(optimizer._name(*self._hooked[parameter]))
-        base = stream_base(optimizer.recipe.seed, key, GRADIENT.stream)
+        spans = span_of(parameter, optimizer._name(*self._hooked[parameter])).short()
+        variant = Variant(
+            ACCUMULATE, BF16_STOCHASTIC, (), dtype, total.device, strided=spans[0].strided
+        )
+        base = stream_base(optimizer.recipe.seed, tensor_key(spans[0].name), GRADIENT.stream)
         bucket = Bucket(
             variant=variant,
-            planes=[[(total,)]],
-            numels=np.array([total.numel()], np.int64),
-            offsets=np.zeros(1, np.int64),
-            bases=np.array([[sum_base(base, self._step_of(parameter))]], np.uint32),
-            rows=np.zeros(1, np.int64),
+            planes=[[(each,)] for each in _pieces(total, spans)],
+            numels=np.array([span.numel for span in spans], np.int64),
+            offsets=np.array([span.offset for span in spans], np.int64),
+            widths=np.array([span.width for span in spans], np.int64),
+            pitches=np.array([span.pitch for span in spans], np.int64),
+            bases=np.array([[sum_base(base, self._step_of(parameter))]] * len(spans), np.uint32),
+            rows=np.zeros(len(spans), np.int64),
             scalars=np.ones((1, 1), np.float32),
         )
-        return _Sum(made_for, choose(total.device, optimizer.backend), bucket)
+        return _Sum(made_for, choose(total.device, optimizer.backend), bucket, spans)
 
     def _step_of(self, parameter: Tensor) -> int:
         """The number of the step that the sum is for."""
@@ -289,6 +296,21 @@ class GradientAccumulation:
         self._steps = None
         if len(self._hooked) < sum(len(g["params"]) for g in self._optimizer().param_groups):  # pyright: ignore
             self.hook_parameters()
+
+
+def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
+    """Whether a gradient can be added to a sum where both lie in memory."""
+    if new.layout != torch.strided or total.layout != torch.strided:
+        return False
+    # Of a tensor that is not sharded the attribute is absent.
+    placed = getattr(new, "placements", None) == getattr(total, "placements", None)
+    return placed and local(new).shape == local(total).shape == local(parameter).shape
+
+
+def _pieces(memory: Tensor, spans: list[Span]) -> list[Tensor]:
+    if len(spans) == 1:
+        return [memory]
+    return [memory.view(-1)[span.start : span.start + span.numel] for span in spans]
 
 
 def _integers(steps: list[Any]) -> Iterator[int]:

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "ForwardOutputs",
     "at_end_of_backward",
-    "local",
     "own_parameters",
+    "released",
     "sharded_modules",
 ]
+
+released: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The parameters whose gradients die within the backward pass."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -24,11 +28,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     # They queue theirs in the middle of the pass: one that is queued at its end comes after them.
     queue(lambda: queue(call))
-
-
-def local(tensor: Any) -> Tensor:
-    """The part of a sharded tensor that is here; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sharded_modules(model: nn.Module, format: str) -> Iterator[nn.Module]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .backward import released
+
 __all__ = ["total_norm"]
 
 
@@ -26,12 +28,13 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
     Raises:
         ValueError: a gradient is sparse or complex.
+        NotImplementedError: gradients were released, and clipping would do nothing.
 
     Example:
         >>> norm = total_norm(model.parameters())
         >>> optimizer.scale_next_step((1.0 / (norm + 1e-6)).clamp(max=1.0))
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -43,6 +46,12 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
                 )
             by_device[parameter.grad.device].append(parameter.grad)
     if not by_device:
+        if any(parameter in released for parameter in parameters):
+            raise NotImplementedError(
+                "total_norm: the gradients were released inside backward(), so that nothing is "
+                "left to clip. Clip with release_gradients(model, optimizer, max_norm=..., "
+                "norm='parameter' or 'last_step')"
+            )
         return torch.zeros(())
     norms = [
         torch.linalg.vector_norm(

@@ -30,6 +30,7 @@ from .admission import (
     check_unchanged,
 )
 from .checkpointed import Checkpointed
+from .release import GradientRelease
 
 __all__ = ["BF16Optimizer"]
 
@@ -78,6 +79,7 @@ class BF16Optimizer(Checkpointed):
     _seen: dict[Tensor, Seen]
     _next: _NextStep
     _accumulation: GradientAccumulation | None = None
+    _release: GradientRelease | None = None
 
     def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
         """Set up what torch's constructor does not know; it has run already."""
@@ -91,7 +93,7 @@ class BF16Optimizer(Checkpointed):
         # torch sets it for fused=True: GradScaler would leave unscaling to the step, which does not
         # read those tensors.
         self._step_supports_amp_scaling = False
-        self._accumulation = None
+        self._accumulation = self._release = None
         accumulate_as(self.recipe, self)
 
     def _forget(self) -> None:
@@ -124,21 +126,38 @@ class BF16Optimizer(Checkpointed):
         for number, group in enumerate(groups):
             check_options(group, number)
         taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
-        plan = self._plan
-        if plan is None or not plan.fits(self._setting(), taking_part, self.state):
-            plan = self._plan = self._make_plan()
-        self._respect_writes(taking_part)
-        for observer in self.observers:
-            observer.before_update(plan.members, self._next.scale)
-        plan.run(groups, float(self._next.scale))
-        for observer in self.observers:
+        if self._release is not None:
+            self._release.finish()
+        if taking_part or self._release is None:
+            self._plan = self._update(
+                taking_part, self._plan, self._setting(), self._next.scale, self.observers
+            )
+        self._next.scale = 1.0
+        return loss
+
+    @torch.no_grad()
+    def _update(
+        self,
+        parameters: list[Tensor],
+        plan: Plan | None,
+        setting: Any,
+        scale: float | Tensor,
+        observers: Sequence[Observer] = (),
+    ) -> Plan:
+        """Take the step of some parameters, in their order; the plan to give again for the next."""
+        if plan is None or not plan.fits(setting, parameters, self.state):
+            plan = self._make_plan(parameters, setting)
+        self._respect_writes(parameters)
+        for observer in observers:
+            observer.before_update(plan.members, scale)
+        plan.run(self.param_groups, float(scale))
+        for observer in observers:
             observer.after_update()
-        for parameter in taking_part:
+        for parameter in parameters:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(parameter)
             self._seen[parameter].version = parameter._version
-        self._next.scale = 1.0
-        return loss
+        return plan
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
         """The fp32 number that the next step starts from, of one of this optimizer's parameters.
@@ -170,7 +189,14 @@ class BF16Optimizer(Checkpointed):
 
         Raises:
             ValueError: it is neither.
+            NotImplementedError: gradients are released: the step is over already.
         """
+        if self._release is not None:
+            raise NotImplementedError(
+                "gradients are released, so that the step runs inside backward() and nothing that "
+                "is known only after it can scale them. To clip, call release_gradients(model, "
+                "optimizer, max_norm=..., norm='parameter' or 'last_step')"
+            )
         one = coefficient.numel() == 1 if isinstance(coefficient, Tensor) else None
         if not (isinstance(coefficient, Real) if one is None else one):
             raise ValueError(
@@ -222,14 +248,15 @@ class BF16Optimizer(Checkpointed):
             [[id(parameter) for parameter in group["params"]] for group in groups],
         )
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self, parameters: list[Tensor], setting: Any) -> Plan:
         """Check all that takes part, complete its states, and keep these if nothing is wrong."""
         self.recipe = get_recipe(self.recipe)
+        taking_part = set(parameters)
         places = [
             (parameter, number, position)
             for number, group in enumerate(self.param_groups)
             for position, parameter in enumerate(group["params"])
-            if parameter.grad is not None
+            if parameter in taking_part
         ]
         labels = {p: functools.partial(self.label, *place) for p, *place in places}
         for parameter, label in labels.items():
@@ -253,9 +280,10 @@ class BF16Optimizer(Checkpointed):
             )
             spans = [span_of(parameter, self._name(number, position))]
             members.append(Member(parameter, number, rule, state, spans))
-        plan = Plan(members, self.recipe, self.backend, self._setting())
+        plan = Plan(members, self.recipe, self.backend, setting)
         # Only now, so that an error above leaves no half-made states.
-        self._point_out(members)
+        if self._release is None:
+            self._point_out(members)
         if changes.lost:
             _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
         for each in members:

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel run that accumulates; started by test_accumulation_ranks.py.
+"""One rank of a data-parallel run that accumulates or releases; see test_gradients_ranks.py.
 
 Arguments: rank, ranks, a file to meet through, and the cases, all if none. Says which ones passed.
 """
@@ -183,6 +183,19 @@ def run_refusals(rank, ranks):
         optimizer.step()
 
 
+def run_release_under_ddp(rank, ranks):
+    for order in ("ddp first", "release first"):
+        bare = Model()
+        optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+        if order == "ddp first":
+            with pytest.raises(NotImplementedError, match="DDP reduces them in buckets"):
+                torch_bf16.release_gradients(DistributedDataParallel(bare), optimizer)
+        else:
+            torch_bf16.release_gradients(bare, optimizer)
+            with pytest.raises(NotImplementedError, match="Shard the model with fully_shard"):
+                DistributedDataParallel(bare)(micro_batch(bare, rank, 0, 0))
+
+
 CASES = {
     "ddp-fp32": lambda rank, ranks: run_ddp(rank, ranks, "fp32", False, False),
     "ddp-fp32-static-graph": lambda rank, ranks: run_ddp(rank, ranks, "fp32", True, True),
@@ -208,6 +221,7 @@ CASES = {
     ),
     "fsdp2-two-losses-fp32": functools.partial(run_fsdp_two_losses, format="fp32"),
     "fsdp2-refusal": run_fsdp_refusal,
+    "release-under-ddp": run_release_under_ddp,
 }
 
 

@@ -1,4 +1,4 @@
-"""Accumulation where gradients are reduced: DDP and FSDP2, two processes over gloo."""
+"""Accumulation and release where gradients are reduced: DDP and FSDP2, two processes over gloo."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from accumulation_replica import CASES
+from gradients_replica import CASES
 
 HERE = Path(__file__).parent
 
@@ -18,7 +18,7 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     processes = []
     for rank in (0, 1):
-        command = [sys.executable, "accumulation_replica.py", str(rank), "2", str(folder / "meet")]
+        command = [sys.executable, "gradients_replica.py", str(rank), "2", str(folder / "meet")]
         with (folder / f"{rank}.log").open("w") as log:
             process = subprocess.Popen(
                 command,
