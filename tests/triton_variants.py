@@ -54,8 +54,8 @@ def n_scalars(rule):
 def compiled(variant, target):
     """The kernel of a variant for a target, with its intermediate forms in ``asm``."""
     fixed = constants(variant, n_scalars(variant.rule))
-    tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "steps_ptr": "*i64"}
-    signature = {**tables, "scalars_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
+    tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "gradients_ptr": "*i64"}
+    signature = {**tables, "table_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
     return compile(
         ASTSource(step, signature, constexprs=fixed),
         target=TARGETS[target],

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends import Bucket, Variant, choose
+from .backends import Bucket, Call, Variant, choose
 from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
@@ -35,23 +35,29 @@ class Member:
         parameter: bf16 or fp32, with a gradient that is bf16 or fp32 and shaped like it.
         group: number of its parameter group.
         rule: the group's rule.
-        state: ``optimizer.state[parameter]``, complete.
+        state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
         spans: what whole tensors its memory on this rank is made of.
+        seen: what the optimizer keeps about it.
     """
 
     parameter: Tensor
     group: int
     rule: Rule
-    state: Mapping[str, Any]
+    state: dict[str, Any]
     spans: Sequence[Span]
-    _keys: tuple[str, ...] = field(init=False)
+    seen: Any
+    _names: tuple[str, ...] = field(init=False)
     _tensors: tuple[Tensor, ...] = field(init=False)
     _planned: tuple[Any, ...] = field(init=False)
     _is_dtensor: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._is_dtensor = is_dtensor(self.parameter)
-        self._keys, self._tensors = zip(*self.state.items(), strict=True)
+
+    def count_in(self, step: Tensor) -> None:
+        """Let ``step`` count this parameter's steps, and remember all tensors as they are now."""
+        self.state["step"] = step
+        self._names, self._tensors = zip(*self.state.items(), strict=True)
         self._planned = self._look()
 
     def unchanged(self, state: Mapping[str, Any]) -> bool:
@@ -60,7 +66,7 @@ class Member:
         Args:
             state: ``optimizer.state[parameter]`` now.
         """
-        same = all(map(is_, map(state.get, self._keys), self._tensors))
+        same = all(map(is_, map(state.get, self._names), self._tensors))
         return same and self._look() == self._planned
 
     def gradient(self) -> Tensor:
@@ -72,22 +78,22 @@ class Member:
         return gradient.resolve_neg().contiguous()
 
     def _look(self) -> tuple[Any, ...]:
+        # No `device`, which takes as long as all the rest: no two devices share an address.
         parameter: Any = self.parameter
         gradient = parameter.grad
         memory = local(parameter)
         return (
             memory.data_ptr(),
             parameter.dtype,
-            parameter.device,
             parameter.shape,
             memory.shape,
             memory.stride(),
             gradient.dtype,
-            gradient.device,
             gradient.shape,
             gradient.layout,
+            gradient.is_cpu,
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            [(local(each).data_ptr(), each.dtype, each.shape) for each in self._tensors],
+            *map(Tensor.data_ptr, map(local, self._tensors) if self._is_dtensor else self._tensors),
         )
 
 
@@ -118,12 +124,11 @@ class Plan:
                 choose(variant.device, backend),
                 _bucket(variant, some, recipe.seed),
                 some,
-                np.array([row.member.group for row in some], np.int64),
-                [row.member.state["step"].numpy() for row in some],
                 copied=alone is not None,
             )
             for (variant, alone), some in alike.items()
         ]
+        self._scalars = [_scalars(parts) for parts in _together(self._parts)]
 
     def fits(
         self, setting: Any, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
@@ -144,18 +149,49 @@ class Plan:
             )
         )
 
-    def run(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> None:
+    def obstacle_to_capture(self) -> str | None:
+        """Why a CUDA graph cannot record a step of this plan, or None where it can."""
+        for part in self._parts:
+            if not part.backend.CAPTURABLE:
+                name = part.backend.__name__.rsplit(".", 1)[-1]
+                return (
+                    f"the {name} backend reads step numbers and learning rates on the host, and "
+                    "replays would repeat this one's; set optimizer.backend = 'triton' before the "
+                    "first step"
+                )
+            if part.copied:
+                return (
+                    f"a parameter of shape {tuple(part.rows[0].member.parameter.shape)} is not "
+                    "contiguous, and its step goes through a copy; make it contiguous"
+                )
+        for each in self.members:
+            if each.seen.version != each.parameter._version and "remainder" in each.state:
+                return (
+                    f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
+                    "step, and replays would forget the lower half of its master each time; take "
+                    "an ordinary step first"
+                )
+        return None
+
+    def run(self, groups: Sequence[Mapping[str, Any]], call: Call) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            grad_scale: multiplied into every gradient.
+            call: what this step was told.
+
+        Raises:
+            ValueError: no step follows from a group's options; nothing has been updated.
         """
         # All scalars first: a bad hyperparameter must raise before anything is updated.
-        for part in self._parts:
-            part.set_scalars(groups, grad_scale)
+        for scalars in self._scalars:
+            scalars.set(groups, call)
+        if any(scalars.skipped for scalars in self._scalars):
+            return
         for part in self._parts:
             part.run()
+        for scalars in self._scalars:
+            scalars.count()
 
 
 @dataclass(slots=True)
@@ -183,28 +219,12 @@ class _Part:
     backend: ModuleType
     bucket: Bucket
     rows: list[_Row]
-    groups: np.ndarray
-    # Views of state["step"]: to add to a 0-d tensor takes torch a microsecond.
-    counters: list[np.ndarray]
     copied: bool
-
-    def set_scalars(self, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> None:
-        """One row of scalars for each (step, group) that occurs, and each tensor's row."""
-        bucket, n = self.bucket, len(groups)
-        bucket.steps = np.array([int(each.item()) for each in self.counters], np.int64) + 1
-        pairs, bucket.rows = np.unique(bucket.steps * n + self.groups, return_inverse=True)
-        table = [
-            _scalars(bucket.variant.rule, groups[pair % n], pair % n, pair // n, grad_scale)
-            for pair in pairs.tolist()
-        ]
-        bucket.scalars = np.array(table, np.float64).astype(np.float32)
 
     def run(self) -> None:
         self.bucket.gradients = [row.of(row.member.gradient()) for row in self.rows]
         self._update()
         self.bucket.gradients = ()
-        for counter, step in zip(self.counters, self.bucket.steps.tolist(), strict=True):
-            counter[()] = step
 
     def _update(self) -> None:
         if not self.copied:
@@ -214,6 +234,29 @@ class _Part:
         copy = weights[0].contiguous()
         self.backend.run(replace(self.bucket, planes=[[(copy, *weights[1:]), *states]]))
         weights[0].copy_(copy)
+
+
+def _together(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """The parts that share a rule on a device: one call computes the scalars of all of them."""
+    alike: dict[Any, list[_Part]] = defaultdict(list)
+    for each in parts:
+        variant = each.bucket.variant
+        alike[each.backend.__name__, variant.rule, variant.device].append(each)
+    return list(alike.values())
+
+
+def _scalars(parts: Sequence[_Part]) -> Any:
+    """The backend's scalars for parts that share a rule, and whatever counts their steps now."""
+    members = [row.member for part in parts for row in part.rows]
+    scalars = parts[0].backend.scalars(
+        parts[0].bucket.variant.rule,
+        [part.bucket for part in parts],
+        [each.group for each in members],
+        [each.state["step"] for each in members],
+    )
+    for each, step in zip(members, scalars.steps, strict=True):
+        each.count_in(step)
+    return scalars
 
 
 def _variant(row: _Row, recipe: Recipe) -> Variant:
@@ -252,16 +295,3 @@ def _planes(row: _Row, variant: Variant) -> list[tuple[Tensor, ...]]:
         tuple(row.of(local(tensors[key])) for key in stored.plane_names(name))
         for name, stored in zip(names, variant.formats, strict=True)
     ]
-
-
-def _scalars(rule: Rule, group: Mapping[str, Any], number: int, step: int, grad_scale: float):
-    sign = -1.0 if group.get("maximize") else 1.0
-    try:
-        options = tuple(float(option) for option in rule.options(group))
-        return rule.scalars(options, step, sign * grad_scale)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        given = {k: v for k, v in group.items() if not k.startswith("param")}
-        raise ValueError(
-            f"no step follows from the options of group {number}: {given}; "
-            "set them to numbers. Nothing was updated"
-        ) from error

@@ -12,8 +12,9 @@ import torch
 from torch_bf16.errors import BackendUnavailableError
 
 from .bucket import Bucket, Variant
+from .scalars import Call
 
-__all__ = ["BACKENDS", "Bucket", "Variant", "choose", "explain", "name_of_chosen"]
+__all__ = ["BACKENDS", "Bucket", "Call", "Variant", "choose", "explain", "name_of_chosen"]
 
 BACKENDS = ("cpu", "eager", "triton")
 """Names of the backends that can be asked for."""
@@ -26,7 +27,11 @@ _logger = logging.getLogger("torch_bf16")
 
 
 def choose(device: torch.device, requested: str | None = None) -> ModuleType:
-    """The backend for a device: a module with ``run(bucket)`` and ``unavailable(device)``.
+    """The backend for a device.
+
+    That is a module with ``unavailable(device)``, ``run(bucket)``, and ``scalars(rule, buckets,
+    groups, steps)``, which gives the object that brings each step's scalars into the buckets, as
+    :class:`torch_bf16.backends.scalars.HostScalars` does.
 
     Args:
         device: where the parameters are.

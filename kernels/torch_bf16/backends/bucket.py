@@ -82,6 +82,8 @@ class Bucket:
         steps: int64 ``[n]``, the 1-based number of this step for each tensor.
         rows: int64 ``[n]``, which row of ``scalars`` each tensor uses.
         scalars: fp32 ``[rows, scalars of the rule]``.
+        table: where a device computes them, fp32 ``[rows, scalars of the rule + 2]``: the scalars,
+            the number of the step, and 1 where it is skipped. Else None.
         prepared: whatever a backend wants to keep between steps.
     """
 
@@ -97,4 +99,5 @@ class Bucket:
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     scalars: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    table: Tensor | None = None
     prepared: Any = None

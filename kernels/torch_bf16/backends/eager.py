@@ -15,11 +15,15 @@ from torch_bf16.counter_rng import block_keys, draw16, noise_bits
 from torch_bf16.rules import lift
 
 from .bucket import Bucket
+from .scalars import HostScalars as scalars
 
-__all__ = ["SLICE", "lift_rule", "run", "unavailable"]
+__all__ = ["CAPTURABLE", "SLICE", "lift_rule", "run", "scalars", "unavailable"]
 
 # Bounds the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
 SLICE = 1 << 20
+
+# Whether a CUDA graph can record a step.
+CAPTURABLE = False
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from torch_bf16 import checkpoint, lost_bits
-from torch_bf16.backends import BACKENDS
+from torch_bf16.backends import BACKENDS, Call, capture
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes, stored_format
@@ -30,22 +28,12 @@ from .admission import (
     check_unchanged,
 )
 from .checkpointed import Checkpointed
+from .next_step import NextStep, check_capturable
 from .release import GradientRelease
 
 __all__ = ["BF16Optimizer"]
 
 _logger = logging.getLogger("torch_bf16")
-
-
-@dataclass
-class _NextStep:
-    """What the next step was told.
-
-    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
-    the optimizer's attributes, but what they set stays with them.
-    """
-
-    scale: float | Tensor = 1.0
 
 
 class Observer(Protocol):
@@ -76,8 +64,9 @@ class BF16Optimizer(Checkpointed):
     backend: str | None
     observers: list[Observer]
     _plan: Plan | None
+    _captured: list[Plan]
     _seen: dict[Tensor, Seen]
-    _next: _NextStep
+    _next: NextStep
     _accumulation: GradientAccumulation | None = None
     _release: GradientRelease | None = None
 
@@ -90,16 +79,16 @@ class BF16Optimizer(Checkpointed):
         self._names = {}
         self.observers = []
         self._forget()
-        # torch sets it for fused=True: GradScaler would leave unscaling to the step, which does not
-        # read those tensors.
-        self._step_supports_amp_scaling = False
+        # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
+        self._step_supports_amp_scaling = True
+        self._captured = []
         self._accumulation = self._release = None
         accumulate_as(self.recipe, self)
 
     def _forget(self) -> None:
         self._plan = None
         self._seen = {}
-        self._next = _NextStep()
+        self._next = NextStep()
 
     # Kernels read addresses, which a traced step would not have.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -116,7 +105,8 @@ class BF16Optimizer(Checkpointed):
         Raises:
             ValueError: a gradient is sparse or of another dtype than bf16 or fp32.
             StateMismatchError: a parameter was moved, recast or replaced since its state was made.
-            In both cases nothing has been updated.
+            RuntimeError: a CUDA graph is being captured whose replays would not be steps.
+            In all cases nothing has been updated.
         """
         loss = None
         if closure is not None:
@@ -129,10 +119,14 @@ class BF16Optimizer(Checkpointed):
         if self._release is not None:
             self._release.finish()
         if taking_part or self._release is None:
-            self._plan = self._update(
-                taking_part, self._plan, self._setting(), self._next.scale, self.observers
+            call = self._next.call(
+                getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             )
-        self._next.scale = 1.0
+            self._plan = self._update(
+                taking_part, self._plan, self._setting(), call, self.observers
+            )
+            self._next.count(call)
+        self._next.reset()
         return loss
 
     @torch.no_grad()
@@ -141,22 +135,28 @@ class BF16Optimizer(Checkpointed):
         parameters: list[Tensor],
         plan: Plan | None,
         setting: Any,
-        scale: float | Tensor,
+        call: Call,
         observers: Sequence[Observer] = (),
     ) -> Plan:
         """Take the step of some parameters, in their order; the plan to give again for the next."""
-        if plan is None or not plan.fits(setting, parameters, self.state):
+        fits = plan is not None and plan.fits(setting, parameters, self.state)
+        if capture.capturing():
+            obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
+            check_capturable(self, fits, obstacle)
+            # The graph refers to the plan's tables as long as it lives.
+            self._captured += [plan] if plan is not None else []
+        if plan is None or not fits:
             plan = self._make_plan(parameters, setting)
-        self._respect_writes(parameters)
+        self._respect_writes(plan.members)
         for observer in observers:
-            observer.before_update(plan.members, scale)
-        plan.run(self.param_groups, float(scale))
+            observer.before_update(plan.members, call.multiplier)
+        plan.run(self.param_groups, call)
         for observer in observers:
             observer.after_update()
-        for parameter in parameters:
-            # The kernels write through addresses, which autograd does not see.
-            torch.autograd.graph.increment_version(parameter)
-            self._seen[parameter].version = parameter._version
+        # The kernels write through addresses, which autograd does not see.
+        torch.autograd.graph.increment_version(parameters)
+        for each in plan.members:
+            each.seen.version = each.parameter._version
         return plan
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
@@ -197,17 +197,19 @@ class BF16Optimizer(Checkpointed):
                 "is known only after it can scale them. To clip, call release_gradients(model, "
                 "optimizer, max_norm=..., norm='parameter' or 'last_step')"
             )
-        one = coefficient.numel() == 1 if isinstance(coefficient, Tensor) else None
-        if not (isinstance(coefficient, Real) if one is None else one):
-            raise ValueError(
-                f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
-                "which the next step multiplies every gradient"
-            )
-        self._next.scale = coefficient
+        self._next.scale(coefficient)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps a gradient that was not finite has skipped; reading waits for the device.
+
+        Counted since the optimizer was made or its state was loaded.
+        """
+        return self._next.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch, and what :meth:`scale_next_step` was told."""
-        self._next.scale = 1.0
+        self._next.reset()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -233,6 +235,7 @@ class BF16Optimizer(Checkpointed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.observers = []
+        self._captured = []
         self._forget()
         accumulate_as(self.recipe, self)
 
@@ -279,8 +282,10 @@ class BF16Optimizer(Checkpointed):
                 changes,
             )
             spans = [span_of(parameter, self._name(number, position))]
-            members.append(Member(parameter, number, rule, state, spans))
+            seen = self._seen.get(parameter) or Seen.of(parameter)
+            members.append(Member(parameter, number, rule, state, spans, seen))
         plan = Plan(members, self.recipe, self.backend, setting)
+        self._next.get_ready({each.parameter.device for each in members})
         # Only now, so that an error above leaves no half-made states.
         if self._release is None:
             self._point_out(members)
@@ -288,7 +293,7 @@ class BF16Optimizer(Checkpointed):
             _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
         for each in members:
             self.state[each.parameter] = each.state
-            self._seen.setdefault(each.parameter, Seen.of(each.parameter))
+            self._seen[each.parameter] = each.seen
             lost_bits.forget(each.parameter)
         return plan
 
@@ -312,10 +317,10 @@ class BF16Optimizer(Checkpointed):
                 *(self.recipe.name, len(dropped)),
             )
 
-    def _respect_writes(self, parameters: list[Tensor]) -> None:
+    def _respect_writes(self, members: Sequence[Member]) -> None:
         """Drop the lower half of a weight that something else has written since the last step."""
-        for parameter in parameters:
-            if self._seen[parameter].version != parameter._version:
-                remainder = self.state[parameter].get("remainder")
+        for each in members:
+            if each.seen.version != each.parameter._version:
+                remainder = each.state.get("remainder")
                 if remainder is not None:
                     remainder.zero_()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_bf16.backends import Call
 from torch_bf16.plan import Plan
 from torch_bf16.sharding import is_dtensor, local_gradient
 
@@ -200,7 +201,7 @@ class GradientRelease:
             coefficient = self._coefficient(parameter, self._max_norm)
         self._stepped.add(parameter)
         self._plans[parameter] = optimizer._update(
-            [parameter], self._plans.get(parameter), self._setting, coefficient
+            [parameter], self._plans.get(parameter), self._setting, Call(coefficient)
         )
         parameter.grad = None
 

@@ -10,8 +10,12 @@ import functools
 import torch
 
 from torch_bf16.backends.bucket import Bucket
+from torch_bf16.backends.scalars import HostScalars as scalars
 
-__all__ = ["run", "unavailable"]
+__all__ = ["CAPTURABLE", "run", "scalars", "unavailable"]
+
+# Whether a CUDA graph can record a step.
+CAPTURABLE = False
 
 
 @functools.cache

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket
+from torch_bf16.rules import Rule
 
-__all__ = ["run", "unavailable"]
+__all__ = ["CAPTURABLE", "run", "scalars", "unavailable"]
+
+# Whether a CUDA graph can record a step.
+CAPTURABLE = True
 
 _NEEDED = (3, 6)
 
@@ -46,3 +53,12 @@ def run(bucket: Bucket) -> None:
     from .launch import launch
 
     launch(bucket)
+
+
+def scalars(
+    rule: Rule, buckets: Sequence[Bucket], groups: Sequence[int], steps: Sequence[Tensor]
+) -> Any:
+    """What brings the scalars of each step into the buckets: see :class:`.DeviceScalars`."""
+    from .prepare import DeviceScalars
+
+    return DeviceScalars(rule, buckets, groups, steps)

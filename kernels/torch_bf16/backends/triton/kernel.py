@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from torch_bf16.backends.bucket import Variant
-from torch_bf16.rules import Rule, lift
 
+from .arithmetic import lift_update
 from .codecs import decode, encode, key_pair, noise_word
 
 __all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
@@ -156,12 +156,12 @@ def _block(
             _store(addresses[i][j], start, stop, planes[j], tl.constexpr(SIZES[i][j]), BLOCK, WHOLE)
 
 
-@triton.jit(do_not_specialize=["chunks_ptr", "tensors_ptr", "steps_ptr", "scalars_ptr"])
+@triton.jit(do_not_specialize=["chunks_ptr", "tensors_ptr", "gradients_ptr", "table_ptr"])
 def step(
     chunks_ptr,
     tensors_ptr,
-    steps_ptr,
-    scalars_ptr,
+    gradients_ptr,
+    table_ptr,
     RULE: tl.constexpr,
     FORMATS: tl.constexpr,
     SIZES: tl.constexpr,
@@ -187,13 +187,13 @@ def step(
     row = tensors_ptr + tensor * N_COLUMNS
     numel = tl.load(row)
     start_index = tl.load(row + 1) + first
-    gradient = tl.load(steps_ptr + 3 * tensor)
-    step_number = tl.load(steps_ptr + 3 * tensor + 1).to(tl.uint32)
-    scalars_row = scalars_ptr + tl.load(steps_ptr + 3 * tensor + 2) * N_SCALARS
-
+    gradient = tl.load(gradients_ptr + 2 * tensor)
+    scalars_row = table_ptr + tl.load(gradients_ptr + 2 * tensor + 1) * (N_SCALARS + 2)
     scalars = ()
     for i in tl.static_range(N_SCALARS):
         scalars = scalars + (tl.load(scalars_row + i),)
+    step_number = tl.load(scalars_row + N_SCALARS).to(tl.int64).to(tl.uint32)
+    skipped = tl.load(scalars_row + N_SCALARS + 1) != 0.0
 
     run = ()
     if STRIDED:
@@ -221,7 +221,7 @@ def step(
             planes = planes + (address + first * SIZES[i][j],)
         addresses = addresses + (planes,)
 
-    n_elements = tl.minimum(numel - first, CHUNK).to(tl.int32)
+    n_elements = tl.where(skipped, 0, tl.minimum(numel - first, CHUNK).to(tl.int32))
     if STRIDED:
         index = start_index
         aligned = (address_bits & 15) == 0
@@ -247,22 +247,6 @@ def step(
             step_number, RULE, FORMATS, SIZES, DRAWS, STRIDED, TAIL, False,
         )  # fmt: skip
         start += TAIL
-
-
-@triton.jit
-def _sqrt(x):
-    return tl.sqrt_rn(x)
-
-
-@triton.jit
-def _div(a, b):
-    return tl.div_rn(a, b)
-
-
-@functools.cache
-def _lift(rule: Rule) -> Any:
-    """A rule with its ``arithmetic`` module swapped for Triton's IEEE primitives."""
-    return lift(rule.update, {"sqrt": _sqrt, "div": _div}, triton.jit, tl=tl)
 
 
 def noise_streams(variant: Variant) -> list[int]:
@@ -300,7 +284,7 @@ def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
         column += len(each.planes)
     sizes = [tuple(plane.dtype.itemsize for plane in each.planes) for each in variant.formats]
     return {
-        "RULE": _lift(variant.rule),
+        "RULE": lift_update(variant.rule),
         "FORMATS": (gradient, *(each.name for each in variant.formats)),
         "SIZES": ((variant.gradient.itemsize,), *sizes),
         "DRAWS": tuple(draws),

@@ -1,16 +1,15 @@
 """Running the kernel over all chunks of a bucket: its tables, and one launch.
 
-Two tables are made once and stay on the device: ``chunks``, int32 ``[chunks, 2]`` of (tensor,
+Three tables are made once and stay on the device: ``chunks``, int32 ``[chunks, 2]`` of (tensor,
 number of the chunk within it), and ``tensors``, int64 with one row per tensor: number of elements,
 global index of the first one, two words for each noise stream in use, the addresses of the planes
-of the weights and of each state, and where the variant is strided, width and pitch. Two more go up
-at every step, in one copy: ``steps``, int64 ``[n, 3]`` of (address of the gradient, number of the
-step, row of scalars), and the fp32 scalars.
+of the weights and of each state, and where the variant is strided, width and pitch; and
+``gradients``, int64 ``[n, 2]``, of each its address and the tensor's row in the fourth table, which
+go up when they have changed. That fourth, ``Bucket.table``, was computed on the device by then.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch_bf16.backends.bucket import Bucket, Variant
 
 from .kernel import CHUNK, constants, noise_streams, options, step
+from .tables import Table, on, upload
 
 __all__ = ["launch"]
 
@@ -29,21 +29,33 @@ __all__ = ["launch"]
 class _Tables:
     chunks: Tensor
     tensors: Tensor
+    gradients: Table
+    arguments: dict[str, Any] | None = None
 
 
 def launch(bucket: Bucket) -> None:
     """Take one step for a bucket; returns when the kernel is in the current stream's queue."""
-    device = bucket.variant.device
     if bucket.prepared is None:
         bucket.prepared = _tables(bucket)
     tables: _Tables = bucket.prepared
     if len(tables.chunks) == 0:
         return
-    steps, scalars = _step_tables(bucket)
-    fixed: dict[str, Any] = constants(bucket.variant, bucket.scalars.shape[1])
-    fixed = {**fixed, **options(bucket.variant, torch.version.hip is not None)}
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        step[(len(tables.chunks),)](tables.chunks, tables.tensors, steps, scalars, **fixed)
+    table, rows = bucket.table, bucket.rows
+    if table is None:
+        table, rows = _host_scalars(bucket), np.arange(len(bucket.numels))
+    if tables.arguments is None:
+        fixed = constants(bucket.variant, table.shape[1] - 2)
+        tables.arguments = {**fixed, **options(bucket.variant, torch.version.hip is not None)}
+    addresses = [gradient.data_ptr() for gradient in bucket.gradients]
+    gradients = np.stack([np.array(addresses, np.int64), rows], axis=1)
+    with on(bucket.variant.device):
+        step[(len(tables.chunks),)](
+            tables.chunks,
+            tables.tensors,
+            tables.gradients.of(gradients),
+            table,
+            **tables.arguments,
+        )
 
 
 def _tables(bucket: Bucket) -> _Tables:
@@ -58,7 +70,14 @@ def _tables(bucket: Bucket) -> _Tables:
         )
     ]
     device = bucket.variant.device
-    return _Tables(_upload(chunks, device), _upload(np.array(rows, np.int64), device))
+    return _Tables(upload(chunks, device), upload(np.array(rows, np.int64), device), Table(device))
+
+
+def _host_scalars(bucket: Bucket) -> Tensor:
+    """``Bucket.table`` of a bucket whose scalars came from the host."""
+    told = np.stack([bucket.steps, np.zeros_like(bucket.steps)], axis=1)
+    table = np.concatenate([bucket.scalars[bucket.rows], told], axis=1).astype(np.float32)
+    return upload(table, bucket.variant.device)
 
 
 def _runs(bucket: Bucket) -> np.ndarray:
@@ -75,26 +94,3 @@ def _words(bucket: Bucket) -> np.ndarray:
         for stream in noise_streams(variant)
     ]
     return bucket.bases[:, numbers].reshape(len(bucket.numels), -1).astype(np.int64)
-
-
-def _step_tables(bucket: Bucket) -> tuple[Tensor, Tensor]:
-    addresses = [gradient.data_ptr() for gradient in bucket.gradients]
-    steps = np.stack([np.array(addresses, np.int64), bucket.steps, bucket.rows], axis=1)
-    both = _upload(
-        np.concatenate(
-            [steps.reshape(-1).view(np.uint8), bucket.scalars.reshape(-1).view(np.uint8)]
-        ),
-        bucket.variant.device,
-    )
-    return both[: steps.nbytes].view(torch.int64), both[steps.nbytes :].view(torch.float32)
-
-
-def _upload(table: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, without waiting for it.
-
-    torch's pinned allocator hands the staging memory out again only when the copy is done.
-    """
-    host = torch.from_numpy(np.ascontiguousarray(table))
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,131 @@
+"""The arithmetic of rules in Triton's dialect: fp32 for ``update``, fp64 for ``scalars``.
+
+``power``, ``exp`` and ``log`` go step by step as :mod:`torch_bf16.rules.arithmetic` does, which
+says why. A literal next to an fp64 number is one; alone it would be fp32, hence ``_f64``.
+"""
+
+# Device code is Triton's language, which a type checker takes for Python.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from torch_bf16.rules import Rule, arithmetic, lift
+
+__all__ = ["lift_scalars", "lift_update"]
+
+LOG2_E = tl.constexpr(arithmetic.LOG2_E)
+LN2_HI, LN2_LO = tl.constexpr(arithmetic.LN2_HI), tl.constexpr(arithmetic.LN2_LO)
+SQRT2 = tl.constexpr(arithmetic.SQRT2)
+TO_WHOLE = tl.constexpr(arithmetic.TO_WHOLE)
+INF, NAN = tl.constexpr(math.inf), tl.constexpr(math.nan)
+
+
+@triton.jit
+def _sqrt32(x):
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def _div32(a, b):
+    return tl.div_rn(a, b)
+
+
+@triton.jit
+def _f64(x):
+    return tl.full((), x, tl.float64)
+
+
+@triton.jit
+def _sqrt(x):
+    # In fp64 there is no approximate one.
+    return tl.sqrt(_f64(x))
+
+
+@triton.jit
+def _div(a, b):
+    return _f64(a) / _f64(b)
+
+
+@triton.jit
+def _where(condition, a, b):
+    return tl.where(condition, _f64(a), _f64(b))
+
+
+@triton.jit
+def _power(base, exponent):
+    base = _f64(base)
+    result = _f64(1.0)
+    left = tl.full((), exponent, tl.int64)
+    while left > 0:
+        result = tl.where(left % 2 == 1, result * base, result)
+        base = base * base
+        left = left // 2
+    return result
+
+
+@triton.jit
+def _exp(x):
+    x = _f64(x)
+    k = (x * LOG2_E + TO_WHOLE) - TO_WHOLE
+    r = (x - k * LN2_HI) - k * LN2_LO
+    y = _f64(1.0)
+    for i in tl.static_range(13, 0, -1):
+        y = 1.0 + y * r / i
+    for j in tl.static_range(10):
+        n: tl.constexpr = 512 >> j
+        y = tl.where(k >= n, y * 2.0**n, y)
+        k = tl.where(k >= n, k - n, k)
+        y = tl.where(k <= -n, y * 2.0**-n, y)
+        k = tl.where(k <= -n, k + n, k)
+    return tl.where(x > 709.0, _f64(INF), tl.where(x < -708.0, _f64(0.0), y))
+
+
+@triton.jit
+def _log(x):
+    m = _f64(x)
+    x = m
+    k = _f64(0.0)
+    for j in tl.static_range(10):
+        n: tl.constexpr = 512 >> j
+        large = m >= 2.0**n
+        k = tl.where(large, k + n, k)
+        m = tl.where(large, m * 2.0**-n, m)
+        small = m < 2.0 ** (1 - n)
+        k = tl.where(small, k - n, k)
+        m = tl.where(small, m * 2.0**n, m)
+    k = tl.where(m > SQRT2, k + 1.0, k)
+    m = tl.where(m > SQRT2, m * 0.5, m)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    y = _f64(0.0)
+    for i in tl.static_range(23, 1, -2):
+        y = (y + 1.0 / i) * z
+    y = k * LN2_HI + (k * LN2_LO + (s + s) * (1.0 + y))
+    y = tl.where(x < 0.0, _f64(NAN), y)
+    return tl.where(x == 0.0, _f64(-INF), tl.where(x == INF, _f64(INF), y))
+
+
+_FP32 = {"sqrt": _sqrt32, "div": _div32}
+_FP64 = {
+    "sqrt": _sqrt, "div": _div, "where": _where, "power": _power, "exp": _exp, "log": _log,
+}  # fmt: skip
+
+
+@functools.cache
+def lift_update(rule: Rule) -> Any:
+    """A rule's ``update`` as a function of Triton's, with IEEE division and square root."""
+    return lift(rule.update, _FP32, triton.jit, tl=tl)
+
+
+@functools.cache
+def lift_scalars(rule: Rule) -> Any:
+    """A rule's ``scalars`` as a function of Triton's, in fp64."""
+    return lift(rule.scalars, _FP64, triton.jit, tl=tl)

@@ -1,0 +1,80 @@
+"""Small tables on the device, written from the host without waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import capture
+
+__all__ = ["Table", "on", "upload"]
+
+# Captures between two ordinary steps: each keeps a host copy of its own, made before.
+_SPARE = 8
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """The device that Triton launches on, as a context."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def upload(table: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device, without waiting for it.
+
+    torch's pinned allocator hands the staging memory out again only when the copy is done.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(table))
+    if device.type != "cuda":
+        return host.clone()
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Table:
+    """An int64 table that changes now and then: it goes up when it has changed.
+
+    A CUDA graph under capture gets a copy of its own, because its replays must not depend on what
+    later steps need: the graph copies it up at each replay, from host memory that is kept here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: np.ndarray | None = None
+        self._copy: Tensor | None = None
+        self._spare: list[Tensor] = []
+        self._captured: list[Tensor] = []
+
+    def of(self, table: np.ndarray) -> Tensor:
+        """The device's copy of ``table``, whose shape never changes.
+
+        Raises:
+            RuntimeError: there were too many captures since the last ordinary step.
+        """
+        if capture.capturing():
+            return self._capture(table)
+        if self._copy is None:
+            self._copy = upload(table, self._device)
+        elif not np.array_equal(table, self._host):  # pyright: ignore[reportArgumentType]
+            self._copy.copy_(self._staged(table), non_blocking=True)
+        self._host = table
+        if self._device.type == "cuda" and len(self._spare) < _SPARE:
+            self._spare = list(torch.empty((_SPARE, *table.shape), dtype=torch.int64).pin_memory())
+        return self._copy
+
+    def _staged(self, table: np.ndarray) -> Tensor:
+        host = torch.from_numpy(table)
+        return host.pin_memory() if self._device.type == "cuda" else host
+
+    def _capture(self, table: np.ndarray) -> Tensor:
+        host = torch.from_numpy(table)
+        if self._device.type == "cuda":
+            if not self._spare:
+                raise RuntimeError(
+                    f"this optimizer's step was captured in {_SPARE} CUDA graphs since its last "
+                    "ordinary step, and can be in no more; take an ordinary step in between"
+                )
+            host = self._spare.pop().copy_(host)
+        self._captured.append(host)
+        return host.to(self._device, non_blocking=True, copy=True)
