@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,11 @@ def on_import(module: ModuleType) -> None:
 def is_placeholder(optimizer: Any) -> bool:
     """Whether this is what the Trainer puts where ``configure_optimizers`` returned None."""
     return type(optimizer).__name__ == "_MockOptimizer"
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that a module belongs to, or None."""
+    return getattr(module, "_trainer", None)
 
 
 def stage_of(module: Any) -> str | None:
@@ -145,6 +151,9 @@ def _wrap_fabric(fabric: type) -> None:
     # Not by a hook on its module: lightning.fabric.fabric is often the one that imports torch.
     from .precision import PrecisionBody
 
+    # Modules come before their optimizers where each is set up on its own.
+    wrapped: list[weakref.ref[Any]] = []
+
     def setup(self: Any, original: Callable[..., Any], module: Any, *optimizers: Any, **kw: Any):
         plugin = self._precision
         if not isinstance(plugin, PrecisionBody):
@@ -154,7 +163,9 @@ def _wrap_fabric(fabric: type) -> None:
         # Before the host wraps them: its wrapper takes the class over.
         converted = plugin.convert_optimizers(optimizers)
         result = original(module, *optimizers, **kw)
-        plugin.sync_replicas((result[0] if isinstance(result, tuple) else result)._forward_module)
+        inner = (result[0] if isinstance(result, tuple) else result)._forward_module
+        plugin.sync_replicas(inner)
+        plugin.attach(inner, optimizers)
         plugin.announce(converted)
         return result
 
@@ -162,12 +173,21 @@ def _wrap_fabric(fabric: type) -> None:
         result = original(*args, **kw)
         if isinstance(self._precision, PrecisionBody):
             self._precision.sync_replicas(result._forward_module)
+            wrapped.append(weakref.ref(result._forward_module))
         return result
 
     def setup_optimizers(self: Any, original: Callable[..., Any], *optimizers: Any, **kw: Any):
         if isinstance(self._precision, PrecisionBody):
             self._validate_setup_optimizers(optimizers)
-            self._precision.announce(self._precision.convert_optimizers(optimizers))
+            converted = self._precision.convert_optimizers(optimizers)
+            for optimizer in optimizers:
+                trained = {
+                    id(p) for g in getattr(optimizer, "param_groups", ()) for p in g["params"]
+                }
+                for module in filter(None, (reference() for reference in wrapped)):
+                    if any(id(parameter) in trained for parameter in module.parameters()):
+                        self._precision.attach(module, [optimizer])
+            self._precision.announce(converted)
         return original(*optimizers, **kw)
 
     def clip_gradients(

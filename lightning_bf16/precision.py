@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_bf16
 
 from .fp32_results import to_fp32
+from .gradients import GradientOptions
 
 __all__ = ["PrecisionBody"]
 
@@ -31,32 +32,57 @@ class PrecisionBody(_Base):
     """What Fabric and Trainer have in common; stands in front of the host's precision classes.
 
     Args:
-        mode: name of a recipe or a :class:`torch_bf16.Recipe`.
+        recipe: name of a recipe or a :class:`torch_bf16.Recipe`.
         compute: ``"autocast"`` runs the forward pass in autocast over bf16 weights: inputs,
             buffers, losses and metrics stay fp32, and so do norms and softmax where torch's
             autocast says so. ``"bf16"`` is the lean option: floating-point inputs are cast to bf16
             and every operation runs in the dtype of what it is given; losses are then computed in
             bf16 unless the module upcasts its logits.
+        weights: format of the weights; None for the recipe's, as for all that follow.
+        exp_avg: format of first moments.
+        exp_avg_sq: format of second moments.
+        accumulate: format of the sum of gradients over ``accumulate_grad_batches``.
         keep_fp32: modules that stay in fp32, by pattern of their name or by class.
-        seed: seed of the rounding noise, the same on every rank; None for the recipe's.
+        seed: seed of the rounding noise, the same on every rank.
+        release_gradients: take the step inside the backward pass, and free each gradient at once;
+            on a single device, without accumulation and without ``gradient_clip_val``.
+        release_max_norm: how gradients that are released are clipped; None does not clip.
+        release_norm: ``"parameter"`` or ``"last_step"``, see
+            :func:`torch_bf16.release_gradients`.
     """
 
     def __init__(
         self,
-        mode: str | torch_bf16.Recipe = "bf16-stochastic",
+        recipe: str | torch_bf16.Recipe = "bf16-stochastic",
         *,
         compute: str = "autocast",
+        weights: str | None = None,
+        exp_avg: str | None = None,
+        exp_avg_sq: str | None = None,
+        accumulate: str | None = None,
         keep_fp32: Sequence[Any] = (),
         seed: int | None = None,
+        release_gradients: bool = False,
+        release_max_norm: float | None = None,
+        release_norm: str = "parameter",
     ) -> None:
         super().__init__("bf16-true")
         if compute not in _COMPUTE:
             raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(_COMPUTE)}")
-        overrides: dict[str, Any] = {} if seed is None else {"seed": seed}
+        given = {
+            "weights": weights,
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+            "accumulate": accumulate,
+            "seed": seed,
+        }
+        overrides: dict[str, Any] = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
-        self.recipe = torch_bf16.get_recipe(mode, **overrides)
+        self.recipe = torch_bf16.get_recipe(recipe, **overrides)
         self.compute = compute
+        self.gradients = GradientOptions(release_gradients, release_max_norm, release_norm)
+        self.gradients.check(self.recipe)
         self._modules: list[weakref.ref[Module]] = []
 
     @property
@@ -163,6 +189,22 @@ class PrecisionBody(_Base):
         module = self._owner(optimizers[0])
         if module is not None:
             rank_zero_info(torch_bf16.describe(module, optimizers[0]))
+
+    def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
+        """Let gradients be summed or released as asked, now that a module is wrapped.
+
+        Args:
+            module: as the strategy wrapped it.
+            optimizers: those of its parameters; others are passed over.
+
+        Raises:
+            NotImplementedError: gradients cannot be released there.
+            ValueError: they cannot be summed there in that format.
+        """
+        for wrapped in optimizers:
+            optimizer = unwrapped(wrapped)
+            if isinstance(optimizer, torch_bf16.BF16Optimizer):
+                self.gradients.attach(module, optimizer)
 
     def sync_replicas(self, module: Module) -> None:
         """Let exact masters start from rank 0's, as DDP does with the weights it can see."""

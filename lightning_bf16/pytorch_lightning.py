@@ -15,10 +15,13 @@ class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
     ``Trainer(precision="bf16-stochastic")`` makes one; make it yourself for the options.
 
     Args:
-        mode: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
+        recipe: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
         compute: ``"autocast"``, or ``"bf16"`` for inputs cast to bf16 and no autocast.
-        keep_fp32: modules that stay in fp32, by pattern of their name or by class.
-        seed: seed of the rounding noise, the same on every rank; None for the recipe's.
+        weights, exp_avg, exp_avg_sq, accumulate, keep_fp32, seed: replace fields of the recipe,
+            which :class:`torch_bf16.Recipe` explains.
+        release_gradients: take the step inside the backward pass, and free each gradient at once.
+        release_max_norm, release_norm: clip what is released; see
+            :func:`torch_bf16.release_gradients`.
 
     Example:
         >>> from pytorch_lightning import Trainer

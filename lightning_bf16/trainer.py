@@ -11,7 +11,7 @@ from torch.nn import Module
 
 import torch_bf16
 
-from ._host import is_placeholder, keep_averages_exact, stage_of
+from ._host import is_placeholder, keep_averages_exact, stage_of, trainer_of
 from .fp32_results import Fp32Results
 from .precision import PrecisionBody, clip_coefficient, unwrapped
 
@@ -22,12 +22,14 @@ class TrainerBody(PrecisionBody):
     """Stands in front of FSDPPrecision and HalfPrecision of a Trainer."""
 
     _results: Fp32Results | None = None
+    _trainer: Any = None
 
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place, and say so where nobody asked for training."""
         stage = stage_of(module)
         before = [p.dtype for p in module.parameters()]
         self._results = Fp32Results(module)
+        self._trainer = trainer_of(module) if stage == "fit" else None
         keep_averages_exact(module)
         super().convert_module(module)
         if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
@@ -41,8 +43,11 @@ class TrainerBody(PrecisionBody):
         self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Any], list[Any]]:
         """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
+        self.gradients.check_trainer(self._trainer)
         self.sync_replicas(model)
-        self.announce(self.convert_optimizers(optimizers, is_placeholder))
+        converted = self.convert_optimizers(optimizers, is_placeholder)
+        self.attach(model, optimizers)
+        self.announce(converted)
         return model, optimizers, lr_schedulers
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -91,4 +96,4 @@ class TrainerBody(PrecisionBody):
             yield
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_results": None}
+        return {**super().__getstate__(), "_results": None, "_trainer": None}

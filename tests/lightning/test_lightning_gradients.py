@@ -1,0 +1,173 @@
+"""Gradients summed in a format of their own, and released, through Trainer and Fabric."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning_models import batches, make_module, make_trainer
+from torch import nn
+
+import lightning_bf16
+import torch_bf16
+
+
+def plugin_of(package, **options):
+    """That package's plugin."""
+    name = package.__name__
+    family = {"lightning.pytorch": "pytorch", "lightning.fabric": "fabric"}.get(name, name)
+    module = __import__(f"lightning_bf16.{family}", fromlist=["BF16Precision"])
+    return module.BF16Precision(**options)
+
+
+class Small(nn.Module):
+    """Its gradient is 2^-9 at every micro-batch but the first, whose gradient is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        return (self.w * x.mean()).sum()
+
+
+ONE_THEN_SMALL = [torch.tensor([1.0])] + [torch.tensor([2.0**-9])] * 127
+
+
+@pytest.mark.parametrize("accumulate", ["bf16", "bf16_stochastic", "fp32"])
+def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accumulate):
+    seen = []
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = Small()
+
+        def training_step(self, batch, batch_idx):
+            return 128 * self.inner(batch)
+
+        def on_before_optimizer_step(self, optimizer):
+            seen.append(self.inner.w.grad.detach().clone())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plugin = plugin_of(pl, recipe="bf16-stochastic", accumulate=accumulate)
+    trainer = make_trainer(pl, None, plugins=[plugin], accumulate_grad_batches=128)
+    trainer.fit(Module(), torch.utils.data.DataLoader(ONE_THEN_SMALL * 2, batch_size=None))
+    assert len(seen) == 2
+    for gradient in seen:
+        mean = gradient.double().mean().item()
+        if accumulate == "bf16":
+            assert mean == 1  # the control: what torch does
+        else:
+            # 4096 sums of 127 roundings, each by at most half of 2^-7: six standard deviations.
+            limit = 6 * 127**0.5 * 2**-8 / 64 if accumulate == "bf16_stochastic" else 1e-6
+            assert abs(mean - 1 - 127 * 2**-9) <= limit
+        assert (gradient.dtype == torch.float32) == (accumulate == "fp32")
+
+
+@pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
+def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate):
+    plugin = plugin_of(fabric_package, accumulate=accumulate)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    for together in (True, False):
+        module = Small()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if together:
+            model, optimizer = fabric.setup(module, optimizer)
+        else:
+            model = fabric.setup_module(module)
+            optimizer = fabric.setup_optimizers(optimizer)
+        for number, x in enumerate(ONE_THEN_SMALL):
+            with fabric.no_backward_sync(model, enabled=number < 127):
+                fabric.backward(model(x))
+        assert abs(module.w.grad.double().mean().item() - 1 - 127 * 2**-9) < 0.005
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        torch.testing.assert_close(
+            torch_bf16.total_norm(module.parameters()), torch.tensor(1.0), atol=0.005, rtol=0
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        assert module.w.grad is None
+
+
+def weights_after(pl, data, **options):
+    module = make_module(pl)
+    plugin = plugin_of(pl, **options)
+    scheduled = {"lr_scheduler": None}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.made = [optimizer]
+        scheduled["lr_scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": scheduled["lr_scheduler"]}
+
+    type(module).configure_optimizers = configure_optimizers
+    trainer = make_trainer(pl, None, plugins=[plugin], max_epochs=2)
+    trainer.fit(module, data)
+    return module, trainer
+
+
+def test_released_gradients_train_the_same_bits(pl):
+    data = batches(6)
+    plain, _ = weights_after(pl, data)
+    released, trainer = weights_after(pl, data, release_gradients=True)
+    assert trainer.global_step == 12
+    for one, other in zip(plain.parameters(), released.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert all(p.grad is None for p in released.parameters())
+
+
+def test_released_gradients_train_the_same_bits_in_fabric(fabric_package):
+    ends = []
+    for release in (False, True):
+        plugin = plugin_of(fabric_package, release_gradients=release)
+        fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(model(x), y))
+            assert all((p.grad is None) == release for p in module.parameters())
+            optimizer.step()
+        ends.append([p.detach().clone() for p in module.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_what_cannot_be_released_is_refused_before_training(pl):
+    module = make_module(pl)
+    plugin = plugin_of(pl, release_gradients=True)
+    for options, why in (
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
+    ):
+        trainer = make_trainer(pl, None, plugins=[plugin], **options)
+        with pytest.raises(NotImplementedError, match=why):
+            trainer.fit(module, batches(2))
+
+
+def test_options_that_exclude_each_other_are_refused():
+    with pytest.raises(ValueError, match="accumulate='fp32' exclude each other"):
+        lightning_bf16.BF16Precision(release_gradients=True, accumulate="fp32")
+    with pytest.raises(ValueError, match="clips released gradients"):
+        lightning_bf16.BF16Precision(release_max_norm=1.0)
+    with pytest.raises(ValueError, match="accumulate='int4' is no format"):
+        lightning_bf16.BF16Precision(accumulate="int4")
+
+
+@pytest.mark.parametrize("weights", ["bf16_stochastic", "remainder16", "master32"])
+def test_every_field_of_a_recipe_is_an_option(pl, weights):
+    module = make_module(pl)
+    options = {
+        "weights": weights, "exp_avg": "fp32", "exp_avg_sq": "bf16_stochastic",
+        "keep_fp32": ["net.3"], "seed": 5, "accumulate": "fp32",
+    }  # fmt: skip
+    make_trainer(pl, None, plugins=[plugin_of(pl, **options)]).fit(module, batches(2))
+    recipe = module.made[0].recipe
+    assert (recipe.weights, recipe.exp_avg, recipe.seed) == (weights, "fp32", 5)
+    assert (recipe.exp_avg_sq, recipe.accumulate) == ("bf16_stochastic", "fp32")
+    state = module.made[0].state[module.net[0].weight]
+    assert state["exp_avg"].dtype == torch.float32
+    assert state["exp_avg_sq"].dtype == torch.bfloat16
+    assert module.net[3].weight.dtype == torch.float32
