@@ -45,7 +45,7 @@ ROOMS = {
     "transformers": ("accelerate_bf16",),
     "trl": ("accelerate_bf16",),
     "safetensors": ("torch_bf16/export",),
-    "matplotlib": ("torch_bf16/diagnostics", "torch_bf16/cli"),
+    "matplotlib": ("torch_bf16/diagnostics", "torch_bf16/bench/plot"),
 }
 
 MAX_LINES = 400

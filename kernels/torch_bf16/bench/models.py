@@ -1,0 +1,77 @@
+"""Parameter shapes of the models that a benchmark steps; weights are not needed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["MODELS", "RANDOM", "Shapes", "gpt2", "llama", "random_shapes", "sharded"]
+
+Shapes = list[tuple[int, ...]]
+
+
+def gpt2(
+    layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024
+) -> Shapes:
+    """GPT-2 (Radford et al., 2019) in the layout of Hugging Face: tied embeddings, biases."""
+    block = [
+        *((width,), (width,)),
+        *((width, 3 * width), (3 * width,)),
+        *((width, width), (width,)),
+        *((width,), (width,)),
+        *((width, 4 * width), (4 * width,)),
+        *((4 * width, width), (width,)),
+    ]
+    return [(vocabulary, width), (context, width), *(block * layers), (width,), (width,)]
+
+
+def llama(
+    layers: int, width: int, hidden: int, key_value: int, vocabulary: int = 128256, *, tied: bool
+) -> Shapes:
+    """Llama 3 (Dubey et al., 2024): grouped-query attention, a gated MLP, RMS norms, no biases.
+
+    Args:
+        layers: number of blocks.
+        width: of the residual stream.
+        hidden: width of the MLP.
+        key_value: heads times head dimension of keys and of values.
+        vocabulary: rows of the embedding.
+        tied: whether the output layer is the embedding.
+    """
+    block = [
+        *((width, width), (key_value, width), (key_value, width), (width, width)),
+        *((hidden, width), (hidden, width), (width, hidden)),
+        *((width,), (width,)),
+    ]
+    head = [] if tied else [(vocabulary, width)]
+    return [(vocabulary, width), *(block * layers), (width,), *head]
+
+
+def sharded(shapes: Shapes, ranks: int) -> Shapes:
+    """What rank 0 of ``ranks`` holds where FSDP2 shards every parameter on its first dimension."""
+    return [(-(-rows // ranks), *rest) for rows, *rest in shapes]
+
+
+def random_shapes(parameters: int, tensors: int) -> Shapes:
+    """Shapes like a transformer's: one tensor in three is a vector, the rest are matrices.
+
+    Args:
+        parameters: elements in all, met to within one row per matrix.
+        tensors: how many.
+    """
+    width = 768
+    matrices = tensors - tensors // 3
+    rows = max(1, round((parameters - (tensors - matrices) * width) / matrices / width))
+    return [(width,) if i % 3 == 2 else (rows, width) for i in range(tensors)]
+
+
+RANDOM = "random"
+
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "gpt2-124m": gpt2,
+    # Llama-3.2-1B; 32 heads of 64, 8 of them for keys and values.
+    "llama-1b": lambda: llama(16, 2048, 8192, 512, tied=True),
+    # Llama-3.1-8B over 8 ranks; 32 heads of 128, 8 of them for keys and values.
+    "llama-8b-shard": lambda: sharded(llama(32, 4096, 14336, 1024, tied=False), 8),
+    RANDOM: lambda: random_shapes(50_000_000, 150),
+}
+"""By the name on the command line."""

@@ -1,0 +1,55 @@
+"""The picture of a run, made from its record: time and memory side by side."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["can_plot", "plot"]
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(record: Mapping[str, Any], file: Path) -> None:
+    """Draw a record into a file whose ending says the format, such as ``.png``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = sorted(record["results"], key=lambda row: -row["ms"]["median"])
+    names = [row["name"] for row in rows]
+    ours = set(record["ours"])
+    colors = ["tab:orange" if name in ours else "tab:gray" for name in names]
+    figure = Figure(figsize=(11, 1.6 + 0.42 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, memory = figure.subplots(1, 2, sharey=True)
+
+    medians = [row["ms"]["median"] for row in rows]
+    low = [row["ms"]["median"] - row["ms"]["p10"] for row in rows]
+    high = [row["ms"]["p90"] - row["ms"]["median"] for row in rows]
+    bars = speed.barh(names, medians, xerr=[low, high], color=colors, ecolor="black")
+    shares = [f"{row['ms']['median']:.3g} ms, {row['share_of_copy']:.0%}" for row in rows]
+    speed.bar_label(bars, shares, padding=4, fontsize=8)
+    if medians and max(medians) > 20 * min(medians):
+        speed.set_xscale("log")
+    speed.margins(x=0.35)
+    speed.set_xlabel("ms per step (10th to 90th percentile), share of a device copy")
+
+    peaks = [row["peak_bytes_per_parameter"] or row["bytes_per_parameter"] for row in rows]
+    bars = memory.barh(names, peaks, color=colors)
+    memory.bar_label(bars, [f"{each:.2f}" for each in peaks], padding=4, fontsize=8)
+    memory.margins(x=0.15)
+    memory.set_xlabel("bytes per parameter: weights, gradients, states, at the peak")
+
+    hardware = record["hardware"]
+    place = hardware.get("device", hardware["processor"])
+    figure.suptitle(
+        f"One AdamW step, {record['model']}, {record['parameters'] / 1e6:,.0f} M parameters, "
+        f"{place}, {record['date']}",
+        fontsize=10,
+    )
+    figure.savefig(file, dpi=150)
