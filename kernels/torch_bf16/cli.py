@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(bench)
     export = commands.add_parser("export", help="write the exact fp32 weights of a checkpoint")
     export.add_argument("checkpoint", type=Path, help="of save_checkpoint, torch or Lightning")
-    export.add_argument("output", type=file_to_write, help="*.safetensors, else a file of torch.save")
+    export.add_argument(
+        "output", type=file_to_write, help="*.safetensors, else a file of torch.save"
+    )
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     export.add_argument(
         "--optimizer", type=Path, metavar="FILE", help="its state dict, where it is in another file"

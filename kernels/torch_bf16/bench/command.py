@@ -73,8 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for one that compiles to take its first steps (default: 600)",
     )
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="draw them there, as PNG")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write all figures there"
+    )
+    parser.add_argument(
+        "--plot", type=file_to_write, metavar="FILE", help="draw them there, as PNG"
+    )
     parser.add_argument(
         "--from",
         type=_record,
