@@ -83,7 +83,10 @@ def _extend_parsers() -> None:
 def _extend_accelerator() -> None:
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     if accelerator is not None:
-        for make in (_prepare, _prepare_model, _prepare_optimizer, _autocast):
+        for make in (
+            *(_prepare, _prepare_model, _prepare_optimizer, _autocast),
+            *(_clip_grad_norm_, _init_trackers, _log),
+        ):
             _replace(accelerator, make.__name__[1:], make)
 
 
@@ -154,6 +157,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     if _current is not None:
         yield _current
         return
+    from .monitoring import watch
     from .preparation import Preparation
     from .proof import announce
 
@@ -174,6 +178,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     if accelerator.is_main_process:
         for line in proofs:
             announce(line)
+    watch(accelerator)
 
 
 def _prepare(original: Any) -> Any:
@@ -185,9 +190,9 @@ def _prepare(original: Any) -> Any:
         from torch.optim import Optimizer
 
         with _preparing(self, mode) as preparation:
-            new = [each for each in args if not getattr(each, "_is_accelerate_prepared", False)]
-            models = [each for each in new if isinstance(each, Module)]
-            optimizers = [each for each in new if isinstance(each, Optimizer)]
+            # Also those that an Accelerator has prepared: it may have been one without our mode.
+            models = [each for each in args if isinstance(each, Module)]
+            optimizers = [each for each in args if isinstance(each, Optimizer)]
             # All at once, because Accelerate goes by the order of the arguments.
             preparation.run(models, optimizers)
             return original(self, *args, **kwargs)
@@ -198,12 +203,14 @@ def _prepare(original: Any) -> Any:
 def _prepare_model(original: Any) -> Any:
     def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         mode = _mode_of(self)
-        if mode is None or getattr(model, "_is_accelerate_prepared", False):
+        if mode is None:
             return original(self, model, *args, **kwargs)
-        from .models import autocast, share_masters
+        from .models import autocast, is_wrapped, share_masters
 
         with _preparing(self, mode) as preparation:
             preparation.run([model], [])
+            if is_wrapped(model):
+                return original(self, model, *args, **kwargs)
             _wrap_forward(model, autocast(self.device.type, self.autocast_handler))
             prepared = original(self, model, *args, **kwargs)
             share_masters(prepared)
@@ -215,7 +222,7 @@ def _prepare_model(original: Any) -> Any:
 def _prepare_optimizer(original: Any) -> Any:
     def prepare_optimizer(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         mode = _mode_of(self)
-        if mode is None or getattr(optimizer, "_is_accelerate_prepared", False):
+        if mode is None:
             return original(self, optimizer, *args, **kwargs)
         with _preparing(self, mode) as preparation:
             preparation.run([], [optimizer])
@@ -237,6 +244,44 @@ def _autocast(original: Any) -> Any:
             yield
 
     return autocast
+
+
+def _clip_grad_norm_(original: Any) -> Any:
+    def clip_grad_norm_(
+        self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2, *args: Any, **kwargs: Any
+    ) -> Any:
+        from .clipping import clip_by_norm, is_plain
+
+        parameters = list(parameters)
+        if _mode_of(self) is None or norm_type != 2 or not is_plain(parameters):
+            return original(self, parameters, max_norm, norm_type, *args, **kwargs)
+        return clip_by_norm(parameters, max_norm, self._optimizers)
+
+    return clip_grad_norm_
+
+
+def _init_trackers(original: Any) -> Any:
+    def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _mode_of(self) is not None:
+            from .monitoring import watch
+
+            watch(self)
+        return result
+
+    return init_trackers
+
+
+def _log(original: Any) -> Any:
+    def log(self: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        if _mode_of(self) is not None:
+            from .monitoring import fresh_metrics
+
+            # The script's own names win, and its step numbers are those of the monitor.
+            values = {**fresh_metrics(self), **values}
+        return original(self, values, *args, **kwargs)
+
+    return log
 
 
 def _wrap_forward(model: Any, context: Any) -> None:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-__all__ = ["autocast", "bare", "share_masters"]
+__all__ = ["autocast", "bare", "is_wrapped", "share_masters"]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -18,6 +18,11 @@ def bare(model: nn.Module) -> nn.Module:
     while (inner := _below(model)) is not None:
         model = inner
     return model
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether an Accelerator has prepared this model and put DDP or ``torch.compile`` around it."""
+    return getattr(model, "_is_accelerate_prepared", False) and bare(model) is not model
 
 
 def autocast(device_type: str, handler: AutocastKwargs | None = None) -> torch.autocast:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import torch_bf16
 
 from . import optimizers
-from .models import bare
+from .kept_fp32 import fp32_adapters, fp32_parts
+from .models import bare, is_wrapped
 from .refusals import refuse_wrapped
 
 __all__ = ["Preparation"]
@@ -43,6 +45,7 @@ class Preparation:
         self._optimizers = _unique(map(optimizers.inner, known_optimizers))
         self._cast: list[nn.Module] = []
         self._converted: list[Optimizer] = []
+        self._adapted: list[nn.Module] = []
 
     def run(self, new_models: Iterable[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Convert optimizers and cast models, in place. What was done before is not done again.
@@ -56,16 +59,21 @@ class Preparation:
         """
         new_models = list(new_models)
         for model in new_models:
-            refuse_wrapped(self.mode, model)
+            if not is_wrapped(model) or not _has_bf16(bare(model)):
+                refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(bare, new_models)])
         self._optimizers = _unique([*self._optimizers, *map(optimizers.inner, new_optimizers)])
         for optimizer in self._optimizers:
             if optimizers.convert(optimizer, self.mode, self._models):
                 self._converted.append(optimizer)
-        for model in _unique(map(bare, new_models)):
+        for model in _unique(each for each in new_models if not is_wrapped(each)):
+            again = getattr(model, "_is_accelerate_prepared", False)
+            model = bare(model)
             if not any(model is each for each in self._cast):
-                torch_bf16.cast_module(model, self._recipe_of(model))
-                self._cast.append(model)
+                dtypes = [p.dtype for p in model.parameters()]
+                self._cast_model(model)
+                if not again or dtypes != [p.dtype for p in model.parameters()]:
+                    self._cast.append(model)
 
     def proofs(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""
@@ -74,7 +82,7 @@ class Preparation:
             trained = [each for each in self._models if optimizers.owns(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 silent = [each for each in silent if each not in trained]
-                yield self._line(torch_bf16.describe(trained, optimizer))
+                yield self._line(torch_bf16.describe(trained, optimizer)) + self._note(trained)
             elif not trained and optimizer in self._converted:
                 yield (
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
@@ -83,10 +91,26 @@ class Preparation:
         for model in silent:
             yield self._line(torch_bf16.describe(model, self.mode))
 
+    def _cast_model(self, model: nn.Module) -> None:
+        recipe = torch_bf16.get_recipe(self._recipe_of(model))
+        adapters = fp32_adapters(model)
+        keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
+        torch_bf16.cast_module(model, torch_bf16.get_recipe(recipe, keep_fp32=keep))
+        if adapters:
+            self._adapted.append(model)
+
     def _line(self, described: str) -> str:
         # The recipe's own name is news only where the user's optimizer brought another one.
         name = torch_bf16.get_recipe(self.mode).name
         return f"mixed_precision={self.mode}: {described.removeprefix(f'{name}: ')}"
+
+    def _note(self, trained: list[nn.Module]) -> str:
+        if any(model is each for model in trained for each in self._adapted):
+            return (
+                "; adapters stay float32 as peft made them, autocast_adapter_dtype=False makes "
+                "them bfloat16"
+            )
+        return ""
 
     def _recipe_of(self, model: nn.Module) -> str | torch_bf16.Recipe:
         # An optimizer that the user made as one of ours keeps its recipe, and the model follows.
@@ -94,6 +118,10 @@ class Preparation:
             if optimizers.owns(optimizer, model):
                 return optimizer.recipe  # pyright: ignore
         return self.mode
+
+
+def _has_bf16(model: nn.Module) -> bool:
+    return any(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def _unique(items: Iterable) -> list:

@@ -45,6 +45,7 @@ ROOMS = {
     "transformers": ("accelerate_bf16",),
     "trl": ("accelerate_bf16",),
     "safetensors": ("torch_bf16/export",),
+    "peft": ("accelerate_bf16",),
     "matplotlib": ("torch_bf16/diagnostics", "torch_bf16/bench/plot"),
 }
 

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 import torch_bf16
 from torch_bf16 import cast_module, get_recipe
+from torch_bf16.islands import kept
 
 BF16 = torch.bfloat16
 
@@ -353,10 +354,21 @@ def test_an_island_without_parameters_runs():
         assert module[:2](torch.randn(2, 3)).dtype == torch.float32
 
 
+def test_a_pattern_of_parameter_names_keeps_them_and_leaves_their_module_to_autocast():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cast_module(module, keeping("*.weight", "1"))
+    assert module[0].weight.dtype == module[1].bias.dtype == torch.float32
+    assert module[0].bias.dtype == torch.bfloat16
+    assert "forward" not in vars(module[0])
+    assert "forward" in vars(module[1])
+    assert kept(module[0].weight)
+    assert not kept(module[0].bias)
+
+
 @pytest.mark.parametrize("key", ["haed", nn.GRU], ids=str)
 def test_a_key_that_matches_nothing_names_the_modules(key):
     module = Net()
-    with pytest.raises(ValueError, match=r"matches no module of Net; .* body, experts, experts.0,"):
+    with pytest.raises(ValueError, match=r"matches no module of Net .* body, experts, experts.0,"):
         cast_module(module, keeping("body", key))
     assert dtypes(module) == {torch.float32}
     assert "forward" not in vars(module.body)

@@ -19,12 +19,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import lost_bits
 from .cpu_autocast import fill_gaps
 from .recipe import Recipe, get_recipe
 
-__all__ = ["cast_module"]
+__all__ = ["cast_module", "kept"]
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that somebody asked to keep in fp32."""
 
 
 def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic") -> nn.Module:
@@ -51,7 +55,7 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
 
     Raises:
         ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP, or a pattern of
-            ``keep_fp32`` matches no module; nothing has been changed then.
+            ``keep_fp32`` matches nothing; nothing has been changed then.
 
     Example:
         >>> model = cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -61,8 +65,8 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     recipe = get_recipe(recipe)
     if not isinstance(module, nn.Module):
         raise ValueError(f"cast_module takes a torch.nn.Module, not {type(module).__name__}")
-    islands = list(_islands(module, recipe.keep_fp32))
-    kept = {id(p) for island in islands for p in island.parameters()}
+    islands, asked = _islands(module, recipe.keep_fp32)
+    kept = {id(p) for p in asked}
     kept.update(id(p) for metric in _metrics(module) for p in metric.parameters())
     kept.update(id(p) for norm in _running_norms(module) for p in norm.parameters())
     named = [(n, p) for n, p in module.named_parameters() if id(p) not in kept and _is_plain(p)]
@@ -85,6 +89,7 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
             "of dtype would cut: gradients would not be reduced any more. Cast first, then wrap it"
         )
     fill_gaps()
+    _kept.update((p, True) for p in asked)
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     rests = {}
     for parameter in chosen.values():
@@ -114,21 +119,36 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_floating_point()
 
 
-def _islands(module: nn.Module, keep_fp32: Iterable[str | type]) -> Iterator[nn.Module]:
+def kept(parameter: Tensor) -> bool:
+    """Whether a recipe's ``keep_fp32`` named this parameter or its module."""
+    return parameter in _kept
+
+
+def _islands(
+    module: nn.Module, keep_fp32: Iterable[str | type]
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The modules that compute in fp32, and the parameters that stay in it, theirs included."""
+    islands: list[nn.Module] = []
+    asked: list[nn.Parameter] = []
     for key in keep_fp32:
         matches = [
             sub
             for name, sub in module.named_modules()
             if (isinstance(sub, key) if isinstance(key, type) else fnmatchcase(name, key))
         ]
-        if not matches:
+        named = () if isinstance(key, type) else module.named_parameters()
+        parameters = [p for name, p in named if fnmatchcase(name, str(key))]
+        if not matches and not parameters:
             known = [name for name, _ in module.named_modules() if name]
             raise ValueError(
-                f"keep_fp32={key!r} matches no module of {type(module).__name__}; its modules are "
+                f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
+                "parameters; its modules are "
                 + ", ".join(known[:20])
                 + (", ..." if len(known) > 20 else "")
             )
-        yield from matches
+        islands += matches
+        asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
+    return islands, asked
 
 
 def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

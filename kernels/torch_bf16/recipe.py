@@ -41,7 +41,8 @@ class Recipe:
             ``bf16`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic`` (also 2
             bytes) or ``fp32`` (4 bytes); see :func:`torch_bf16.accumulate_gradients`.
         keep_fp32: modules whose parameters ``cast_module`` leaves in fp32: shell-style patterns of
-            qualified module names (``"lm_head"``, ``"*.router"``) or module classes.
+            qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
+            parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
         seed: seed of the rounding noise. The same on every replica.
 
     Example:

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 from enum import Enum
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ class Colour(str, Enum):
 def test_examples_hold(name):
     model = torch.nn.Linear(4, 4)
     names = {"model": model, "x": torch.randn(2, 4), "nn": torch.nn, "Colour": Colour}
+    names["accelerator"] = SimpleNamespace(trackers=[], _optimizers=[])
     names["optimizer"] = torch.optim.AdamW(model.parameters())
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)

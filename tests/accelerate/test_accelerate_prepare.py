@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -38,6 +39,24 @@ def test_preparing_again_changes_nothing(make_accelerator, train, mode, model, b
     assert wrapped_again is wrapped
     assert model.forward == forward
     train(accelerator, again, wrapped_again, batches[:3])
+
+
+def test_what_an_accelerator_without_the_mode_has_prepared_is_converted_too(
+    make_accelerator, train, mode, model, batches, caplog
+):
+    from accelerate.state import AcceleratorState
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared, wrapped = make_accelerator("no").prepare(model, optimizer)
+    AcceleratorState._reset_state()
+    copied = copy.deepcopy(prepared)
+    accelerator = make_accelerator(mode)
+    for again in (accelerator.prepare(copied), accelerator.prepare(prepared, wrapped)[0]):
+        assert again.up.weight.dtype == torch.bfloat16
+        assert again(batches[0][0]).dtype == torch.float32
+    assert isinstance(optimizer, torch_bf16.BF16Optimizer)
+    assert len(caplog.records) == 2
+    train(accelerator, prepared, wrapped, batches[:3])
 
 
 def test_preparing_the_module_below_ddp_again_wraps_forward_once(make_accelerator, mode, model):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS, Call, capture
+from torch_bf16.islands import kept
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes, stored_format
@@ -302,7 +303,7 @@ class BF16Optimizer(Checkpointed):
         matrices = [e.parameter for e in members if e.parameter.ndim > 1]
         if any(self.state.get(parameter) for parameter in matrices):
             return
-        if matrices and all(p.dtype == torch.float32 for p in matrices):
+        if matrices and all(p.dtype == torch.float32 and not kept(p) for p in matrices):
             _logger.warning(
                 "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
                 "torch_bf16.cast_module(model, %r) before the first step",

@@ -1,0 +1,97 @@
+"""What a model of transformers or peft wants to stay in fp32."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["fp32_adapters", "fp32_parts"]
+
+
+def fp32_parts(model: nn.Module) -> tuple[str, ...]:
+    """Names of modules and parameters that a model declares to need fp32 even beside bf16.
+
+    ``_keep_in_fp32_modules_strict`` of transformers. Its weaker sibling ``_keep_in_fp32_modules``
+    is about fp16 alone, there as here. A module with nothing but such parameters is named itself,
+    so that it computes in fp32 too.
+
+    Args:
+        model: only read; a model of transformers, or one that contains some.
+
+    Returns:
+        Qualified names, for ``Recipe.keep_fp32``.
+
+    Example:
+        >>> fp32_parts(model)
+        ()
+    """
+    kept: set[str] = set()
+    for prefix, module in model.named_modules():
+        declared = getattr(module, "_keep_in_fp32_modules_strict", None)
+        if not isinstance(declared, (list, tuple, set)) or not declared:
+            continue
+        # A star stands for one part of a name, as where transformers loads weights.
+        names = "|".join(re.escape(each).replace(r"\\*", r"[^.]*") for each in sorted(declared))
+        pattern = re.compile(rf"(^|\.)({names})(\.|$)")
+        start = f"{prefix}." if prefix else ""
+        kept.update(start + name for name, _ in module.named_parameters() if pattern.search(name))
+    return tuple(_gathered(model, kept))
+
+
+def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Names of peft's fp32 adapter weights beside a base that is bf16, fp16 or quantised.
+
+    Somebody wanted them: peft makes them fp32 unless ``autocast_adapter_dtype=False``. Where the
+    base is fp32 as well, all of it is to become bf16, and there is nothing to keep.
+
+    Args:
+        model: only read.
+
+    Returns:
+        Qualified names of parameters, for ``Recipe.keep_fp32``.
+
+    Example:
+        >>> fp32_adapters(model)
+        ()
+    """
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    kept = []
+    for prefix, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if all(_is_plain_fp32(each) for each in layer.get_base_layer().parameters()):
+            continue
+        for attribute in layer.adapter_layer_names:
+            adapters = getattr(layer, attribute, None)
+            if isinstance(adapters, (nn.ModuleDict, nn.ParameterDict)):
+                start = f"{prefix}.{attribute}."
+                kept += [
+                    start + name for name, p in adapters.named_parameters() if _is_plain_fp32(p)
+                ]
+    return tuple(kept)
+
+
+def _is_plain_fp32(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.dtype == torch.float32
+
+
+def _gathered(model: nn.Module, kept: set[str]) -> Iterator[str]:
+    """Names of modules instead of their parameters' where all of those are kept."""
+    whole = ""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        if not prefix or (whole and start.startswith(whole)):
+            continue
+        own = {start + name for name, _ in module.named_parameters()}
+        if own and own <= kept:
+            whole = start
+            kept -= own
+            yield prefix
+    yield from sorted(kept)

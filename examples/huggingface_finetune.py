@@ -1,0 +1,206 @@
+"""Fine-tunes a tiny Llama and a tiny Qwen3 with the Hugging Face Trainer and with TRL.
+
+python examples/huggingface_finetune.py --seeds 3 --output finetune.json
+
+Each model is trained in fp32 on one half of the corpus and then fine-tuned on the other half: in
+fp32, in the two modes, and, as the control, with bf16 weights under torch's own AdamW. All four
+start from the same weights and see the same batches; the final weights are compared in fp32. Needs
+transformers, trl and datasets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from corpus import batches, load_corpus
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from trl import SFTConfig, SFTTrainer
+
+CONTROL = "bf16 weights, torch AdamW"
+MODES = ("no", "bf16-fp32-master", "bf16-stochastic", CONTROL)
+TOLERANCE = 0.01
+
+
+def make_model(kind: str, args: argparse.Namespace) -> nn.Module:
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": args.width,
+        "intermediate_size": 2 * args.width,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": args.context + 1,
+        "pad_token_id": 256,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+    }
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=args.width // 4, **sizes))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte; TRL wants a tokenizer even for text that is tokens already."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = {each: number for number, each in enumerate([*alphabet, "<pad>", "<eos>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def dataset(text: Tensor, args: argparse.Namespace, *, n: int, seed: int) -> Dataset:
+    windows = batches(text, n=n, batch_size=args.batch_size, context=args.context, seed=seed)
+    rows = windows.flatten(0, 1).tolist()
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def train(
+    model: nn.Module, data: Dataset, trainer: str, mode: str, lr: float, seed: int
+) -> nn.Module:
+    """One run, as a launched script would make it: the environment names the mode."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no" if mode == CONTROL else mode
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "output_dir": folder,
+            "use_cpu": not torch.cuda.is_available(),
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 8,
+            "learning_rate": lr,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 20,
+            "weight_decay": 0.1,
+            "seed": seed,
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        if trainer == "trl":
+            # TRL's own default is bf16=True; fp32 has to be asked for.
+            precision = {"bf16": False} if mode == "no" else {}
+            SFTTrainer(
+                model,
+                SFTConfig(max_length=None, **precision, **options),
+                train_dataset=data,
+                processing_class=byte_tokenizer(),
+            ).train()
+        else:
+            Trainer(model, TrainingArguments(**options), train_dataset=data).train()
+    return model
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, windows: Tensor) -> float:
+    """Mean negative log-likelihood of the weights, in nats per byte, computed in fp32."""
+    model = copy.deepcopy(model).float().eval()
+    model.__dict__.pop("forward", None)  # what prepare put around it
+    device = next(model.parameters()).device
+    losses = [model(input_ids=w, labels=w).loss.item() for w in windows.to(device)]
+    return statistics.fmean(losses)
+
+
+def study(args: argparse.Namespace) -> Iterator[dict]:
+    corpus = load_corpus(args.corpus_bytes)
+    half = len(corpus.train) // 2
+    n = args.batch_size
+    for seed in range(args.seeds):
+        windows = batches(
+            corpus.validation, n=args.validation_batches, batch_size=n, context=args.context, seed=9
+        )
+        first = dataset(corpus.train[:half], args, n=args.steps, seed=2 * seed)
+        second = dataset(corpus.train[half:], args, n=args.steps, seed=2 * seed + 1)
+        for kind in ("llama", "qwen3"):
+            set_seed(seed)
+            base = train(make_model(kind, args), first, "trainer", "no", args.base_lr, seed)
+            before = validation_loss(base, windows)
+            for trainer in ("trainer", "trl"):
+                for mode in MODES:
+                    model = copy.deepcopy(base)
+                    if mode == CONTROL:
+                        model.to(torch.bfloat16)
+                    start = time.perf_counter()
+                    loss = validation_loss(
+                        train(model, second, trainer, mode, args.lr, seed), windows
+                    )
+                    run = {"model": kind, "trainer": trainer, "mode": mode, "seed": seed}
+                    run |= {"before": before, "loss": loss, "seconds": time.perf_counter() - start}
+                    print(json.dumps(run), flush=True)
+                    yield run
+
+
+def verdicts(runs: list[dict]) -> list[tuple[bool, str]]:
+    """For each model, trainer and mode: the mean distance from fp32, and whether it is right."""
+    found = []
+    for kind in ("llama", "qwen3"):
+        for trainer in ("trainer", "trl"):
+            losses = {
+                mode: {
+                    run["seed"]: run["loss"]
+                    for run in runs
+                    if (run["model"], run["trainer"], run["mode"]) == (kind, trainer, mode)
+                }
+                for mode in MODES
+            }
+            for mode in MODES[1:]:
+                gaps = [loss - losses["no"][seed] for seed, loss in losses[mode].items()]
+                gap = statistics.fmean(gaps)
+                holds = gap > TOLERANCE if mode == CONTROL else abs(gap) <= TOLERANCE
+                each = ", ".join(f"{one:+.4f}" for one in gaps)
+                end = "ends" if holds else "does NOT end"
+                side = "more than" if mode == CONTROL else "within"
+                sentence = f"{kind}, {trainer}, {mode}: {end} {side} {TOLERANCE} nats from fp32"
+                found.append((holds, f"{sentence} ({gap:+.4f}; {each})"))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--base-lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    parser.add_argument("--validation-batches", type=int, default=64)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(arguments)
+    runs = list(study(args))
+    found = verdicts(runs)
+    for _, sentence in found:
+        print(sentence)
+    if args.output:
+        machine = {"torch": torch.__version__, "machine": platform.processor()}
+        settings = {k: v for k, v in vars(args).items() if k != "output"}
+        record = {"settings": settings | machine, "runs": runs, "verdicts": [s for _, s in found]}
+        args.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(holds for holds, _ in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

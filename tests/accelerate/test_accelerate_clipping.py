@@ -1,0 +1,78 @@
+"""Accelerator.clip_grad_norm_: an fp32 norm, and one pass over the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import torch_bf16
+
+
+@pytest.fixture
+def prepared(make_accelerator, mode, model, batches):
+    """An accelerator, a model with large gradients, and its optimizer."""
+    accelerator = make_accelerator(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    _, wrapped = accelerator.prepare(model, optimizer)
+    x, y = batches[0]
+    accelerator.backward(100 * mse_loss(model(x), y))
+    return accelerator, model, wrapped
+
+
+@pytest.mark.parametrize("limit", [5.0, 1e6], ids=["clipped", "below-the-limit"])
+def test_the_norm_is_fp32_and_the_step_takes_the_coefficient(prepared, limit):
+    accelerator, model, wrapped = prepared
+    exact = float(sum(p.grad.double().square().sum() for p in model.parameters()).sqrt())
+    assert exact > 10.0
+    gradients = [p.grad.clone() for p in model.parameters()]
+    weights = [p.detach().double() for p in model.parameters()]
+    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    wrapped.step()
+    pairs = zip(model.parameters(), weights, strict=True)
+    moved = float(sum((p.detach().double() - w).square().sum() for p, w in pairs).sqrt())
+    # The visible bf16 weights are rounded.
+    assert moved == pytest.approx(1e-2 * min(exact, limit), rel=0.1)
+
+
+def test_a_part_of_the_parameters_is_scaled_in_place(prepared):
+    accelerator, model, _ = prepared
+    others = [p.grad.clone() for p in model.down.parameters()]
+    norm = accelerator.clip_grad_norm_(model.up.parameters(), 0.5)
+    assert float(norm) > 0.5
+    assert float(torch_bf16.total_norm(model.up.parameters())) == pytest.approx(0.5, rel=2**-7)
+    pairs = zip(model.down.parameters(), others, strict=True)
+    assert all(torch.equal(p.grad, g) for p, g in pairs)
+
+
+def test_two_optimizers_share_the_coefficient_of_all_their_gradients(make_accelerator, mode):
+    accelerator = make_accelerator(mode)
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in model]
+    accelerator.prepare(model, *optimizers)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert float(norm) == 12.0
+    weights = [part.bias.detach().float() for part in model]
+    for optimizer in optimizers:
+        optimizer.step()
+    for part, weight in zip(model, weights, strict=True):
+        assert torch.allclose(weight - part.bias.float(), torch.tensor(1 / 12), rtol=0.05)
+
+
+@pytest.mark.parametrize("norm_type", [1, float("inf")])
+def test_other_norms_are_accelerates_own(prepared, norm_type):
+    accelerator, model, _ = prepared
+    accelerator.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
+    clipped = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
+    assert float(clipped) == pytest.approx(0.5, rel=2**-6)
+
+
+def test_a_generator_of_parameters_without_gradients_has_norm_zero(make_accelerator, mode):
+    accelerator = make_accelerator(mode)
+    assert float(accelerator.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)) == 0.0
