@@ -179,7 +179,7 @@ def verdicts(runs: list[dict]) -> list[tuple[bool, str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--width", type=int, default=64)
