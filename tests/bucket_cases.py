@@ -19,10 +19,12 @@ UNSIGNED = {
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 HYPER = {
     "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
-    "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75,
+    "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75, "alpha": 0.95,
+    "momentum_decay": 4e-3, "decoupled_weight_decay": False, "lr_decay": 0.1,
+    "initial_accumulator_value": 0.2, "clip": True, "rate": 0.05,
 }  # fmt: skip
 
-# weights / first moment / second moment; a rule with fewer states uses the first ones.
+# weights, then one for each of the rule's states in its order; the last serves any beyond, too
 LAYOUTS = {
     "stochastic": ("bf16_stochastic", "bf16_nearest", "bf16_stochastic"),
     "master": ("remainder16", "fp32", "fp32"),
@@ -40,13 +42,27 @@ CASES = [
     ("sgd", "stochastic", torch.bfloat16),
     ("sgd_momentum", "master", torch.bfloat16),
     ("sgd_nesterov", "stochastic", torch.bfloat16),
+    ("adamw_amsgrad", "stochastic", torch.bfloat16),
+    ("adam_amsgrad", "master", torch.bfloat16),
+    ("nadam", "stochastic", torch.bfloat16),
+    ("radam", "stochastic", torch.bfloat16),
+    ("adopt", "stochastic", torch.bfloat16),
+    ("lion", "stochastic", torch.bfloat16),
+    ("adagrad", "stochastic", torch.float32),
+    ("rmsprop", "master32", torch.bfloat16),
+    ("rmsprop_momentum", "stochastic", torch.bfloat16),
+    ("rmsprop_centered", "master", torch.bfloat16),
+    ("rmsprop_centered_momentum", "stochastic", torch.bfloat16),
+    ("average", "stochastic", torch.bfloat16),
 ]
 LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS}
 EVERY_RULE_AND_FORMAT = [
     (rule, f"only_{name}", gradient)
-    for rule in RULES
+    for number, rule in enumerate(RULES)
     for name in FORMATS
     for gradient in (torch.bfloat16, torch.float32)
+    # Gradients are decoded apart from the rule: beyond the two Adams, one dtype for each rule.
+    if number < 2 or gradient == (torch.bfloat16, torch.float32)[number % 2]
 ]
 
 
@@ -70,7 +86,8 @@ def make_bucket(
     ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each.
     """
     rule = RULES[rule_name]
-    formats = [get_format(name) for name in LAYOUTS[layout][: 1 + len(rule.states)]]
+    names = LAYOUTS[layout] + LAYOUTS[layout][-1:]
+    formats = [get_format(name) for name in names[: 1 + len(rule.states)]]
     rng = np.random.default_rng(3)
     planes, gradients = [], []
     for size in sizes:

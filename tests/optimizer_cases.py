@@ -7,7 +7,7 @@ from torch import Tensor
 import torch_bf16
 from torch_bf16 import Recipe
 
-# name -> our class, torch's, and options that make every term of the rule count
+# name -> our class, torch's if it has one, and options that make every term of the rule count
 OPTIMIZERS = {
     "adamw": (torch_bf16.AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "adam": (torch_bf16.Adam, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
@@ -22,6 +22,30 @@ OPTIMIZERS = {
         torch.optim.SGD,
         {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     ),
+    "amsgrad": (
+        torch_bf16.AdamW,
+        torch.optim.AdamW,
+        {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True},
+    ),
+    "nadam": (torch_bf16.NAdam, torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    "radam": (
+        torch_bf16.RAdam,
+        torch.optim.RAdam,
+        {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    "adagrad": (
+        torch_bf16.Adagrad,
+        torch.optim.Adagrad,
+        {"lr": 0.01, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1},
+    ),
+    "rmsprop": (torch_bf16.RMSprop, torch.optim.RMSprop, {"lr": 0.01, "weight_decay": 0.1}),
+    "centered": (
+        torch_bf16.RMSprop,
+        torch.optim.RMSprop,
+        {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.1},
+    ),
+    "lion": (torch_bf16.Lion, None, {"lr": 0.01, "weight_decay": 0.1}),
+    "adopt": (torch_bf16.ADOPT, None, {"lr": 0.01, "weight_decay": 0.1}),
 }
 RECIPES = {
     "stochastic": torch_bf16.get_recipe("true-bf16-stochastic"),
@@ -30,14 +54,37 @@ RECIPES = {
 }
 BACKENDS = ("cpu", "eager")
 
+# Those that take every recipe on every backend. The others share all code but the rule, which is
+# tested with every format elsewhere; they take one recipe on each backend, another each.
+THOROUGH = ("adamw", "adam", "sgd", "momentum", "nesterov")
+
+
+def _recipes_of(name, shift):
+    if name in THOROUGH:
+        return list(RECIPES)
+    return [list(RECIPES)[(list(OPTIMIZERS).index(name) + shift) % len(RECIPES)]]
+
+
+PAIRS = [(name, recipe) for name in OPTIMIZERS for recipe in _recipes_of(name, 0)]
+CASES = [
+    (name, recipe, backend)
+    for name in OPTIMIZERS
+    for shift, backend in enumerate(BACKENDS)
+    for recipe in _recipes_of(name, shift)
+]
+
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def every_case(test):
-    """One test for each optimizer, recipe and backend, with ids such as adamw-master-cpu."""
-    return every_backend(every_recipe(every_optimizer(test)))
+# Those that torch has, too.
+every_torch_pair = pytest.mark.parametrize(
+    ("name", "recipe"),
+    [pair for pair in PAIRS if OPTIMIZERS[pair[0]][1]],
+    ids=["-".join(pair) for pair in PAIRS if OPTIMIZERS[pair[0]][1]],
+)
+every_pair = pytest.mark.parametrize(("name", "recipe"), PAIRS, ids=map("-".join, PAIRS))
+# ids such as adamw-master-cpu
+every_case = pytest.mark.parametrize(("name", "recipe", "backend"), CASES, ids=map("-".join, CASES))
 
 
 def make_optimizer(name, recipe, backend, params, **options):

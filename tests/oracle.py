@@ -15,6 +15,7 @@ format stores a number in one or two planes:
 from hashlib import blake2b
 
 import numpy as np
+import oracle_rules
 
 # (stream, shift): the 16 bits of a stream's word that a number is rounded with
 WEIGHT, FIRST_MOMENT, SECOND_MOMENT, GRADIENT = (0, 16), (1, 16), (0, 0), (2, 16)
@@ -268,6 +269,7 @@ RULES = {
     "sgd_momentum": (sgd_momentum, (("momentum_buffer", FIRST_MOMENT),)),
     "sgd_nesterov": (sgd_nesterov, (("momentum_buffer", FIRST_MOMENT),)),
     "accumulate": (accumulate, ()),
+    **oracle_rules.RULES,
 }
 
 
@@ -292,6 +294,8 @@ def scalars(rule, step, hyper):
             "step_size": lr * root / (1 - beta1**step),
             "eps": hyper["eps"] * root,
         }
+    elif rule in oracle_rules.RULES:
+        values = {"grad_scale": grad_scale, **oracle_rules.scalars(rule, step, hyper)}
     else:
         momentum, first = hyper.get("momentum", 0.0), step == 1
         values = {
@@ -325,7 +329,8 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
         The new planes, role -> planes.
     """
     function, state_roles = RULES[rule]
-    roles = (("weight", GRADIENT if rule == "accumulate" else WEIGHT), *state_roles)
+    own = {"accumulate": GRADIENT, "average": FIRST_MOMENT}.get(rule, WEIGHT)
+    roles = (("weight", own), *state_roles)
     g = bf16_to_fp32(gradient) if gradient.dtype == np.uint16 else gradient
     old = [decode(formats[role], planes[role]) for role, _ in roles]
     with np.errstate(all="ignore"):

@@ -5,13 +5,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from bucket_cases import HYPER
 
 from torch_bf16.rules import RULES, arithmetic
-
-HYPER = {
-    "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
-    "dampening": 0.1,
-}  # fmt: skip
 
 
 def within(ours, reference, ulps):

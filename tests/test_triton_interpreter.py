@@ -22,8 +22,7 @@ from bucket_cases import (
 )
 from optimizer_cases import (
     assert_same,
-    every_optimizer,
-    every_recipe,
+    every_pair,
     make_optimizer,
     make_parameters,
     snapshot,
@@ -163,7 +162,6 @@ def optimizers_agree(name, recipe):
     assert_same(*map(snapshot, optimizers))
 
 
-@every_optimizer
-@every_recipe
+@every_pair
 def test_optimizers_step_to_the_same_bits_as_with_eager(interpreted, name, recipe):
     interpreted(optimizers_agree, name, recipe)

@@ -1,6 +1,7 @@
 """Compiling the Triton kernels for devices that need not be there."""
 
 import torch
+from bucket_cases import HYPER
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -8,7 +9,17 @@ from torch_bf16 import RECIPES, Recipe
 from torch_bf16.backends import Variant
 from torch_bf16.backends.triton.kernel import constants, options, step
 from torch_bf16.formats import BF16_STOCHASTIC
-from torch_bf16.rules import ACCUMULATE, RULES
+from torch_bf16.rules import (
+    ACCUMULATE,
+    ADAM,
+    ADAMW,
+    RULES,
+    SECOND_MOMENT,
+    SGD,
+    SGD_MOMENTUM,
+    SGD_NESTEROV,
+    WEIGHTS,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -18,10 +29,6 @@ TARGETS = {
 }
 # What one documented recipe for each byte count asks for, beside the named ones.
 OTHERS = (Recipe("24-bit weights", weights="remainder8"),)
-HYPER = {
-    "lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0, "momentum": 0.5,
-    "dampening": 0.0,
-}  # fmt: skip
 
 
 def all_variants():
@@ -34,9 +41,7 @@ def all_variants():
     gpu = torch.device("cuda")
     adding = Variant(ACCUMULATE, BF16_STOCHASTIC, (), torch.bfloat16, gpu)
     found = {adding.name: adding}
-    for rule in RULES.values():
-        if rule is ACCUMULATE:
-            continue
+    for rule in (ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV):
         for recipe in (*RECIPES.values(), *OTHERS):
             for parameter in shapes:
                 weights = recipe.format_of("weights", parameter)
@@ -44,6 +49,21 @@ def all_variants():
                 for gradient in (torch.bfloat16, torch.float32):
                     variant = Variant(rule, weights, states, gradient, gpu)
                     found[variant.name] = variant
+    return found
+
+
+def one_variant_of_each_other_rule():
+    """What a bf16 matrix takes with the first recipe, and the average of a bf16 weight."""
+    recipe, matrix = RECIPES["true-bf16-stochastic"], torch.empty(2, 2, dtype=torch.bfloat16)
+    known = {variant.rule for variant in all_variants().values()}
+    found = {}
+    for rule in RULES.values():
+        if rule not in known:
+            role = WEIGHTS if rule.role == WEIGHTS else SECOND_MOMENT
+            states = tuple(recipe.format_of(s.role, matrix) for s in rule.states)
+            weights, gpu = recipe.format_of(role, matrix), torch.device("cuda")
+            variant = Variant(rule, weights, states, torch.bfloat16, gpu)
+            found[variant.name] = variant
     return found
 
 

@@ -14,10 +14,16 @@ from .islands import cast_module
 from .lost_bits import sync_masters
 from .monitor import LayerUpdate, UpdateMonitor
 from .optim import (
+    ADOPT,
     SGD,
+    Adagrad,
     Adam,
     AdamW,
     BF16Optimizer,
+    Lion,
+    NAdam,
+    RAdam,
+    RMSprop,
     accumulate_gradients,
     convert,
     release_gradients,
@@ -28,14 +34,20 @@ from .recipe import RECIPES, Recipe, get_recipe
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADOPT",
     "RECIPES",
     "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BF16Optimizer",
     "BackendUnavailableError",
     "CheckpointError",
     "LayerUpdate",
+    "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
     "Recipe",
     "StateMismatchError",
     "UpdateMonitor",

@@ -39,7 +39,10 @@ HEADER = "torch_bf16"
 SCHEMA = 1
 
 # What rules read from a parameter group, where the class has it.
-_NEEDED = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+_NEEDED = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "alpha"),
+    *("centered", "lr_decay", "initial_accumulator_value", "momentum_decay"),
+)
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 MASTERS = sorted({plane.suffix for each in FORMATS.values() for plane in each.planes[1:]})
 
@@ -157,7 +160,7 @@ def complete_state(
     began = complete["step"].item() > 0
     for each in rule.states:
         # Momentum may be switched on at any time; moments of Adam are there from the first step on.
-        if began and each.name not in state and each.name != "momentum_buffer":
+        if began and each.name not in state and not each.optional:
             raise StateMismatchError(
                 f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
                 f"{each.name}: it is damaged. Load it as it was saved; nothing was changed"

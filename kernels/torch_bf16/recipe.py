@@ -98,8 +98,9 @@ class Recipe:
         return sum(get_format(name).bytes_per_element for name in names)
 
     def format_of(self, role: str, parameter: Tensor) -> Format:
-        """The format of ``"weights"``, ``"exp_avg"`` or ``"exp_avg_sq"`` of one parameter."""
-        if parameter.dtype == torch.float32:
+        """The format of one parameter's ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``, or
+        ``"exact"``, which is fp32 always."""
+        if role == "exact" or parameter.dtype == torch.float32:
             return FP32
         if parameter.ndim <= 1:
             return _exact_weights(self) if role == "weights" else FP32

@@ -22,6 +22,8 @@ _DRAWS = {
     rules.GRADIENT: GRADIENT,
     rules.FIRST_MOMENT: FIRST_MOMENT,
     rules.SECOND_MOMENT: SECOND_MOMENT,
+    # Never drawn from: its format is fp32.
+    rules.EXACT: FIRST_MOMENT,
 }
 
 

@@ -82,7 +82,25 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-_ARITHMETIC = {"sqrt": _sqrt, "div": operator.truediv}
+def _maximum(a, b):
+    return torch.where(a > b, a, torch.where(b >= a, b, a + b))
+
+
+def _minimum(a, b):
+    return torch.where(a < b, a, torch.where(b <= a, b, a + b))
+
+
+def _sign(x: Tensor) -> Tensor:
+    return torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x - x))
+
+
+_ARITHMETIC = {
+    "sqrt": _sqrt,
+    "div": operator.truediv,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "sign": _sign,
+}
 
 
 @functools.cache

@@ -1,21 +1,33 @@
 """Optimizers with ``torch.optim``'s signatures, and the conversion of torch's own into them."""
 
 from .accumulation import GradientAccumulation, accumulate_gradients
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
+from .adopt import ADOPT
 from .clipping import total_norm
 from .convert import CONVERTIBLE, convert
+from .lion import Lion
+from .nadam import NAdam
 from .optimizer import BF16Optimizer
+from .radam import RAdam
 from .release import GradientRelease, release_gradients
+from .rmsprop import RMSprop
 from .sgd import SGD
 
 __all__ = [
+    "ADOPT",
     "CONVERTIBLE",
     "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BF16Optimizer",
     "GradientAccumulation",
     "GradientRelease",
+    "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
     "accumulate_gradients",
     "convert",
     "release_gradients",

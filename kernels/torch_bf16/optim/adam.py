@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import ADAM, ADAMW, Rule
+from torch_bf16.rules import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, Rule
 
 from .optimizer import BF16Optimizer
 
@@ -17,8 +17,12 @@ __all__ = ["Adam", "AdamW"]
 
 class _AdamFamily(BF16Optimizer):
     def rule_of(self, group: dict[str, Any]) -> Rule:
-        decoupled = group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
-        return ADAMW if decoupled else ADAM
+        if self.decouples_decay(group):
+            return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
+        return ADAM_AMSGRAD if group["amsgrad"] else ADAM
+
+    def decouples_decay(self, group: dict[str, Any]) -> bool:
+        return group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
 
 
 class AdamW(_AdamFamily, torch.optim.AdamW):
@@ -28,8 +32,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     ``weight_decay``. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the equations.
 
     Differs from torch.optim: ``foreach``, ``fused`` and ``capturable`` are accepted and change
-    nothing (one fused call updates everything anyway); ``amsgrad`` and ``differentiable`` are
-    refused.
+    nothing (one fused call updates everything anyway); ``differentiable`` is refused.
 
     Args:
         params: bf16 or fp32 parameters, named ones, or groups of them. Names key the rounding
@@ -38,12 +41,19 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay.
-        amsgrad: must be False.
+        amsgrad: divide by the root of the largest second moment so far, a third state in the
+            recipe's ``exp_avg_sq`` format. A maximum keeps the upward errors of a second moment
+            that is rounded stochastically; ``Recipe(..., exp_avg_sq="fp32")`` has none.
         maximize: ascend instead of descend.
         foreach: ignored.
         capturable: ignored.
         differentiable: must be False.
         fused: ignored.
+        fully_decoupled_weight_decay: multiply weights by ``1 - lr / peak * weight_decay`` and not
+            by ``1 - lr * weight_decay``, so that another ``lr`` leaves the decay alone and the
+            schedule acts on both. True where ``lr`` is the peak of the schedule, else that peak;
+            also an option of a parameter group. A ``weight_decay`` of ``peak * 0.1`` then is
+            what 0.1 was.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
 
     Raises:
@@ -72,6 +82,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "true-bf16-stochastic",
     ) -> None:
         super().__init__(
@@ -87,7 +98,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._adopt(recipe)
+        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -124,6 +135,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "true-bf16-stochastic",
     ) -> None:
         # torch knows this argument since 2.7.
@@ -142,4 +154,4 @@ class Adam(_AdamFamily, torch.optim.Adam):
             fused=fused,
             **newer,
         )
-        self._adopt(recipe)
+        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _TRAINABLE = (torch.bfloat16, torch.float32)
-_UNSUPPORTED = ("amsgrad", "differentiable")
+_UNSUPPORTED = ("differentiable",)
 
 
 @dataclass(slots=True)

@@ -13,15 +13,19 @@ from torch import nn
 from torch_bf16 import checkpoint
 from torch_bf16.recipe import Recipe, get_recipe
 
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .admission import check_group
+from .nadam import NAdam
 from .optimizer import BF16Optimizer
+from .radam import RAdam
+from .rmsprop import RMSprop
 from .sgd import SGD
 
 __all__ = ["CONVERTIBLE", "convert"]
 
 CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
-    each.torch_class: each for each in (AdamW, Adam, SGD)
+    each.torch_class: each for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, SGD)
 }
 """For each ``torch.optim`` class, ours."""
 
@@ -44,7 +48,7 @@ def convert(
     rounded into the recipe's formats at once.
 
     Args:
-        optimizer: exactly a ``torch.optim.AdamW``, ``Adam`` or ``SGD``; mutated.
+        optimizer: exactly one of the ``torch.optim`` classes in :data:`CONVERTIBLE`; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         module: the module that owns the parameters: their names then key the rounding noise, so
             that it does not depend on the order of the parameters.
@@ -92,7 +96,10 @@ def convert(
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         raise
-    optimizer.state.update(taken)
+    for parameter, state in taken.items():
+        optimizer.state[parameter] = state
+        if not state:
+            del optimizer.state[parameter]
     # torch hangs its profiling and step hooks on the class the first time that one is made.
     converted._patch_step_function()
     if wrapped:
@@ -126,7 +133,10 @@ def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
     for number, group in enumerate(optimizer.param_groups):
         rule = optimizer.rule_of(group)
         for position, parameter in enumerate(group["params"]):
-            if state := optimizer.state.get(parameter):
+            state = optimizer.state.get(parameter)
+            if state and float(state.get("step", 1)) == 0:
+                taken[parameter] = {}  # torch's Adagrad makes it before the first step
+            elif state:
                 taken[parameter] = checkpoint.complete_state(
                     state, parameter, rule, optimizer.recipe, optimizer.label(number, position)
                 )

@@ -29,6 +29,7 @@ from .admission import (
     check_unchanged,
 )
 from .checkpointed import Checkpointed
+from .decoupling import FULLY_DECOUPLED, settle
 from .next_step import NextStep, check_capturable
 from .release import GradientRelease
 
@@ -71,8 +72,20 @@ class BF16Optimizer(Checkpointed):
     _accumulation: GradientAccumulation | None = None
     _release: GradientRelease | None = None
 
-    def _adopt(self, recipe: str | Recipe, backend: str | None = None) -> None:
+    def _adopt(
+        self,
+        recipe: str | Recipe,
+        backend: str | None = None,
+        *,
+        fully_decoupled_weight_decay: bool | float = False,
+    ) -> None:
         """Set up what torch's constructor does not know; it has run already."""
+        if fully_decoupled_weight_decay:
+            self.defaults[FULLY_DECOUPLED] = fully_decoupled_weight_decay
+        for number, group in enumerate(self.param_groups):
+            if fully_decoupled_weight_decay:
+                group.setdefault(FULLY_DECOUPLED, fully_decoupled_weight_decay)
+            settle(group, number, self.decouples_decay(group))
         self.recipe = get_recipe(recipe)
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
@@ -85,6 +98,10 @@ class BF16Optimizer(Checkpointed):
         self._captured = []
         self._accumulation = self._release = None
         accumulate_as(self.recipe, self)
+
+    def decouples_decay(self, group: dict[str, Any]) -> bool:
+        """Whether a group's weight decay acts on the weights and not through the gradient."""
+        return bool(group.get("decoupled_weight_decay"))
 
     def _forget(self) -> None:
         self._plan = None
@@ -222,7 +239,9 @@ class BF16Optimizer(Checkpointed):
         """
         super().add_param_group(param_group)
         try:
-            check_group(self, len(self.param_groups) - 1)
+            number, group = len(self.param_groups) - 1, self.param_groups[-1]
+            check_group(self, number)
+            settle(group, number, self.decouples_decay(group))
         except Exception:
             self.param_groups.pop()
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from . import arithmetic
 from .rule import FIRST_MOMENT, SECOND_MOMENT, Rule, State
+from .weight_decay import decay_per_lr
 
 __all__ = ["ADAM", "ADAMW"]
 
@@ -41,6 +42,11 @@ def _options(group):
     return group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
 
 
+def _adamw_options(group):
+    beta1, beta2 = group["betas"]
+    return group["lr"], beta1, beta2, group["eps"], decay_per_lr(group)
+
+
 def _moment_scalars(options, step):
     lr, beta1, beta2, eps, _ = options
     correction1 = 1.0 - arithmetic.power(beta1, step)
@@ -62,5 +68,5 @@ def _adam_scalars(options, step, grad_scale):
     return grad_scale, weight_decay, beta2, one_minus_beta1, one_minus_beta2, step_size, eps
 
 
-ADAMW = Rule("adamw", _STATES, _adamw, _options, _adamw_scalars)
+ADAMW = Rule("adamw", _STATES, _adamw, _adamw_options, _adamw_scalars)
 ADAM = Rule("adam", _STATES, _adam, _options, _adam_scalars)

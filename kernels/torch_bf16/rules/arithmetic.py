@@ -5,15 +5,16 @@ this module for one with its own primitives (:func:`torch_bf16.rules.lift`); as 
 runs on Python floats. Division is one of them because ``/`` is an approximation in some dialects,
 among them Triton's.
 
-``update`` may use ``div`` and ``sqrt``, correctly rounded. ``scalars`` may use all of them. No
-device shares the host's libraries, so ``power``, ``exp`` and ``log`` are spelled out in operations
-that IEEE 754 rounds alike everywhere: a dialect that follows them step by step gets the same bits.
+``update`` may use ``div`` and ``sqrt``, correctly rounded, and ``maximum``, ``minimum`` and
+``sign``, which are exact. ``scalars`` may use all the others. No device shares the host's
+libraries, so ``power``, ``exp`` and ``log`` are spelled out in operations that IEEE 754 rounds
+alike everywhere: a dialect that follows them step by step gets the same bits.
 """
 
 from math import inf, nan, sqrt
 from operator import truediv as div
 
-__all__ = ["div", "exp", "log", "power", "sqrt", "where"]
+__all__ = ["div", "exp", "log", "maximum", "minimum", "power", "sign", "sqrt", "where"]
 
 LOG2_E = 1.4426950408889634
 # ln 2 = LN2_HI + LN2_LO; the product of LN2_HI with a whole number below 2**11 is exact.
@@ -21,6 +22,21 @@ LN2_HI, LN2_LO = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 SQRT2 = 1.4142135623730951
 # Added and subtracted again, it leaves the nearest whole number.
 TO_WHOLE = 6755399441055744.0
+
+
+def maximum(a, b):
+    """The larger; ``b`` of two zeros; of a NaN and anything a quiet NaN, their sum."""
+    return a if a > b else b if b >= a else a + b
+
+
+def minimum(a, b):
+    """The smaller; ``b`` of two zeros; of a NaN and anything a quiet NaN, their sum."""
+    return a if a < b else b if b <= a else a + b
+
+
+def sign(x):
+    """1, -1, or +0.0 for either zero; a quiet NaN for a NaN."""
+    return 1.0 if x > 0.0 else -1.0 if x < 0.0 else x - x
 
 
 def where(condition, a, b):

@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["FIRST_MOMENT", "GRADIENT", "SECOND_MOMENT", "WEIGHTS", "Rule", "State", "lift"]
+__all__ = [
+    "EXACT",
+    "FIRST_MOMENT",
+    "GRADIENT",
+    "SECOND_MOMENT",
+    "WEIGHTS",
+    "Rule",
+    "State",
+    "lift",
+]
 
 WEIGHTS = "weights"
 GRADIENT = "gradient"
 FIRST_MOMENT = "exp_avg"
 SECOND_MOMENT = "exp_avg_sq"
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -21,11 +31,15 @@ class State:
 
     Attributes:
         name: its key in ``optimizer.state[p]``, as ``torch.optim`` names it.
-        role: the recipe's role that decides its format, ``"exp_avg"`` or ``"exp_avg_sq"``.
+        role: the recipe's role that decides its format, ``"exp_avg"`` or ``"exp_avg_sq"``, or
+            ``"exact"`` for one that is fp32 in every recipe.
+        optional: whether it may be missing after the first step, because an option that needs it
+            was switched on later; it then starts at zero.
     """
 
     name: str
     role: str
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,10 +50,10 @@ class Rule:
         name: unique; part of compiled kernels' names.
         states: the numbers kept per element, in the order ``update`` takes and returns them.
         update: ``update(w, g, states, scalars) -> (w, states)``. Runs on whatever number type the
-            backend gives it: fp32 tensors, or fp32 registers. It uses ``+ - *``,
-            ``arithmetic.div`` and ``arithmetic.sqrt`` only, and each number that it returns is the
-            result of one of them, so that a NaN among them is a quiet one. It never combines two
-            scalars, because a host would do that in float64 and a kernel in fp32.
+            backend gives it: fp32 tensors, or fp32 registers. It uses ``+ - *``
+            and what :mod:`.arithmetic` has for it, and each number that it returns is the result
+            of one of them, so that a NaN among them is a quiet one. It has no literals and never
+            combines two scalars: a host would take them as float64 and a kernel as fp32.
         options: ``options(group) -> tuple``: the hyperparameters of a parameter group that
             ``scalars`` needs, flat; numbers or tensors with one element, as the group holds them.
         scalars: ``scalars(options, step, grad_scale) -> tuple``, float64 throughout, from those

@@ -7,7 +7,7 @@ from .rule import FIRST_MOMENT, Rule, State
 
 __all__ = ["SGD", "SGD_MOMENTUM", "SGD_NESTEROV"]
 
-_MOMENTUM = (State("momentum_buffer", FIRST_MOMENT),)
+_MOMENTUM = (State("momentum_buffer", FIRST_MOMENT, optional=True),)
 
 
 def _sgd(w, g, states, scalars):

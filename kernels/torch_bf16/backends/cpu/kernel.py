@@ -36,6 +36,7 @@ _ELEMENTS = {
     torch.float32: np.float32,
 }
 
+_ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
 _u32 = np.uint32
 _S15, _S16 = _u32(15), _u32(16)
 _M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
@@ -86,6 +87,30 @@ def _div(a, b):
     return a / b
 
 
+@_jit
+def _maximum(a, b):
+    return a if a > b else (b if b >= a else a + b)
+
+
+@_jit
+def _minimum(a, b):
+    return a if a < b else (b if b <= a else a + b)
+
+
+@_jit
+def _sign(x):
+    return _PLUS_ONE if x > _ZERO else (_MINUS_ONE if x < _ZERO else x - x)
+
+
+_ARITHMETIC = {
+    "sqrt": _sqrt,
+    "div": _div,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "sign": _sign,
+}
+
+
 class _Workshop:
     """Compiles the parts of one variant, each under a symbol of its own.
 
@@ -107,7 +132,7 @@ class _Workshop:
 
     def lift(self, update):
         """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
-        return rules.lift(update, {"sqrt": _sqrt, "div": _div}, self.compile)
+        return rules.lift(update, _ARITHMETIC, self.compile)
 
     def view(self, dtypes, column):
         """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""

@@ -39,6 +39,21 @@ def _div32(a, b):
 
 
 @triton.jit
+def _maximum(a, b):
+    return tl.where(a > b, a, tl.where(b >= a, b, a + b))
+
+
+@triton.jit
+def _minimum(a, b):
+    return tl.where(a < b, a, tl.where(b <= a, b, a + b))
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x - x))
+
+
+@triton.jit
 def _f64(x):
     return tl.full((), x, tl.float64)
 
@@ -113,7 +128,9 @@ def _log(x):
     return tl.where(x == 0.0, _f64(-INF), tl.where(x == INF, _f64(INF), y))
 
 
-_FP32 = {"sqrt": _sqrt32, "div": _div32}
+_FP32 = {
+    "sqrt": _sqrt32, "div": _div32, "maximum": _maximum, "minimum": _minimum, "sign": _sign,
+}  # fmt: skip
 _FP64 = {
     "sqrt": _sqrt, "div": _div, "where": _where, "power": _power, "exp": _exp, "log": _log,
 }  # fmt: skip

@@ -1,0 +1,82 @@
+"""Adagrad with ``torch.optim``'s signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import ADAGRAD, Rule
+
+from .optimizer import BF16Optimizer
+
+__all__ = ["Adagrad"]
+
+
+class Adagrad(BF16Optimizer, torch.optim.Adagrad):
+    """Adagrad (Duchi et al., 2011), whose numbers are stored by a recipe.
+
+    The sum of squared gradients has the recipe's ``exp_avg_sq`` format. See
+    :mod:`torch_bf16.rules.adagrad` for the equations.
+
+    Differs from torch.optim: there is no state before the first step, and a group added later may
+    have its own ``initial_accumulator_value``; gradients must be dense; ``foreach`` and ``fused``
+    are accepted and change nothing; ``differentiable`` is refused.
+
+    Args:
+        params: bf16 or fp32 parameters, named ones, or groups of them.
+        lr: learning rate, a float or a 0-d tensor.
+        lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
+        weight_decay: multiplied by the weight and added to the gradient.
+        initial_accumulator_value: what the sum of squared gradients starts from.
+        eps: added to the root of the sum.
+        foreach: ignored.
+        maximize: ascend instead of descend.
+        differentiable: must be False.
+        fused: ignored.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
+
+    Example:
+        >>> optimizer = torch_bf16.Adagrad(model.parameters(), lr=1e-2)
+    """
+
+    torch_class = torch.optim.Adagrad
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        # Some versions of torch make the state here, in the parameters' dtype.
+        self.state.clear()
+        self._adopt(recipe)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return ADAGRAD

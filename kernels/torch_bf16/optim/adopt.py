@@ -1,0 +1,76 @@
+"""ADOPT, which torch.optim does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import ADOPT as RULE
+from torch_bf16.rules import Rule
+
+from .optimizer import BF16Optimizer
+from .ranges import check_ranges
+
+__all__ = ["ADOPT"]
+
+
+class ADOPT(BF16Optimizer):
+    """ADOPT (Taniguchi et al., 2024): an Adam that converges whatever ``betas[1]`` is.
+
+    The gradient is divided by the second moment of the steps before, and clipped. See
+    :mod:`torch_bf16.rules.adopt` for the equations, which are those of the authors' code,
+    where the first step only measures the gradient.
+
+    A second moment with ``betas[1] = 0.9999`` changes by 0.01 % a step, so it must not be rounded
+    to nearest in bf16: the named recipes do not.
+
+    Args:
+        params: bf16 or fp32 parameters, named ones, or groups of them.
+        lr: learning rate, a float or a 0-d tensor.
+        betas: decay rates of the first and the second moment.
+        eps: least root of the second moment to divide by.
+        weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
+        decoupled_weight_decay: decay as AdamW does.
+        clip: bound the normalised gradient by the fourth root of the number of steps before.
+        maximize: ascend instead of descend.
+        fully_decoupled_weight_decay: as for :class:`AdamW`.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
+
+    Example:
+        >>> optimizer = torch_bf16.ADOPT(model.parameters(), lr=1e-3, decoupled_weight_decay=True)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        *,
+        clip: bool = True,
+        maximize: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "clip": clip,
+            "maximize": maximize,
+        }
+        super().__init__(params, options)
+        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return RULE

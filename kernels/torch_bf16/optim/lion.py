@@ -1,0 +1,61 @@
+"""Lion, which torch.optim does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import LION, Rule
+
+from .optimizer import BF16Optimizer
+from .ranges import check_ranges
+
+__all__ = ["Lion"]
+
+
+class Lion(BF16Optimizer):
+    """Lion (Chen et al., 2023): steps of one size along the sign of a momentum.
+
+    It keeps one state, so that ``true-bf16-stochastic`` takes 6 bytes per parameter with a bf16
+    gradient. See :mod:`torch_bf16.rules.lion` for the equations. Use a learning rate three to ten
+    times smaller than AdamW's and a weight decay as much larger, as the paper does.
+
+    Args:
+        params: bf16 or fp32 parameters, named ones, or groups of them.
+        lr: learning rate, a float or a 0-d tensor; every weight moves by it.
+        betas: weight of the momentum in the sign, and the momentum's decay rate.
+        weight_decay: decoupled decay.
+        maximize: ascend instead of descend.
+        fully_decoupled_weight_decay: as for :class:`AdamW`.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+
+    Raises:
+        ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
+
+    Example:
+        >>> optimizer = torch_bf16.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options)
+        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return LION
+
+    def decouples_decay(self, group: dict[str, Any]) -> bool:
+        return True

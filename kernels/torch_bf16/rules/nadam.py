@@ -1,0 +1,86 @@
+"""NAdam (Dozat, 2016, "Incorporating Nesterov Momentum into Adam"), as torch defines it.
+
+With ``mu_t = beta1 * (1 - 0.96**(t * momentum_decay) / 2)``, its product ``P_t`` over all steps up
+to t, and ``c2 = 1 - beta2**t``:
+
+    g = g + weight_decay * w, or w = w * (1 - lr * weight_decay) where the decay is decoupled
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    w = w - lr * (g * (1 - mu_t) / (1 - P_t) + m * mu_{t+1} / (1 - P_t * mu_{t+1}))
+          / (sqrt(v / c2) + eps)
+
+torch keeps ``P_t`` as a state, in fp32. Here it follows from the step: with ``q =
+0.96**momentum_decay`` its logarithm is ``t * log(beta1)`` plus the sum of ``log(1 - q**i / 2)``,
+and expanding that logarithm in powers of ``q**i / 2`` turns the sum over steps into one of
+geometric series, of which 32 are more than fp32 can tell. A beta1 that changes during training
+therefore counts as if it had always been what it is now.
+"""
+
+from __future__ import annotations
+
+from . import arithmetic
+from .adam import ADAM
+from .rule import Rule
+from .weight_decay import either_decay
+
+__all__ = ["NADAM", "mu_product"]
+
+
+def _nadam(w, g, states, scalars):
+    (
+        grad_scale, decay, weight_decay, beta2, one_minus_beta1, one_minus_beta2,
+        gradient_size, momentum_size, eps,
+    ) = scalars  # fmt: skip
+    m, v = states
+    g = g * grad_scale
+    g = g + w * weight_decay
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    step = g * gradient_size + m * momentum_size
+    return w * decay - arithmetic.div(step, arithmetic.sqrt(v) + eps), (m, v)
+
+
+def mu_product(beta1, momentum_decay, step):
+    """``P_t``: the product of ``mu`` over steps 1 to ``step``, in float64."""
+    log_q = momentum_decay * -0.040821994520255166  # log(0.96)
+    # float64 on a device too, where literals are fp32 and the step is an integer.
+    k, total = log_q * 0.0, log_q * 0.0
+    share = k + 1.0
+    for _ in range(32):
+        k, share = k + 1.0, share * 0.5
+        # The sum of q**(k * i) over the steps; below 1e-6 its closed form loses its digits.
+        x = -k * log_q
+        safe = arithmetic.where(x < 1e-6, 1e-6, x)
+        decayed = arithmetic.exp(-safe)
+        closed = arithmetic.div(decayed * (1.0 - arithmetic.exp(-safe * step)), 1.0 - decayed)
+        nearly_constant = arithmetic.div(share * 0.0 + step, 1.0 + (x * step + x) * 0.5)
+        series = arithmetic.where(x < 1e-6, nearly_constant, closed)
+        total = total + arithmetic.div(share, k) * series
+    return arithmetic.power(beta1, step) * arithmetic.exp(-total)
+
+
+def _options(group):
+    beta1, beta2 = group["betas"]
+    own = group["lr"], beta1, beta2, group["eps"], group["momentum_decay"]
+    return *own, *either_decay(group)
+
+
+def _mu(beta1, exponent):
+    return beta1 * (1.0 - 0.5 * arithmetic.exp(exponent * -0.040821994520255166))
+
+
+def _scalars(options, step, grad_scale):
+    lr, beta1, beta2, eps, momentum_decay, decoupled, weight_decay = options
+    exponent = momentum_decay * step
+    mu, mu_next = _mu(beta1, exponent), _mu(beta1, exponent + momentum_decay)
+    product = mu_product(beta1, momentum_decay, step)
+    root = arithmetic.sqrt(1.0 - arithmetic.power(beta2, step))
+    gradient_size = arithmetic.div(lr * root * (1.0 - mu), 1.0 - product)
+    momentum_size = arithmetic.div(lr * root * mu_next, 1.0 - product * mu_next)
+    return (
+        grad_scale, 1.0 - lr * decoupled, weight_decay, beta2, 1.0 - beta1, 1.0 - beta2,
+        gradient_size, momentum_size, eps * root,
+    )  # fmt: skip
+
+
+NADAM = Rule("nadam", ADAM.states, _nadam, _options, _scalars)

@@ -1,0 +1,74 @@
+"""What keys the noise of a step: names, or places without them, the seed, and the step itself."""
+
+import pytest
+import torch
+from optimizer_cases import (
+    BACKENDS,
+    assert_same,
+    bits,
+    make_optimizer,
+    make_parameters,
+    set_gradients,
+    snapshot,
+)
+
+from torch_bf16 import get_recipe
+
+STOCHASTIC = [("adamw", backend) for backend in BACKENDS] + [("sgd", "cpu")]
+stochastic = pytest.mark.parametrize(("name", "backend"), STOCHASTIC)
+
+
+@stochastic
+def test_named_parameters_have_the_same_bits_in_any_order(name, backend):
+    forward = make_parameters()
+    backward = dict(reversed(make_parameters().items()))
+    one, other = (
+        make_optimizer(name, "stochastic", backend, each.items()) for each in (forward, backward)
+    )
+    for seed in range(3):
+        set_gradients(forward.values(), seed)
+        for key, p in backward.items():
+            p.grad = forward[key].grad.clone()
+        one.step()
+        other.step()
+    in_order = [backward[key] for key in forward]
+    assert_same(snapshot(one), snapshot(other, in_order))
+
+
+@stochastic
+def test_without_names_the_position_keys_the_noise(name, backend):
+    def run(position, seed=0):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(40, 50).bfloat16()) for _ in range(2)]
+        chosen = parameters[position]
+        chosen.data.copy_(torch.linspace(1, 2, 2000).view(40, 50))
+        recipe = get_recipe("true-bf16-stochastic", seed=seed)
+        optimizer = make_optimizer(name, recipe, backend, parameters)
+        for p in parameters:
+            p.grad = torch.full_like(p, 0.01)
+        optimizer.step()
+        return bits(chosen)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    assert not torch.equal(run(0), run(0, seed=1))
+
+
+def test_two_steps_draw_apart():
+    """The same fp32 result is rounded anew at each step: no draw is used twice."""
+    start = torch.full((64, 64), 1.0).bfloat16()
+    results = []
+    for steps in (1, 2):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = make_optimizer("sgd", "stochastic", "cpu", [p], lr=1.0, weight_decay=0.0)
+        for _ in range(steps):
+            p.data.copy_(start)
+            # Half a step of bf16 above 1, so that each element goes either way.
+            p.grad = torch.full_like(p, -(2.0**-8))
+            optimizer.step()
+        results.append(p.detach() > 1)
+    first, second = results
+    n = start.numel()
+    # Independent fair draws agree n/2 times with deviation sqrt(n)/2 = 32; five of those.
+    assert abs((first == second).sum().item() - n / 2) < 5 * 32
+    assert abs(first.sum().item() - n / 2) < 5 * 32
