@@ -95,6 +95,16 @@ def test_one_that_compiles_for_ever_is_given_up():
     assert time.perf_counter() - start < 10
 
 
+def test_a_profiler_that_fails_costs_the_launches_alone(monkeypatch):
+    def launches(self, step):
+        raise RuntimeError("no counters for this user")
+
+    monkeypatch.setattr(CpuClock, "launches", launches)
+    measured = measure([contender()], SHAPES, CPU, 2)
+    assert measured.failures == {}
+    assert measured.results[0].launches is None
+
+
 def test_without_the_baseline_there_is_no_result():
     with pytest.raises(RuntimeError, match="the baseline 'base' failed: RuntimeError: step 4"):
         measure([contender("base", fail_at=4), contender()], SHAPES, CPU, 2)
