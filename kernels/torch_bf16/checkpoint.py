@@ -21,6 +21,7 @@ from .formats import FORMATS, FP32, Format
 from .recipe import Recipe
 from .recoding import Changes, recode, recode_weight, stored_format
 from .rules import Rule
+from .sharding import local, local_part, place_like
 
 __all__ = [
     "HEADER",
@@ -134,6 +135,7 @@ def complete_state(
     recipe: Recipe,
     label: str,
     changes: Changes | None = None,
+    like: Tensor | None = None,
 ) -> dict[str, Any]:
     """A parameter's state in the recipe's formats, made, taken over, or as it is.
 
@@ -147,15 +149,22 @@ def complete_state(
         recipe: the optimizer's recipe.
         label: how to call the parameter in an error.
         changes: counts what was rounded.
+        like: what formats follow from, where it is not the parameter.
 
     Returns:
-        A new dict. Keys of ``state`` that the rule does not know are dropped.
+        A new dict; beside a DTensor its tensors are DTensors placed like it, and ``state`` may have
+        them placed in another way or whole. Keys of ``state`` that the rule does not know are
+        dropped.
 
     Raises:
         StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
             parameter that is fp32 now.
     """
     changes = Changes() if changes is None else changes
+    like = parameter if like is None else like
+    memory, given = local(parameter), state
+    if memory is not parameter:
+        state = {key: _local(key, each, parameter, label) for key, each in state.items()}
     complete: dict[str, Any] = {"step": _step(state, parameter, rule, label)}
     began = complete["step"].item() > 0
     for each in rule.states:
@@ -165,10 +174,21 @@ def complete_state(
                 f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
                 f"{each.name}: it is damaged. Load it as it was saved; nothing was changed"
             )
-        format_ = recipe.format_of(each.role, parameter)
-        planes = complete_moment(state, each.name, format_, parameter, label, changes)
+        format_ = recipe.format_of(each.role, like)
+        planes = complete_moment(state, each.name, format_, memory, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
-    return complete | complete_master(state, parameter, recipe, label, changes)
+    complete |= complete_master(state, parameter, recipe, label, changes, like)
+    if memory is parameter:
+        return complete
+    # What is in place already stays the tensor it is.
+    return {
+        key: each
+        if key == "step"
+        else given[key]
+        if key in given and local(given[key]) is each
+        else place_like(parameter, each)
+        for key, each in complete.items()
+    }
 
 
 def complete_moment(
@@ -210,15 +230,21 @@ def complete_moment(
 
 
 def complete_master(
-    state: Mapping[str, Any], parameter: Tensor, recipe: Recipe, label: str, changes: Changes
+    state: Mapping[str, Any],
+    parameter: Tensor,
+    recipe: Recipe,
+    label: str,
+    changes: Changes,
+    like: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The planes of the weight beyond the parameter, in the recipe's format.
+    """The planes of the weight beyond the parameter, in the recipe's format, as they are here.
 
     Raises:
         StateMismatchError: a plane has another shape or dtype than every format, or belongs to a
             parameter that is fp32 now.
     """
-    weights = recipe.format_of("weights", parameter)
+    memory = local(parameter)
+    weights = recipe.format_of("weights", parameter if like is None else like)
     keys = weights.plane_names("")[1:]
     saved = {key: state[key] for key in MASTERS if state.get(key) is not None}
     if not saved:
@@ -239,10 +265,10 @@ def complete_master(
             f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
             "load the state dict as it was saved. Nothing was changed"
         )
-    planes = [_fitting(each, parameter, key, label) for key, each in saved.items()]
+    planes = [_fitting(each, memory, key, label) for key, each in saved.items()]
     if source == weights:
         return dict(zip(keys, planes, strict=True))
-    visible = parameter.detach().contiguous()
+    visible = memory.detach().contiguous()
     x = source.decode([visible, *planes])
     rest = recode_weight(x, visible, weights)
     now = weights.decode([visible, *rest])
@@ -280,9 +306,17 @@ def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     known = lost_bits.second_plane(parameter, dtype)
     if known is not None:
         return known
+    memory = local(parameter).detach()
     if not dtype.is_floating_point:
-        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    return parameter.detach().to(dtype).contiguous()
+        return torch.zeros(memory.shape, dtype=dtype, device=memory.device)
+    return memory.to(dtype).contiguous()
+
+
+def _local(key: str, saved: Any, parameter: Tensor, label: str) -> Any:
+    if key == "step" or not isinstance(saved, Tensor):
+        return saved
+    _check_shape(saved, parameter, key, label)
+    return local_part(saved, parameter)
 
 
 def _check_shape(saved, parameter, key, label) -> None:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import lost_bits
 from .cpu_autocast import fill_gaps
 from .recipe import Recipe, get_recipe
+from .sharding import is_dtensor, local
 
 __all__ = ["cast_module", "kept"]
 
@@ -41,8 +42,9 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     compute in fp32, their inputs upcast), and parameters that are not fp32 or not plain tensors
     (quantised weights).
 
-    Call it before the module is wrapped by DDP: afterwards a change of dtype would cut the hooks
-    that reduce gradients.
+    Call it before the module is wrapped by DDP or FSDP1: afterwards a change of dtype would cut the
+    hooks that reduce gradients. Modules sharded by ``fully_shard`` or tensor parallelism can be
+    cast before or after that, but before their first forward; on the meta device too.
 
     Args:
         module: mutated.
@@ -54,8 +56,9 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
         ``module`` itself.
 
     Raises:
-        ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP, or a pattern of
-            ``keep_fp32`` matches nothing; nothing has been changed then.
+        ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP or FSDP1 or has
+            run under FSDP2, or a pattern of ``keep_fp32`` matches nothing; nothing has been
+            changed then.
 
     Example:
         >>> model = cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -83,13 +86,9 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
                 f"parameter {name!r} is not initialised yet and would come out as float32; run the "
                 "module once, then call cast_module"
             )
-    if chosen and any(isinstance(sub, DistributedDataParallel) for sub in module.modules()):
-        raise ValueError(
-            "cast_module was given a module inside DistributedDataParallel, whose hooks a change "
-            "of dtype would cut: gradients would not be reduced any more. Cast first, then wrap it"
-        )
+    if chosen:
+        _check_wrappers(module)
     fill_gaps()
-    _kept.update((p, True) for p in asked)
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     rests = {}
     for parameter in chosen.values():
@@ -104,19 +103,44 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
     module._apply(cast)
+    # Not before: torch converts no DTensor that has a weak reference.
+    _kept.update((p, True) for p in asked)
     for key, parameter in chosen.items():
         if key in gradients:
             parameter.grad = gradients[key].to(torch.bfloat16)
-        if (rest := rests.get(key)) is not None:
-            lost_bits.remember(parameter, rest)
+    lost_bits.remember(module, {key: rest for key, rest in rests.items() if rest is not None})
     for island in _callable(islands):
         island.forward = functools.partial(_forward_in_fp32, island)
     return module
 
 
+def _check_wrappers(module: nn.Module) -> None:
+    for sub in module.modules():
+        if isinstance(sub, DistributedDataParallel):
+            raise ValueError(
+                "cast_module was given a module inside DistributedDataParallel, whose hooks a "
+                "change of dtype would cut: gradients would not be reduced any more. Cast first, "
+                "then wrap it"
+            )
+        if type(sub).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                "cast_module was given a module inside FullyShardedDataParallel, which has copied "
+                "its parameters into flat ones. Cast first, then wrap it; or shard with "
+                "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
+            )
+        state = getattr(sub, "_get_fsdp_state", None)
+        # None until the first forward, which settles the dtype that gradients are reduced to.
+        if state is not None and getattr(state(), "_is_root", None) is not None:
+            raise ValueError(
+                "cast_module was given a module that fully_shard wraps and that has run already; "
+                "FSDP settles its dtypes in the first forward. Cast before it"
+            )
+
+
 def _is_plain(parameter: Tensor) -> bool:
     # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
-    return type(parameter) is nn.Parameter and parameter.is_floating_point()
+    plain = type(local(parameter)) is Tensor if is_dtensor(parameter) else False
+    return (plain or type(parameter) is nn.Parameter) and parameter.is_floating_point()
 
 
 def kept(parameter: Tensor) -> bool:

@@ -22,7 +22,7 @@ from .backends import Bucket, Call, Variant, choose
 from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
-from .sharding import Span, is_dtensor, local, local_gradient
+from .sharding import Span, is_dtensor, local, local_gradient, version_of
 
 __all__ = ["Member", "Plan"]
 
@@ -75,13 +75,20 @@ class Member:
         if self._is_dtensor:
             gradient = local_gradient(self.parameter, gradient)
         # A lazily negated view is contiguous, too, and its memory has the other sign.
-        return gradient.resolve_neg().contiguous()
+        plain = gradient.is_contiguous() and not gradient.is_neg()
+        return gradient if plain else gradient.resolve_neg().contiguous()
+
+    def version(self) -> int:
+        """A number that every write to the parameter raises."""
+        return version_of(self.parameter) if self._is_dtensor else self.parameter._version
 
     def _look(self) -> tuple[Any, ...]:
         # No `device`, which takes as long as all the rest: no two devices share an address.
         parameter: Any = self.parameter
         gradient = parameter.grad
-        memory = local(parameter)
+        memory, tensors = parameter, self._tensors
+        if self._is_dtensor:
+            memory, tensors = local(parameter), map(local, tensors)
         return (
             memory.data_ptr(),
             parameter.dtype,
@@ -93,7 +100,7 @@ class Member:
             gradient.layout,
             gradient.is_cpu,
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            *map(Tensor.data_ptr, map(local, self._tensors) if self._is_dtensor else self._tensors),
+            *map(Tensor.data_ptr, tensors),
         )
 
 
@@ -165,7 +172,7 @@ class Plan:
                     "contiguous, and its step goes through a copy; make it contiguous"
                 )
         for each in self.members:
-            if each.seen.version != each.parameter._version and "remainder" in each.state:
+            if each.seen.version != each.version() and "remainder" in each.state:
                 return (
                     f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
                     "step, and replays would forget the lower half of its master each time; take "

@@ -20,12 +20,15 @@ __all__ = [
     "Span",
     "box_at",
     "box_of",
+    "cut_over",
     "is_dtensor",
     "local",
     "local_gradient",
+    "local_part",
     "place_like",
     "runs_of",
     "span_of",
+    "version_of",
 ]
 
 
@@ -85,6 +88,13 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def version_of(parameter: Tensor) -> int:
+    """A number that a write to the parameter raises: by its own name or in its local shard."""
+    memory = local(parameter)
+    version = parameter._version
+    return version if memory is parameter else version + memory._version
+
+
 def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     """What this rank needs of a DTensor's gradient.
 
@@ -100,6 +110,13 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     memory = placed._local_tensor
     # What a collective that is still under way leaves here must be waited for.
     return memory if type(memory) is Tensor else placed.to_local()
+
+
+def cut_over(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a DTensor, and the numbers of its dimensions whose ranks hold other elements."""
+    placed: Any = parameter
+    dims = (dim for dim, each in enumerate(placed.placements) if not each.is_replicate())
+    return placed.device_mesh, tuple(dims)
 
 
 def box_of(parameter: Tensor) -> tuple[slice, ...]:
@@ -203,6 +220,23 @@ def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:
             f"a tensor of shape {tuple(shape)} is cut in dimensions {cut[0]} and {last}"
         )
     return offset, width, pitch
+
+
+def local_part(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that belongs to a DTensor parameter.
+
+    Args:
+        tensor: whole, or a DTensor; placed in another way than the parameter it is brought into
+            place, which communicates on every rank.
+        parameter: a DTensor of the same shape.
+    """
+    whole: Any = parameter
+    if is_dtensor(tensor):
+        placed: Any = tensor
+        if placed.device_mesh == whole.device_mesh:
+            return local_gradient(parameter, placed)
+        tensor = placed.full_tensor()
+    return tensor[box_of(parameter)]
 
 
 def place_like(parameter: Tensor, memory: Tensor, shape: torch.Size | None = None) -> Tensor:

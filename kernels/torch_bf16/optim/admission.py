@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.errors import StateMismatchError
+from torch_bf16.sharding import local, version_of
 
 __all__ = [
     "Seen",
@@ -42,7 +43,7 @@ class Seen:
     @classmethod
     def of(cls, parameter: Tensor) -> Seen:
         """What ``parameter`` is now."""
-        return cls(parameter._version, parameter.dtype, parameter.shape)
+        return cls(version_of(parameter), parameter.dtype, parameter.shape)
 
 
 def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -80,11 +81,12 @@ def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
             f"{_remedy(parameter.dtype)}"
         )
     kind = None
+    memory = local(parameter)
     if parameter.layout != torch.strided:
         kind = f"{parameter.layout}"
-    elif _overlaps(parameter):
+    elif _overlaps(memory):
         kind = "an expanded view"
-    elif parameter.is_neg():
+    elif memory.is_neg():
         kind = "a view that is negated when it is read"
     elif parameter.is_inference():
         kind = "an inference tensor"

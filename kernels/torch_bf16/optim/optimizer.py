@@ -16,7 +16,7 @@ from torch_bf16.islands import kept
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes, stored_format
-from torch_bf16.sharding import span_of
+from torch_bf16.sharding import local, place_like, span_of, version_of
 
 from .accumulation import GradientAccumulation, accumulate_as
 from .admission import (
@@ -174,7 +174,7 @@ class BF16Optimizer(Checkpointed):
         # The kernels write through addresses, which autograd does not see.
         torch.autograd.graph.increment_version(parameters)
         for each in plan.members:
-            each.seen.version = each.parameter._version
+            each.seen.version = each.version()
         return plan
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
@@ -185,16 +185,17 @@ class BF16Optimizer(Checkpointed):
         """
         if parameter.dtype != torch.bfloat16:
             return parameter.detach()
-        visible = parameter.detach().contiguous()
+        visible = local(parameter).detach().contiguous()
         state, seen = self.state.get(parameter, {}), self._seen.get(parameter)
-        masters = {key: state[key] for key in checkpoint.MASTERS if key in state}
-        written = seen is not None and seen.version != parameter._version
+        masters = {key: local(state[key]) for key in checkpoint.MASTERS if key in state}
+        written = seen is not None and seen.version != version_of(parameter)
         if (known := lost_bits.second_plane(parameter, torch.int16)) is not None and not masters:
             masters = {"remainder": known}
         format_ = stored_format(masters, "", torch.bfloat16) if masters else None
         if format_ is None or (written and "master" not in masters):
-            return visible.float()
-        return format_.decode([visible, *(masters[key] for key in format_.plane_names("")[1:])])
+            return place_like(parameter, visible.float())
+        planes = [visible, *(masters[key] for key in format_.plane_names("")[1:])]
+        return place_like(parameter, format_.decode(planes))
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
@@ -340,7 +341,7 @@ class BF16Optimizer(Checkpointed):
     def _respect_writes(self, members: Sequence[Member]) -> None:
         """Drop the lower half of a weight that something else has written since the last step."""
         for each in members:
-            if each.seen.version != each.parameter._version:
+            if each.seen.version != each.version():
                 remainder = each.state.get("remainder")
                 if remainder is not None:
-                    remainder.zero_()
+                    local(remainder).zero_()
