@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -220,22 +216,6 @@ def resharded_resumes(folder, expected, group):
             assert_same(expected[EVEN, recipe], gathered(model, optimizer, group), context)
 
 
-def whole_checkpoints(expected, group):
-    """The same through whole tensors on rank 0, of which every rank takes its part."""
-    whole_ones = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for recipe in RECIPES:
-        model, optimizer = cast_and_sharded(Case("fsdp2", (4,), UNEVEN), recipe)
-        train_on_given_gradients(model, optimizer, range(STEPS // 2))
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, states = get_state_dict(model, optimizer, options=options)
-        model, optimizer = cast_and_sharded(Case("hsdp", (2, 2), UNEVEN), recipe)
-        set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=states, options=whole_ones
-        )
-        train_on_given_gradients(model, optimizer, range(STEPS // 2, STEPS))
-        assert_same(expected[UNEVEN, recipe], gathered(model, optimizer, group), recipe)
-
-
 def cast_and_sharded(case, recipe):
     model = shard(torch_bf16.cast_module(make_model(case.sizes), recipe), case, mesh_of(case))
     return model, optimizer_for(model, recipe)
@@ -290,7 +270,6 @@ def main(rank, store, folder):
     }
     real_gradients(groups[WORLD])
     resharded_resumes(folder, references, groups[WORLD])
-    whole_checkpoints(references, groups[WORLD])
     print("resumed", flush=True)
     for case in CASES:
         mesh, group = mesh_of(case), groups[torch.Size(case.mesh).numel()]
