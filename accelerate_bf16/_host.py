@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ from .registration import check_version
 if TYPE_CHECKING:
     from .preparation import Preparation
 
-__all__ = ["on_import"]
+__all__ = ["accept_handlers", "on_import"]
+
+_OPTIONS = "_bf16_recipe_options"
 
 _current: Preparation | None = None
 """The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
@@ -83,11 +86,41 @@ def _extend_parsers() -> None:
 def _extend_accelerator() -> None:
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     if accelerator is not None:
+        _replace(accelerator, "__init__", _with_handlers)
         for make in (
             *(_prepare, _prepare_model, _prepare_optimizer, _autocast),
-            *(_clip_grad_norm_, _init_trackers, _log),
+            *(_clip_grad_norm_, _clip_grad_value_, _init_trackers, _log),
         ):
             _replace(accelerator, make.__name__[1:], make)
+
+
+def accept_handlers() -> None:
+    """Let ``Accelerator`` take our kwargs handlers; imports it."""
+    importlib.import_module("accelerate.accelerator")
+    _extend_accelerator()
+
+
+def _with_handlers(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        handlers = list(bound.arguments.get("kwargs_handlers") or ())
+        options = [each for each in handlers if type(each).__name__ == "BF16RecipeKwargs"]
+        if options:
+            bound.arguments["kwargs_handlers"] = [e for e in handlers if e not in options]
+        original(*bound.args, **bound.kwargs)
+        if len(options) > 1:
+            raise ValueError("one BF16RecipeKwargs can be passed in kwargs_handlers, not several")
+        if options:
+            if canonical(self.state._mixed_precision) is None:
+                raise ValueError(
+                    f"BF16RecipeKwargs has no effect with mixed_precision="
+                    f"{self.state._mixed_precision!r}; use one of {', '.join(MODES)}"
+                )
+            setattr(self, _OPTIONS, options[0])
+
+    return __init__
 
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
@@ -167,10 +200,12 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         refuse_engine(mode, PARALLELISM)
     state = accelerator.state
     hidden = state._mixed_precision
-    _current = Preparation(mode, accelerator._models, accelerator._optimizers)
+    options = getattr(accelerator, _OPTIONS, None)
+    _current = Preparation(mode, accelerator._models, accelerator._optimizers, options)
     state._mixed_precision = "no"
     try:
         yield _current
+        _current.attach(accelerator._models, accelerator.gradient_accumulation_steps)
         proofs = list(_current.proofs())
     finally:
         state._mixed_precision = hidden
@@ -231,6 +266,23 @@ def _prepare_optimizer(original: Any) -> Any:
     return prepare_optimizer
 
 
+def _refuse_released(accelerator: Any, parameters: Any) -> list[Any]:
+    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
+    if _mode_of(accelerator) is not None and all(p.grad is None for p in parameters):
+        import torch_bf16
+
+        # Raises where gradients are gone because they were released: nothing would be clipped.
+        torch_bf16.total_norm(parameters)
+    return parameters
+
+
+def _clip_grad_value_(original: Any) -> Any:
+    def clip_grad_value_(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, _refuse_released(self, parameters), *args, **kwargs)
+
+    return clip_grad_value_
+
+
 def _autocast(original: Any) -> Any:
     @contextmanager
     def autocast(self: Any, autocast_handler: Any = None) -> Iterator[None]:
@@ -252,7 +304,7 @@ def _clip_grad_norm_(original: Any) -> Any:
     ) -> Any:
         from .clipping import clip_by_norm, is_plain
 
-        parameters = list(parameters)
+        parameters = _refuse_released(self, parameters)
         if _mode_of(self) is None or norm_type != 2 or not is_plain(parameters):
             return original(self, parameters, max_norm, norm_type, *args, **kwargs)
         return clip_by_norm(parameters, max_norm, self._optimizers)

@@ -28,6 +28,8 @@ def watch(accelerator: Any) -> None:
     if every == 0 or not getattr(accelerator, "trackers", None):
         return
     for optimizer in _ours(accelerator):
+        if getattr(optimizer, "_release", None) is not None:
+            continue  # its steps run inside backward, one parameter at a time
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
             _Monitor(optimizer, every=every)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -10,7 +11,9 @@ from torch.optim import Optimizer
 
 import torch_bf16
 
-__all__ = ["convert", "inner", "owns"]
+from .recipe_options import BF16RecipeKwargs
+
+__all__ = ["attach", "convert", "inner", "owns"]
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
@@ -20,12 +23,14 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def convert(optimizer: Optimizer, mode: str, models: Sequence[nn.Module]) -> bool:
+def convert(
+    optimizer: Optimizer, recipe: str | torch_bf16.Recipe, models: Sequence[nn.Module]
+) -> bool:
     """Convert an optimizer in place, unless it is one of ours already.
 
     Args:
         optimizer: mutated.
-        mode: names the recipe.
+        recipe: how it shall store its numbers.
         models: the bare models known so far, in the order in which they were prepared. The names of
             their parameters key the rounding noise; an optimizer that is prepared before its model
             counts positions instead.
@@ -43,8 +48,43 @@ def convert(optimizer: Optimizer, mode: str, models: Sequence[nn.Module]) -> boo
     """
     if isinstance(optimizer, torch_bf16.BF16Optimizer):
         return False
-    torch_bf16.convert(optimizer, mode, module=_named(optimizer, models))
+    torch_bf16.convert(optimizer, recipe, module=_named(optimizer, models))
     return True
+
+
+def attach(
+    optimizer: Optimizer, models: Sequence[nn.Module], options: BF16RecipeKwargs, steps: int
+) -> None:
+    """Let gradients be summed or released as asked, now that models are wrapped.
+
+    Args:
+        optimizer: one of ours.
+        models: as ``prepare`` returned them, all that the optimizer trains.
+        options: of the accelerator.
+        steps: its ``gradient_accumulation_steps``.
+
+    Raises:
+        NotImplementedError: gradients cannot be released there.
+        ValueError: they cannot be summed there in that format.
+    """
+    ours: Any = optimizer
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    if not options.release_gradients:
+        if ours.recipe.accumulate != "bf16":
+            torch_bf16.accumulate_gradients(model, optimizer)
+        return
+    if steps > 1:
+        raise NotImplementedError(
+            f"release_gradients=True cannot be combined with gradient_accumulation_steps={steps}: "
+            "the step of a batch runs inside its backward pass. Use larger batches, or "
+            "accumulate='bf16_stochastic' without release"
+        )
+    torch_bf16.release_gradients(
+        model,
+        optimizer,
+        max_norm=options.release_max_norm,
+        norm=options.release_norm or "parameter",
+    )
 
 
 def owns(optimizer: Optimizer, model: nn.Module) -> bool:

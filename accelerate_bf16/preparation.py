@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ import torch_bf16
 from . import optimizers
 from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
+from .recipe_options import BF16RecipeKwargs, from_environment
 from .refusals import refuse_wrapped
 
 __all__ = ["Preparation"]
@@ -25,6 +26,7 @@ class Preparation:
         mode: a name from :data:`accelerate_bf16.MODES`.
         known_models: those that were prepared before, whose parameters a new optimizer may own.
         known_optimizers: likewise, which may own those of a new model.
+        options: of the recipe; the environment's fill in.
 
     Example:
         >>> preparation = Preparation("bf16-stochastic")
@@ -39,8 +41,11 @@ class Preparation:
         mode: str,
         known_models: Iterable[nn.Module] = (),
         known_optimizers: Iterable[Optimizer] = (),
+        options: BF16RecipeKwargs | None = None,
     ) -> None:
         self.mode = mode
+        self._options = (options or BF16RecipeKwargs()).over(from_environment())
+        self._recipe = self._options.recipe(mode)
         self._models = _unique(map(bare, known_models))
         self._optimizers = _unique(map(optimizers.inner, known_optimizers))
         self._cast: list[nn.Module] = []
@@ -64,7 +69,7 @@ class Preparation:
         self._models = _unique([*self._models, *map(bare, new_models)])
         self._optimizers = _unique([*self._optimizers, *map(optimizers.inner, new_optimizers)])
         for optimizer in self._optimizers:
-            if optimizers.convert(optimizer, self.mode, self._models):
+            if optimizers.convert(optimizer, self._recipe, self._models):
                 self._converted.append(optimizer)
         for model in _unique(each for each in new_models if not is_wrapped(each)):
             again = getattr(model, "_is_accelerate_prepared", False)
@@ -74,6 +79,19 @@ class Preparation:
                 self._cast_model(model)
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
+
+    def attach(self, wrapped: Sequence[nn.Module], accumulation_steps: int) -> None:
+        """Let gradients of what is new be summed or released as asked.
+
+        Args:
+            wrapped: all models as ``prepare`` returned them.
+            accumulation_steps: the accelerator's ``gradient_accumulation_steps``.
+        """
+        for optimizer in self._optimizers:
+            trained = [each for each in wrapped if optimizers.owns(optimizer, each)]
+            new = {id(bare(each)) for each in trained} & {id(each) for each in self._cast}
+            if trained and (optimizer in self._converted or new):
+                optimizers.attach(optimizer, trained, self._options, accumulation_steps)
 
     def proofs(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""
@@ -89,7 +107,7 @@ class Preparation:
                     "no prepared model; they become bf16 when their model is prepared"
                 )
         for model in silent:
-            yield self._line(torch_bf16.describe(model, self.mode))
+            yield self._line(torch_bf16.describe(model, self._recipe))
 
     def _cast_model(self, model: nn.Module) -> None:
         recipe = torch_bf16.get_recipe(self._recipe_of(model))
@@ -117,7 +135,7 @@ class Preparation:
         for optimizer in self._optimizers:
             if optimizers.owns(optimizer, model):
                 return optimizer.recipe  # pyright: ignore
-        return self.mode
+        return self._recipe
 
 
 def _has_bf16(model: nn.Module) -> bool:

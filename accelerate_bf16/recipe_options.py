@@ -1,0 +1,122 @@
+"""A recipe's options, from a kwargs handler or from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import KwargsHandler
+
+import torch_bf16
+
+__all__ = ["ENVIRONMENT", "BF16RecipeKwargs", "from_environment"]
+
+
+@dataclass
+class BF16RecipeKwargs(KwargsHandler):
+    """Options of a mode: ``Accelerator(kwargs_handlers=[BF16RecipeKwargs(...)])``.
+
+    What is None is the mode's own, or what the environment says: see :data:`ENVIRONMENT`.
+
+    Args:
+        weights, exp_avg, exp_avg_sq, accumulate, keep_fp32, seed: replace fields of the mode's
+            recipe, which :class:`torch_bf16.Recipe` explains.
+        release_gradients: take the step inside the backward pass, and free each gradient at once;
+            in one process, without gradient accumulation, ``clip_grad_norm_`` and
+            ``clip_grad_value_``.
+        release_max_norm, release_norm: clip what is released; see
+            :func:`torch_bf16.release_gradients`.
+
+    Raises:
+        ValueError: options that exclude each other.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> handler = BF16RecipeKwargs(weights="remainder16", accumulate="fp32")
+        >>> accelerator = Accelerator(mixed_precision="bf16-stochastic", kwargs_handlers=[handler])
+    """
+
+    weights: str | None = None
+    exp_avg: str | None = None
+    exp_avg_sq: str | None = None
+    accumulate: str | None = None
+    keep_fp32: tuple[Any, ...] | None = None
+    seed: int | None = None
+    release_gradients: bool | None = None
+    release_max_norm: float | None = None
+    release_norm: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep_fp32 is not None and not isinstance(self.keep_fp32, (str, type)):
+            self.keep_fp32 = tuple(self.keep_fp32)
+        if self.release_gradients and self.accumulate not in (None, "bf16"):
+            raise ValueError(
+                f"release_gradients=True and accumulate={self.accumulate!r} exclude each other: a "
+                "gradient that was released cannot be added to. Choose one of them"
+            )
+        if self.release_max_norm is not None and self.release_gradients is False:
+            raise ValueError(
+                f"release_max_norm={self.release_max_norm} clips released gradients, and "
+                "release_gradients=False; use accelerator.clip_grad_norm_"
+            )
+
+    def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
+        """These options, and the other's where these are None."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(other, **{k: v for k, v in given.items() if v is not None})
+
+    def recipe(self, mode: str) -> torch_bf16.Recipe:
+        """The mode's recipe with these options.
+
+        Raises:
+            ValueError: a format is unknown.
+        """
+        fields = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "keep_fp32", "seed")
+        given = {name: getattr(self, name) for name in fields}
+        return torch_bf16.get_recipe(mode, **{k: v for k, v in given.items() if v is not None})
+
+
+ENVIRONMENT: dict[str, str] = {
+    f"BF16_{field.name.upper()}": field.name for field in dataclasses.fields(BF16RecipeKwargs)
+}
+"""For each variable of the environment, the option that it sets; handlers in the script win."""
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeKwargs:
+    """The options that ``BF16_WEIGHTS`` and its like set; an empty variable sets nothing.
+
+    Raises:
+        ValueError: the value of one cannot be read.
+
+    Example:
+        >>> from_environment({"BF16_WEIGHTS": "remainder16", "BF16_KEEP_FP32": "head, *.router"})
+        BF16RecipeKwargs(weights='remainder16', ..., keep_fp32=('head', '*.router'), ...)
+    """
+    options: dict[str, Any] = {}
+    for variable, name in ENVIRONMENT.items():
+        text = environment.get(variable, "").strip()
+        if text:
+            options[name] = _parsed(variable, name, text)
+    return BF16RecipeKwargs(**options)
+
+
+def _parsed(variable: str, name: str, text: str) -> Any:
+    try:
+        if name == "seed":
+            return int(text)
+        if name == "release_max_norm":
+            return float(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} must be a number") from None
+    if name == "release_gradients":
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise ValueError(f"{variable}={text!r} must be one of {', '.join(_TRUE + _FALSE)}")
+        return text.lower() in _TRUE
+    if name == "keep_fp32":
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text

@@ -1,0 +1,161 @@
+"""A recipe's options through a kwargs handler and the environment; gradients summed or released."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import torch_bf16
+from accelerate_bf16 import BF16RecipeKwargs
+from accelerate_bf16.recipe_options import ENVIRONMENT, from_environment
+
+
+def batches(count=4):
+    torch.manual_seed(1)
+    return [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(count)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def test_every_option_of_the_handler_reaches_the_optimizer(make_accelerator):
+    handler = BF16RecipeKwargs(
+        weights="remainder16", exp_avg="fp32", exp_avg_sq="bf16_nearest", seed=9,
+        keep_fp32=["2"], accumulate="fp32",
+    )  # fmt: skip
+    both = [AutocastKwargs(enabled=True), handler]
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=both)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    assert optimizer.recipe == torch_bf16.get_recipe(
+        "bf16-stochastic", weights="remainder16", exp_avg="fp32", exp_avg_sq="bf16_nearest",
+        seed=9, keep_fp32=("2",), accumulate="fp32",
+    )  # fmt: skip
+    assert model[2].weight.dtype == torch.float32
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_the_environment_fills_in_what_the_handler_leaves_open(make_accelerator, monkeypatch):
+    monkeypatch.setenv("BF16_WEIGHTS", "master32")
+    monkeypatch.setenv("BF16_EXP_AVG", "fp32")
+    monkeypatch.setenv("BF16_SEED", "4")
+    handler = BF16RecipeKwargs(weights="remainder16")
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[handler])
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    recipe = optimizer.recipe
+    assert (recipe.weights, recipe.exp_avg, recipe.seed) == ("remainder16", "fp32", 4)
+
+
+def test_the_environment_alone_is_enough(make_accelerator, monkeypatch):
+    monkeypatch.setenv("BF16_ACCUMULATE", "bf16_stochastic")
+    accelerator = make_accelerator("bf16-stochastic")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
+    assert optimizer.recipe.accumulate == "bf16_stochastic"
+
+
+def test_variables_are_read_or_refused_by_name():
+    read = from_environment(
+        {
+            "BF16_KEEP_FP32": "head, *.router,",
+            "BF16_RELEASE_GRADIENTS": "yes",
+            "BF16_RELEASE_MAX_NORM": "0.5",
+            "BF16_WEIGHTS": " ",
+        }
+    )
+    assert read == BF16RecipeKwargs(
+        keep_fp32=("head", "*.router"), release_gradients=True, release_max_norm=0.5
+    )
+    assert len(ENVIRONMENT) == 9
+    with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
+        from_environment({"BF16_SEED": "one"})
+    with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):
+        from_environment({"BF16_RELEASE_GRADIENTS": "maybe"})
+
+
+def test_options_that_cannot_be_meant_are_refused():
+    with pytest.raises(ValueError, match="has no effect with mixed_precision='no'"):
+        Accelerator(cpu=True, kwargs_handlers=[BF16RecipeKwargs()])
+    with pytest.raises(ValueError, match="exclude each other"):
+        BF16RecipeKwargs(release_gradients=True, accumulate="fp32")
+    with pytest.raises(ValueError, match="clips released gradients"):
+        BF16RecipeKwargs(release_gradients=False, release_max_norm=1.0)
+
+
+@pytest.mark.parametrize("accumulate", ["bf16", "bf16_stochastic", "fp32"])
+def test_accumulate_sums_in_the_format_that_was_asked_for(make_accelerator, accumulate):
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, x):
+            return (self.w * x.mean()).sum()
+
+    handler = BF16RecipeKwargs(accumulate=accumulate)
+    accelerator = make_accelerator(
+        "bf16-stochastic", kwargs_handlers=[handler], gradient_accumulation_steps=128
+    )
+    bare = Small()
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    seen = []
+    for number in range(256):
+        with accelerator.accumulate(model):
+            x = torch.tensor([1.0 if number % 128 == 0 else 2.0**-9])
+            accelerator.backward(128 * model(x))
+            if accelerator.sync_gradients:
+                seen.append(bare.w.grad.double().mean().item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(seen) == 2
+    for mean in seen:
+        # 4096 sums of 127 roundings, each by at most half of 2^-7: six standard deviations.
+        limit = {"bf16": 0, "bf16_stochastic": 6 * 127**0.5 * 2**-8 / 64, "fp32": 1e-6}[accumulate]
+        assert abs(mean - 1 - (accumulate != "bf16") * 127 * 2**-9) <= limit
+
+
+def test_released_gradients_train_the_same_bits(make_accelerator):
+    ends = []
+    for release in (False, True):
+        accelerator = make_accelerator(
+            "bf16-stochastic", kwargs_handlers=[BF16RecipeKwargs(release_gradients=release)]
+        )
+        bare = network()
+        model, optimizer, scheduler = accelerator.prepare(
+            bare,
+            inner := torch.optim.AdamW(bare.parameters(), lr=0.01),
+            torch.optim.lr_scheduler.StepLR(inner, 1),
+        )
+        for x, y in batches():
+            accelerator.backward(mse_loss(model(x), y))
+            assert all((p.grad is None) == release for p in bare.parameters())
+            if release:
+                for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+                    with pytest.raises(NotImplementedError, match="nothing is left to clip"):
+                        clip(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        ends.append([p.detach().clone() for p in bare.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_release_and_accumulation_are_refused_at_prepare(make_accelerator):
+    accelerator = make_accelerator(
+        "bf16-stochastic",
+        kwargs_handlers=[BF16RecipeKwargs(release_gradients=True)],
+        gradient_accumulation_steps=2,
+    )
+    model = network()
+    with pytest.raises(NotImplementedError, match="gradient_accumulation_steps=2"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
