@@ -24,12 +24,16 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "mode"),
-    [("torchrun", "bf16-stochastic"), ("accelerate", "bf16-fp32-master")],
-    ids=["torchrun-stochastic", "accelerate-master"],
+    ("launcher", "mode", "accumulate"),
+    [
+        ("torchrun", "bf16-stochastic", "bf16_stochastic"),
+        ("accelerate", "bf16-fp32-master", "bf16"),
+        ("accelerate", "bf16-stochastic", "fp32"),
+    ],
+    ids=["torchrun-stochastic", "accelerate-master", "accelerate-stochastic-fp32-sums"],
 )
-def test_replicas_with_different_seeds_end_bit_identical(tmp_path, launcher, mode):
-    variables = {"ACCELERATE_USE_CPU": "true"}
+def test_replicas_with_different_seeds_end_bit_identical(tmp_path, launcher, mode, accumulate):
+    variables = {"ACCELERATE_USE_CPU": "true", "BF16_ACCUMULATE": accumulate}
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc_per_node", "2"]
@@ -42,6 +46,7 @@ def test_replicas_with_different_seeds_end_bit_identical(tmp_path, launcher, mod
 
     first, second = result["ranks"]
     assert result["mode"] == mode
+    assert result["gradients"] == ["torch.float32" if accumulate == "fp32" else "torch.bfloat16"]
     assert first["initial"] != second["initial"]
     assert first["exact"] == second["exact"] == first["initial"]
     assert set(first["steps"]) == {50}

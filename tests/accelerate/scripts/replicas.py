@@ -31,6 +31,7 @@ while (step := optimizer.state.get(bias, {}).get("step", 0)) < 50:
     with accelerator.accumulate(model):
         loss = torch.nn.functional.mse_loss(model(x), x[:, :1].tanh())
         accelerator.backward(loss)
+        dtypes = {str(p.grad.dtype) for p in model.parameters()}
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -49,7 +50,8 @@ steps = [int(optimizer.state[p]["step"]) for p in bare.parameters()]
 result = gather_object([{"digests": digests, "steps": steps, "initial": initial, "exact": exact}])
 if accelerator.is_main_process:
     with open(sys.argv[1], "w") as file:
-        json.dump({"mode": accelerator.mixed_precision, "ranks": result}, file)
+        report = {"mode": accelerator.mixed_precision, "ranks": result, "gradients": sorted(dtypes)}
+        json.dump(report, file)
 # A process group that DDP still holds when the interpreter ends can abort the process, in any mode.
 accelerator.wait_for_everyone()
 accelerator.free_memory()
