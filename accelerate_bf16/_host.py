@@ -15,6 +15,7 @@ import importlib
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, ModuleType
@@ -205,7 +206,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     state._mixed_precision = "no"
     try:
         yield _current
-        _current.attach(accelerator._models, accelerator.gradient_accumulation_steps)
+        _current.attach(list(_wrapped(accelerator)), accelerator.gradient_accumulation_steps)
         proofs = list(_current.proofs())
     finally:
         state._mixed_precision = hidden
@@ -214,6 +215,11 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         for line in proofs:
             announce(line)
     watch(accelerator)
+
+
+def _wrapped(accelerator: Any) -> Any:
+    """The models that ``prepare_model`` has returned; the accelerator's own list has bare ones."""
+    return accelerator.__dict__.setdefault("_bf16_wrapped", weakref.WeakSet())
 
 
 def _prepare(original: Any) -> Any:
@@ -249,6 +255,7 @@ def _prepare_model(original: Any) -> Any:
             _wrap_forward(model, autocast(self.device.type, self.autocast_handler))
             prepared = original(self, model, *args, **kwargs)
             share_masters(prepared)
+            _wrapped(self).add(prepared)
             return prepared
 
     return prepare_model

@@ -269,3 +269,15 @@ def test_an_accumulating_recipe_is_refused():
     recipe = Recipe("mine", accumulate="bf16_stochastic")
     with pytest.raises(NotImplementedError, match="Make the recipe with accumulate='bf16'"):
         torch_bf16.release_gradients(*setup(recipe))
+
+
+def test_describe_counts_what_gradients_really_take():
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).bfloat16()
+    for accumulate, size in (("bf16", "2.00"), ("bf16_stochastic", "2.00"), ("fp32", "4.00")):
+        recipe = Recipe("mine", accumulate=accumulate)
+        optimizer = torch_bf16.AdamW(model.parameters(), recipe=recipe)
+        assert f"gradients {size}," in torch_bf16.describe(model, optimizer)
+        torch_bf16.accumulate_gradients(model, optimizer, "bf16")
+    optimizer = torch_bf16.AdamW(model.parameters())
+    torch_bf16.release_gradients(model, optimizer)
+    assert "gradients 0.50," in torch_bf16.describe(model, optimizer)

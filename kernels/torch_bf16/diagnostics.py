@@ -31,8 +31,9 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
     modules = [module] if isinstance(module, nn.Module) else list(module)
     parameters = list({id(p): p for each in modules for p in each.parameters()}.values())
     states: tuple[State, ...] = ADAMW.states
-    backend = None
+    backend, released = None, False
     if isinstance(recipe, BF16Optimizer):
+        released = recipe._release is not None
         states = recipe.rule_of(recipe.param_groups[0]).states
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
@@ -44,7 +45,10 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32):
             trained += p.numel()
             sizes["weights"] += p.numel() * recipe.format_of("weights", p).bytes_per_element
-            sizes["gradients"] += p.numel() * p.element_size()
+            gradient = p.numel() * (4 if recipe.accumulate == "fp32" else p.element_size())
+            # Of released gradients one lives at a time.
+            before = sizes["gradients"]
+            sizes["gradients"] = max(before, gradient) if released else before + gradient
             for state in states:
                 size = recipe.format_of(state.role, p).bytes_per_element
                 sizes[state.name] += p.numel() * size
