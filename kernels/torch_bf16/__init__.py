@@ -15,6 +15,7 @@ from .lost_bits import sync_masters
 from .monitor import LayerUpdate, UpdateMonitor
 from .optim import (
     ADOPT,
+    EMA,
     SGD,
     Adagrad,
     Adam,
@@ -26,6 +27,8 @@ from .optim import (
     RMSprop,
     accumulate_gradients,
     convert,
+    ema_multi_avg_fn,
+    param_groups,
     release_gradients,
     total_norm,
 )
@@ -35,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ADOPT",
+    "EMA",
     "RECIPES",
     "SGD",
     "Adagrad",
@@ -55,10 +59,12 @@ __all__ = [
     "cast_module",
     "convert",
     "describe",
+    "ema_multi_avg_fn",
     "fp32_optimizer_state_dict",
     "fp32_state_dict",
     "get_recipe",
     "load_checkpoint",
+    "param_groups",
     "release_gradients",
     "save_checkpoint",
     "sync_masters",

@@ -4,8 +4,10 @@ from .accumulation import GradientAccumulation, accumulate_gradients
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .adopt import ADOPT
+from .averaging import EMA, ema_multi_avg_fn
 from .clipping import total_norm
 from .convert import CONVERTIBLE, convert
+from .groups import param_groups
 from .lion import Lion
 from .nadam import NAdam
 from .optimizer import BF16Optimizer
@@ -17,6 +19,7 @@ from .sgd import SGD
 __all__ = [
     "ADOPT",
     "CONVERTIBLE",
+    "EMA",
     "SGD",
     "Adagrad",
     "Adam",
@@ -30,6 +33,8 @@ __all__ = [
     "RMSprop",
     "accumulate_gradients",
     "convert",
+    "ema_multi_avg_fn",
+    "param_groups",
     "release_gradients",
     "total_norm",
 ]

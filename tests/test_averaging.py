@@ -1,0 +1,147 @@
+"""Averages of weights that move, beside one in bf16 rounded to nearest, which does not."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import torch_bf16
+from torch_bf16 import EMA, ema_multi_avg_fn
+
+DECAY, STEPS, N = 0.9999, 400, 128 * 128
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"]
+)
+
+
+def model(value=1.0):
+    module = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(module.weight, value)
+    return module
+
+
+def averaged(make):
+    """From weights of 1, an average of weights of 1.5."""
+    average = make(model(1.0))
+    average.update_parameters(model(1.0))
+    for _ in range(STEPS):
+        average.update_parameters(model(1.5))
+    return average.module.weight.detach().double()
+
+
+def true_place():
+    return 1.5 - 0.5 * DECAY**STEPS
+
+
+MAKE = {
+    "ema": lambda m, dtype: EMA(m, DECAY, dtype=dtype, backend="eager"),
+    "swa_utils": lambda m, dtype: AveragedModel(
+        m.to(dtype), multi_avg_fn=ema_multi_avg_fn(DECAY, backend="eager")
+    ),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", MAKE)
+def test_an_average_arrives_where_the_weights_lead(kind, dtype):
+    found = averaged(lambda m: MAKE[kind](m, dtype))
+    # Rounding to one of two neighbours: a variance of at most distance times step, each step; the
+    # mean over N independent weights has 1/N of it. Five deviations, and fp32's own roundings.
+    spread = math.sqrt((true_place() - 1.0) * 2.0**-7 / N) if dtype == torch.bfloat16 else 0.0
+    assert abs(found.mean().item() - true_place()) <= 5 * spread + STEPS * 2.0**-23
+    assert true_place() - 1.0 > 0.019
+
+
+def test_control_an_average_in_bf16_rounded_to_nearest_does_not_move():
+    found = averaged(lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(DECAY)))
+    assert (found == 1.0).all()
+
+
+@every_dtype
+def test_an_average_is_the_same_again_and_goes_on_from_its_state_dict(dtype):
+    def run(parts):
+        torch.manual_seed(0)
+        source = nn.Linear(8, 8, dtype=torch.bfloat16)
+        ema = EMA(source, 0.99, dtype=dtype, backend="eager")
+        for part in parts:
+            for _ in range(part):
+                with torch.no_grad():
+                    source.weight.add_(0.25)
+                ema.update_parameters(source)
+            fresh = EMA(source, 0.99, dtype=dtype, backend="eager")
+            fresh.load_state_dict(copy.deepcopy(ema.state_dict()))
+            ema = fresh
+        return ema.module.weight
+
+    assert torch.equal(run([10]), run([4, 6]))
+
+
+def test_backends_agree_bit_for_bit():
+    def run(backend):
+        torch.manual_seed(0)
+        source = nn.Linear(9, 7, dtype=torch.bfloat16)
+        ema = EMA(source, 0.9, dtype=torch.bfloat16, backend=backend)
+        for _ in range(4):
+            nn.init.normal_(source.weight)
+            ema.update_parameters(source)
+        return ema.module.weight
+
+    assert torch.equal(run("cpu"), run("eager"))
+
+
+def test_swapping_keeps_the_weights_and_their_exact_masters():
+    torch.manual_seed(0)
+    source = torch_bf16.cast_module(nn.Linear(6, 6), "bf16-fp32-master")
+
+    def train(swap):
+        module = copy.deepcopy(source)
+        optimizer = torch_bf16.AdamW(module.parameters(), lr=1e-4, recipe="bf16-fp32-master")
+        optimizer.backend = "eager"
+        ema = EMA(module, 0.5, backend="eager")
+        for _ in range(3):
+            for p in module.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            ema.update_parameters(module)
+            if swap:
+                before = module.weight.detach().clone()
+                with ema.swapped(module):
+                    assert torch.equal(module.weight, ema.module.weight.bfloat16())
+                assert torch.equal(module.weight, before)
+        state = optimizer.state[module.weight]
+        return module.weight.detach(), state["remainder"]
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_weights_come_back_after_an_error():
+    source = model()
+    ema = EMA(source, backend="eager")
+    ema.update_parameters(source)
+    before = source.weight.data_ptr()
+    with pytest.raises(RuntimeError, match="inside"), ema.swapped(source):
+        raise RuntimeError("inside")
+    assert source.weight.data_ptr() == before
+
+
+def test_buffers_are_copied_and_torchs_update_bn_works():
+    source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ema = EMA(source, backend="eager")
+    source(torch.randn(8, 3))
+    ema.update_parameters(source)
+    assert torch.equal(ema.module[1].running_mean, source[1].running_mean)
+    assert ema.module[1].num_batches_tracked == 1
+    update_bn([torch.randn(8, 3)], ema)
+    assert not torch.equal(ema.module[1].running_mean, source[1].running_mean)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"decay=1\.5 must be between 0 and 1"):
+        EMA(model(), 1.5)
+    with pytest.raises(ValueError, match=r"dtype=torch.float16 must be torch.float32"):
+        EMA(model(), dtype=torch.float16)
+    with pytest.raises(ValueError, match="give the module that EMA was made of"):
+        EMA(model()).update_parameters(nn.Sequential(model()))
