@@ -169,18 +169,9 @@ class PrecisionBody(_Base):
         Raises:
             RuntimeError: it is not finite and ``error_if_nonfinite``; nothing was scaled.
         """
-        parameters = list(self.main_params(optimizer))
-        norm = torch_bf16.total_norm(parameters)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
-                f"{limit}; pass error_if_nonfinite=False to go on with them"
-            )
-        coefficient = clip_coefficient(norm, limit)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(coefficient.to(parameter.grad.device))
-        return norm
+        return torch_bf16.clip_grad_norm_(
+            list(self.main_params(optimizer)), limit, error_if_nonfinite=error_if_nonfinite
+        )
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
         """Say in one line what is trained how."""
@@ -233,8 +224,3 @@ class PrecisionBody(_Base):
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside LightningOptimizer and Fabric's wrapper, which only proxy reads."""
     return getattr(optimizer, "_optimizer", optimizer)
-
-
-def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
-    """What torch multiplies gradients of that norm by."""
-    return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -13,7 +13,7 @@ import torch_bf16
 
 from ._host import is_placeholder, keep_averages_exact, stage_of, trainer_of
 from .fp32_results import Fp32Results
-from .precision import PrecisionBody, clip_coefficient, unwrapped
+from .precision import PrecisionBody, unwrapped
 
 __all__ = ["TrainerBody"]
 
@@ -58,8 +58,7 @@ class TrainerBody(PrecisionBody):
         in place.
         """
         if isinstance(optimizer, torch_bf16.BF16Optimizer) and unwrapped(optimizer) is optimizer:
-            norm = torch_bf16.total_norm(self.main_params(optimizer))
-            optimizer.scale_next_step(clip_coefficient(norm, clip_val))
+            torch_bf16.clip_grad_norm_(optimizer, clip_val)
         else:
             self.clip_in_place(optimizer, clip_val)
 

@@ -12,7 +12,10 @@ pytest.importorskip("triton", reason="the Triton backend needs triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+import torch_bf16
+from torch_bf16.backends import triton as triton_backend
 from torch_bf16.backends.triton import launch
+from torch_bf16.backends.triton import prepare as prepare_module
 from torch_bf16.backends.triton.kernel import step
 
 
@@ -84,3 +87,21 @@ def test_every_element_is_in_one_chunk():
     chunks = launch._tables(bucket).chunks.numpy()
     assert chunks.tolist() == [[1, 0], [2, 0], [2, 1], *([3, i] for i in range(4))]
     assert np.bincount(chunks[:, 0]).tolist() == [0, 1, 2, 4]
+
+
+def test_a_steps_two_kernels_are_compiled_at_the_first_step_and_never_again(device):
+    prepare_module.prepare.device_caches.clear()
+    weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16).view(64, 64))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch_bf16.AdamW([weight], lr=1e-3)
+    optimizer.backend = "triton"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_backend, "unavailable", lambda device: None)
+        for step_number in range(20):
+            optimizer.param_groups[0]["lr"] = 1.0 / (1 + step_number)
+            optimizer.scale_next_step(1.0 if step_number % 2 else torch.tensor(16.0))
+            optimizer.step()
+            assert compiled_kernels() == 1
+            assert len(prepare_module.prepare.device_caches[0][0]) == 1
+    assert len(device.launches) == 2 * 20
+    prepare_module.prepare.device_caches.clear()

@@ -12,7 +12,15 @@ import torch
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
 import sass
-from triton_variants import TARGETS, all_variants, compiled, one_variant_of_each_other_rule
+from triton_variants import (
+    TARGETS,
+    all_variants,
+    compiled,
+    compiled_prepare,
+    one_variant_of_each_other_rule,
+)
+
+from torch_bf16.rules import RULES
 
 VARIANTS = all_variants()
 OTHERS = one_variant_of_each_other_rule()
@@ -110,3 +118,17 @@ def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
         if variant.weights.name != "fp32" or variant.gradient == torch.bfloat16:
             conversions = re.findall(r"cvt\.\S*bf16\S*", compiled(variant, "sm_90").asm["ptx"])
             assert not conversions, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target):
+    kernel = compiled_prepare(RULES[name], target)
+    if target == "gfx942":
+        assert kernel.asm["hsaco"]
+        return
+    ptx = kernel.asm["ptx"]
+    assert "mul.rn.f64" in ptx or "mul.f64" in ptx
+    assert "div.rn.f64" in ptx
+    assert "fma" not in ptx
+    assert "approx" not in ptx

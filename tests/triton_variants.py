@@ -8,6 +8,7 @@ from triton.compiler import ASTSource, compile
 from torch_bf16 import RECIPES, Recipe
 from torch_bf16.backends import Variant
 from torch_bf16.backends.triton.kernel import constants, options, step
+from torch_bf16.backends.triton.prepare import OPTIONS, prepare, prepare_constants
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.rules import (
     ACCUMULATE,
@@ -80,4 +81,14 @@ def compiled(variant, target):
         ASTSource(step, signature, constexprs=fixed),
         target=TARGETS[target],
         options=options(variant, hip=TARGETS[target].backend == "hip"),
+    )
+
+
+def compiled_prepare(rule, target):
+    """The kernel that computes a rule's scalars."""
+    fixed = prepare_constants(rule, len(rule.options(HYPER)))
+    tables = {"rows_ptr": "*i32", "values_ptr": "*i64", "steps_ptr": "*fp32", "table_ptr": "*fp32"}
+    signature = {**tables, **dict.fromkeys(fixed, "constexpr")}
+    return compile(
+        ASTSource(prepare, signature, constexprs=fixed), target=TARGETS[target], options=OPTIONS
     )

@@ -66,8 +66,26 @@ class Member:
         Args:
             state: ``optimizer.state[parameter]`` now.
         """
-        same = all(map(is_, map(state.get, self._names), self._tensors))
-        return same and self._look() == self._planned
+        if not all(map(is_, map(state.get, self._names), self._tensors)):
+            return False
+        if self._is_dtensor:
+            return self._look() == self._planned
+        # The same questions one by one: this runs for every parameter at every step, and a shape or
+        # a stride that is put into a tuple first takes twice as long.
+        parameter: Any = self.parameter
+        gradient = parameter.grad
+        address, dtype, shape, contiguous, _, new, _, layout, device, addresses = self._planned
+        return (
+            parameter.data_ptr() == address
+            and parameter.dtype is dtype
+            and parameter.shape == shape
+            and (parameter.is_contiguous() if contiguous is True else self._look() == self._planned)
+            and gradient.dtype is new
+            and gradient.shape == shape
+            and gradient.layout is layout
+            and gradient.get_device() == device
+            and tuple(map(Tensor.data_ptr, self._tensors)) == addresses
+        )
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, contiguous."""
@@ -83,7 +101,7 @@ class Member:
         return version_of(self.parameter) if self._is_dtensor else self.parameter._version
 
     def _look(self) -> tuple[Any, ...]:
-        # No `device`, which takes as long as all the rest: no two devices share an address.
+        # No parameter.device, which takes as long as all the rest: no two share an address.
         parameter: Any = self.parameter
         gradient = parameter.grad
         memory, tensors = parameter, self._tensors
@@ -93,14 +111,14 @@ class Member:
             memory.data_ptr(),
             parameter.dtype,
             parameter.shape,
+            memory.is_contiguous() or memory.stride(),
             memory.shape,
-            memory.stride(),
             gradient.dtype,
             gradient.shape,
             gradient.layout,
-            gradient.is_cpu,
+            gradient.get_device(),
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            *map(Tensor.data_ptr, tensors),
+            tuple(map(Tensor.data_ptr, tensors)),
         )
 
 
@@ -207,11 +225,24 @@ class _Row:
 
     member: Member
     span: Span
+    whole: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameter = self.member.parameter
+        self.whole = not is_dtensor(parameter) and self.span.numel == parameter.numel()
 
     def of(self, memory: Tensor) -> Tensor:
         """The span's elements of one of the member's tensors on this rank."""
         start, numel = self.span.start, self.span.numel
         return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
+
+    def gradient(self) -> Tensor:
+        """The span's elements of the gradient, contiguous."""
+        if self.whole:
+            gradient: Any = self.member.parameter.grad
+            if gradient.is_contiguous() and not gradient.is_neg():
+                return gradient
+        return self.of(self.member.gradient())
 
     def like(self) -> Tensor:
         """What formats follow from: the parameter, or a stand-in for the one it was made of."""
@@ -229,7 +260,7 @@ class _Part:
     copied: bool
 
     def run(self) -> None:
-        self.bucket.gradients = [row.of(row.member.gradient()) for row in self.rows]
+        self.bucket.gradients = [row.gradient() for row in self.rows]
         self._update()
         self.bucket.gradients = ()
 

@@ -5,8 +5,9 @@ from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .adopt import ADOPT
 from .averaging import EMA, ema_multi_avg_fn
-from .clipping import total_norm
+from .clipping import clip_grad_norm_, total_norm
 from .convert import CONVERTIBLE, convert
+from .grad_scaler import GradScaler
 from .groups import param_groups
 from .lion import Lion
 from .nadam import NAdam
@@ -25,6 +26,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "BF16Optimizer",
+    "GradScaler",
     "GradientAccumulation",
     "GradientRelease",
     "Lion",
@@ -32,6 +34,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "accumulate_gradients",
+    "clip_grad_norm_",
     "convert",
     "ema_multi_avg_fn",
     "param_groups",

@@ -1,4 +1,9 @@
-"""The gradient norm that clipping needs, in fp32."""
+"""Clipping by the norm of all gradients, in fp32 and without rewriting them.
+
+The norm is torch's multi-tensor reduction with fp32 results: it reads bf16 once, sums squares in
+fp32 in an order that is the same at every run on a device, and waits for nothing. What it gives is
+consumed on the device by the step, which reads the gradients a second time and scales as it reads.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_bf16.sharding import cut_over, is_dtensor, local_gradient
+from torch_bf16.sharding import cut_over, is_dtensor, local, local_gradient
 
 from .backward import released
+from .optimizer import BF16Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["total_norm"]
+__all__ = ["clip_coefficient", "clip_grad_norm_", "total_norm"]
 
 
 def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
@@ -41,9 +47,9 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
     Example:
         >>> norm = total_norm(model.parameters())
-        >>> optimizer.scale_next_step((1.0 / (norm + 1e-6)).clamp(max=1.0))
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # Of one dtype each: torch reads a mixed list tensor by tensor.
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -56,7 +62,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
             gradient, placed = parameter.grad, None
             if is_dtensor(parameter):
                 gradient, placed = local_gradient(parameter, gradient), cut_over(parameter)
-            alike[gradient.device, placed].append(gradient)
+            alike[gradient.device, gradient.dtype, placed].append(gradient)
     if not alike:
         if any(parameter in released for parameter in parameters):
             raise NotImplementedError(
@@ -66,7 +72,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
             )
         return torch.zeros(())
     norms = []
-    for (_, placed), gradients in alike.items():
+    for (_, _, placed), gradients in alike.items():
         each = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         norms.append(_over_ranks(torch.linalg.vector_norm(torch.stack(each)), placed))
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -82,3 +88,77 @@ def _over_ranks(norm: Tensor, placed: tuple[DeviceMesh, tuple[int, ...]] | None)
     for dim in dims:
         dist.all_reduce(squared, group=mesh.get_group(dim))
     return squared.sqrt().float()
+
+
+def clip_grad_norm_(
+    what: BF16Optimizer | Tensor | Iterable[Any],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+    skip_nonfinite: bool = False,
+) -> Tensor:
+    """Clip gradients to a 2-norm of at most ``max_norm``, all of them together, in fp32.
+
+    Given optimizers, no gradient is written: their next step multiplies by the coefficient as it
+    reads, and nothing waits for the device. Given parameters, as
+    ``torch.nn.utils.clip_grad_norm_`` is, their gradients are scaled in place.
+
+    Args:
+        what: one of our optimizers, several of them, or parameters.
+        max_norm: the largest norm that is left alone.
+        error_if_nonfinite: raise where the norm is not finite; that waits for the device.
+        skip_nonfinite: where the norm is not finite, the next step leaves weights, states and step
+            counts as they are and adds 1 to ``optimizer.skipped_steps``; for optimizers only.
+
+    Returns:
+        The norm before clipping: 0-d fp32 tensor on the gradients' device.
+
+    Raises:
+        ValueError: a gradient is sparse or complex, or ``skip_nonfinite`` was asked of parameters.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
+        NotImplementedError: gradients were released, and clipping would do nothing.
+
+    Example:
+        >>> loss.backward()
+        >>> norm = torch_bf16.clip_grad_norm_(optimizer, 1.0)
+        >>> optimizer.step()
+    """
+    one: Any = what
+    given: list[Any] = [one] if isinstance(one, (Tensor, torch.optim.Optimizer)) else list(one)
+    optimizers: list[Any] = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+    if foreign := [each for each in optimizers if not isinstance(each, BF16Optimizer)]:
+        raise ValueError(
+            f"clip_grad_norm_: {type(foreign[0]).__name__} cannot be told to scale as it reads; "
+            "give its parameters, or convert() it first"
+        )
+    if optimizers and len(optimizers) < len(given):
+        raise ValueError("clip_grad_norm_: give optimizers or parameters, not both")
+    if skip_nonfinite and not optimizers:
+        raise ValueError(
+            "clip_grad_norm_: skip_nonfinite=True needs the optimizers, whose step is to be "
+            "skipped, and was given parameters"
+        )
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = parameters if optimizers else given
+    norm = total_norm(parameters)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
+            f"{max_norm}; pass error_if_nonfinite=False to go on with them"
+        )
+    coefficient = clip_coefficient(norm, max_norm)
+    for each in optimizers:
+        each.scale_next_step(coefficient)
+        if skip_nonfinite:
+            each.skip_next_step_where(~norm.isfinite())
+    if not optimizers:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradient.mul_(coefficient.to(gradient.device))
+    return norm
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What torch multiplies gradients of that norm by, at most 1; 0-d, where ``norm`` is."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

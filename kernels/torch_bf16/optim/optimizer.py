@@ -218,6 +218,18 @@ class BF16Optimizer(Checkpointed):
             )
         self._next.scale(coefficient)
 
+    def skip_next_step_where(self, found_inf: Tensor) -> None:
+        """Let the next step leave everything as it is if ``found_inf`` is not 0 by then.
+
+        Weights, states and step counts keep their bits, and :attr:`skipped_steps` counts it. With
+        the Triton backend the device decides, and nothing waits for it. ``zero_grad`` and ``step``
+        take it back.
+
+        Args:
+            found_inf: tensor with one element.
+        """
+        self._next.skip_where(found_inf.reshape(()).float())
+
     @property
     def skipped_steps(self) -> int:
         """How many steps a gradient that was not finite has skipped; reading waits for the device.
