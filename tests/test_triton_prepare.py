@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from bucket_cases import HYPER
 from optimizer_cases import (
     assert_same,
     make_optimizer,
@@ -24,11 +25,6 @@ import torch_bf16
 from torch_bf16.rules import RULES, arithmetic
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
-
-HYPER = {
-    "lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
-    "dampening": 0.3,
-}  # fmt: skip
 
 
 class NothingIsRead(TorchDispatchMode):

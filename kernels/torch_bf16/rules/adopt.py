@@ -57,7 +57,7 @@ def _scalars(options, step, grad_scale):
     decay = 1.0 - lr * decoupled
     return (
         grad_scale, decay, weight_decay, beta2, one_minus_beta1, one_minus_beta2, lr, eps, clip,
-        -clip,
+        clip * -1.0,
     )  # fmt: skip
 
 

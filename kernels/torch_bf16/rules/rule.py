@@ -60,7 +60,8 @@ class Rule:
             options as floats, the 1-based number of this step, an integer, and what gradients are
             multiplied by. Rounded to fp32 once, by whoever calls. It runs on the host or, lifted,
             on a device, with the same bits: ``+ - *``, comparisons and all of ``arithmetic``, but
-            no branch, no ``*`` in a tuple, and a literal is a float where it stands alone.
+            no branch, no ``*`` in a tuple, no ``-x`` of what may be 0 (Triton subtracts it from 0;
+            ``x * -1.0``), and a literal is a float where it stands alone.
         role: what ``w`` is: weights, or the sum of gradients. Each has noise of its own.
     """
 
