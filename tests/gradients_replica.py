@@ -183,6 +183,48 @@ def run_refusals(rank, ranks):
         optimizer.step()
 
 
+def run_fsdp_release(rank, ranks, max_norm):
+    """The bits of ordinary steps, and no gradient left by the time the next group's arrives."""
+    norm = {} if max_norm is None else {"max_norm": max_norm, "norm": "last_step"}
+    ends, last = [], None
+    for release in (False, True):
+        model, names = sharded()
+        recipe = "bf16-stochastic" if max_norm is None else "bf16-fp32-master"
+        optimizer = torch_bf16.AdamW(list(model.named_parameters()), lr=0.1, recipe=recipe)
+        handle = torch_bf16.release_gradients(model, optimizer, **norm) if release else None
+        # Alike from the second step on: the first of "last_step" has no norm to go by here.
+        for step in range(3):
+            gradients = {n: gradient_of(rank, step, 0, n, shape) for n, shape in names}
+            model(gradients).backward()
+            assert all((p.grad is None) == release for p in model.parameters())
+            if not release:
+                squares = [p.grad.full_tensor().float().square().sum() for p in model.parameters()]
+                now = torch.stack(squares).sum().sqrt()
+                if max_norm is not None and last is not None:
+                    optimizer.scale_next_step((max_norm / (last + 1e-6)).clamp(max=1.0))
+                last = now
+            optimizer.step()
+            optimizer.zero_grad()
+        if release and max_norm is not None:
+            torch.testing.assert_close(handle.last_norm, last, rtol=1e-5, atol=0)
+        states = [optimizer.state[p] for p in model.parameters()]
+        tensors = [p.detach().to_local() for p in model.parameters()]
+        ends.append(tensors + [local(v) for s in states for v in s.values()])
+    for one, other in zip(*ends, strict=True):
+        if max_norm is None:
+            assert torch.equal(one, other)
+        else:
+            # The norms are summed in another order.
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    if max_norm is not None:
+        with pytest.raises(NotImplementedError, match="norm='last_step'"):
+            torch_bf16.release_gradients(model, optimizer, max_norm=1.0)
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def run_release_under_ddp(rank, ranks):
     for order in ("ddp first", "release first"):
         bare = Model()
@@ -221,6 +263,8 @@ CASES = {
     ),
     "fsdp2-two-losses-fp32": functools.partial(run_fsdp_two_losses, format="fp32"),
     "fsdp2-refusal": run_fsdp_refusal,
+    "fsdp2-release": functools.partial(run_fsdp_release, max_norm=None),
+    "fsdp2-release-clipped": functools.partial(run_fsdp_release, max_norm=2.0),
     "release-under-ddp": run_release_under_ddp,
 }
 

@@ -44,7 +44,7 @@ def release_gradients(
     ``norm="parameter"`` clips each parameter's gradient to ``max_norm`` by its own norm, as with
     ``clip_grad_norm_([p], max_norm)`` for each ``p``; ``norm="last_step"`` multiplies all by the
     coefficient that the global norm of the step before asks for (the first step is clipped per
-    parameter).
+    parameter, and under FSDP2 not at all).
 
     With FSDP2, gradients are released group by group, as they are reduced. What cannot work:
 
