@@ -1,0 +1,206 @@
+"""The Hugging Face Trainer, unchanged: the environment or ``optim`` names the mode."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_llm import llama, sequences
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import torch_bf16
+from accelerate_bf16.kept_fp32 import fp32_parts
+
+# Of transformers' own making: arguments that it has renamed, and its scheduler.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Makes a Trainer that accumulates, clips, evaluates and saves."""
+
+    def make(model=None, folder="run", **options):
+        options = {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "max_steps": 8,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_steps": 4,
+        } | options
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / folder),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            **options,
+        )
+        data = sequences()
+        return Trainer(
+            model=llama() if model is None else model,
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data[:8],
+        )
+
+    return make
+
+
+@pytest.fixture
+def launched(monkeypatch, mode):
+    """As ``accelerate launch`` and torchrun leave the environment."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
+    return mode
+
+
+def bits(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_launched_trainer_trains_saves_and_resumes_bit_for_bit(make_trainer, launched, tmp_path):
+    trainer = make_trainer()
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == launched
+    assert isinstance(trainer.optimizer.optimizer, torch_bf16.AdamW)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    assert trainer.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    logs = trainer.state.log_history
+    losses = [each["loss"] for each in logs if "loss" in each]
+    assert losses[-1] < 0.8 * losses[0]
+    # A norm in bf16 has eight significant bits.
+    norms = torch.tensor([each["grad_norm"] for each in logs if "grad_norm" in each])
+    assert (norms != norms.bfloat16().float()).any()
+
+    saved = load_file(tmp_path / "run" / "checkpoint-8" / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    config = json.loads((tmp_path / "run" / "checkpoint-8" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+    resumed = make_trainer(folder="resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert same(bits(resumed.model), bits(trainer.model))
+
+
+def test_training_goes_on_from_the_best_model_and_not_from_stale_masters(make_trainer, launched):
+    started = {}
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            started.setdefault("weights", bits(model))
+
+    # "Best" is the worst here, so that it is not the last.
+    best = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make_trainer(load_best_model_at_end=True, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    loaded = bits(trainer.model)
+    trainer.add_callback(Watch())
+    trainer.args.max_steps = 1
+    trainer.args.load_best_model_at_end = False
+    for group in trainer.optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = 1e-6
+    trainer.train()
+    assert same(started["weights"], loaded)
+    for name, value in bits(trainer.model).items():
+        distance = (value.float() - loaded[name].float()).abs()
+        assert (distance <= 1e-5 + 2**-7 * loaded[name].float().abs()).all(), name
+
+
+def test_evaluation_without_training_keeps_rotary_frequencies(make_trainer, launched):
+    trainer = make_trainer(bf16_full_eval=True)
+    frequencies = trainer.model.model.rotary_emb.inv_freq.clone()
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(5.5, abs=0.3)
+    assert trainer.model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(trainer.model.model.rotary_emb.inv_freq, frequencies)
+
+
+@pytest.mark.parametrize("optim", ["adamw_bf16_stochastic", "adamw_bf16_fp32_master"])
+def test_optim_alone_names_the_mode(make_trainer, optim):
+    trainer = make_trainer(optim=optim, bf16=True, max_steps=2, eval_strategy="no")
+    trainer.train()
+    mode = optim.removeprefix("adamw_").replace("_", "-")
+    assert trainer.accelerator.mixed_precision == mode
+    assert trainer.optimizer.optimizer.recipe == torch_bf16.get_recipe(mode)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+def test_attribute_of_the_arguments_names_the_mode(tmp_path, mode):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    arguments.mixed_precision = mode
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=sequences())
+    assert trainer.accelerator.mixed_precision == mode
+
+
+def test_what_contradicts_the_mode_is_refused(make_trainer, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
+    with pytest.raises(ValueError, match=r"fp16=True cannot be combined with .*bf16-stochastic"):
+        make_trainer(fp16=True)
+    with pytest.raises(ValueError, match="fp16_full_eval=True cannot be combined with"):
+        make_trainer(fp16_full_eval=True)
+    with pytest.raises(ValueError, match=r"optim='adamw_bf16_fp32_master' trains in .* Keep one"):
+        make_trainer(optim="adamw_bf16_fp32_master")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-sr")
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='bf16-sr' is no mode"):
+        make_trainer()
+
+
+def test_an_optimizer_without_a_fused_update_is_refused_with_the_known_ones(
+    make_trainer, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
+    trainer = make_trainer(optim="adafactor")
+    with pytest.raises(NotImplementedError, match=r"Adafactor cannot be converted: .* Use one of"):
+        trainer.train()
+
+
+def test_modes_of_transformers_itself_are_left_alone(make_trainer):
+    trainer = make_trainer(bf16=True)
+    assert trainer.args.mixed_precision == "bf16"
+    assert make_trainer().args.mixed_precision == "no"
+
+
+def test_what_a_model_declares_to_need_fp32_stays_and_computes_in_fp32(make_trainer, launched):
+    config = Ernie4_5_MoeConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=1,
+        pad_token_id=256,
+    )
+    model = Ernie4_5_MoeForCausalLM(config)
+    router = model.model.layers[1].mlp.gate
+    assert "model.layers.1.mlp.gate" in fp32_parts(model)
+    seen = []
+    router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    trainer = make_trainer(model, max_steps=2, eval_strategy="no")
+    trainer.train()
+    assert {p.dtype for p in router.parameters()} == {torch.float32}
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    # Its logits have more bits than a bf16 product would.
+    assert (seen[0] != seen[0].bfloat16().float()).any()
+    state = trainer.optimizer.optimizer.state[router.weight]
+    assert state["exp_avg"].dtype == torch.float32

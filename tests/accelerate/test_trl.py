@@ -1,0 +1,152 @@
+"""TRL, whose configurations say bf16=True by default, and peft."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tiny_llm import llama, sequences, tokenizer
+from torch import nn
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import torch_bf16
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:trl"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch, mode):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
+    return mode
+
+
+@pytest.fixture
+def options(tmp_path):
+    return {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+    }
+
+
+@pytest.fixture
+def fine_tune(options):
+    """Trains with SFTTrainer; returns the trainer."""
+
+    def tune(model, **further):
+        trainer = SFTTrainer(
+            model,
+            SFTConfig(max_length=None, **options),
+            train_dataset=Dataset.from_list(sequences()),
+            processing_class=tokenizer(),
+            **further,
+        )
+        trainer.train()
+        return trainer
+
+    return tune
+
+
+def adapters(model):
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_sft_trains_in_the_mode_although_its_default_is_bf16(fine_tune, launched):
+    trainer = fine_tune(llama())
+    assert trainer.args.bf16 is True
+    assert trainer.accelerator.mixed_precision == launched
+    assert isinstance(trainer.optimizer.optimizer, torch_bf16.AdamW)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_of_an_fp32_base_become_bf16_with_it(fine_tune, launched, dora):
+    trainer = fine_tune(llama(), peft_config=LoraConfig(r=4, use_dora=dora))
+    trained = adapters(trainer.model)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    assert any(p.any() for n, p in trained.items() if "lora_B" in n)
+    if dora:
+        magnitudes = [p for n, p in trained.items() if "magnitude" in n]
+        optimizer = trainer.optimizer.optimizer
+        # A vector: an exact master, whose updates bf16 alone would drop.
+        assert all("remainder" in optimizer.state[p] for p in magnitudes)
+        assert magnitudes
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_that_peft_made_fp32_beside_a_bf16_base_stay_fp32(fine_tune, caplog, dora):
+    model = get_peft_model(llama().bfloat16(), LoraConfig(r=4, use_dora=dora))
+    base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    trainer = fine_tune(model)
+    assert {p.dtype for p in adapters(trainer.model).values()} == {torch.float32}
+    assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
+    assert any("adapters stay float32 as peft made them" in each for each in caplog.messages)
+    assert not any("cast_module" in each for each in caplog.messages)
+
+
+def test_adapters_that_peft_left_in_bf16_train_by_the_recipe(fine_tune, launched):
+    model = get_peft_model(llama().bfloat16(), LoraConfig(r=4), autocast_adapter_dtype=False)
+    trainer = fine_tune(model)
+    (state, *_) = [trainer.optimizer.optimizer.state[p] for p in adapters(model).values()]
+    assert {p.dtype for p in adapters(model).values()} == {torch.bfloat16}
+    assert ("remainder" in state) == (launched == "bf16-fp32-master")
+
+
+def test_quantised_weights_of_the_base_are_not_touched(fine_tune):
+    class Quantised(nn.Parameter):
+        """Pretends to be a float, as those of bitsandbytes do."""
+
+    model = llama()
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        layer.self_attn.q_proj.weight = Quantised(weight.detach(), requires_grad=False)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    held = {n: p for n, p in model.named_parameters() if type(p) is Quantised}
+    before = {n: p.detach().clone() for n, p in held.items()}
+    trainer = fine_tune(model)
+    after = dict(trainer.model.named_parameters())
+    assert held
+    assert all(after[n] is p and torch.equal(p, before[n]) for n, p in held.items())
+    assert {p.dtype for p in adapters(model).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_dpo_trains_in_the_mode_and_its_reference_stays(options, launched, lora):
+    model = llama()
+    reference = None if lora else copy.deepcopy(model)
+    trainer = DPOTrainer(
+        model,
+        ref_model=reference,
+        args=DPOConfig(**options),
+        train_dataset=Dataset.from_dict(
+            {
+                "prompt": ["def f(x):"] * 8,
+                "chosen": [f" return x + {i}" for i in range(8)],
+                "rejected": [" pass"] * 8,
+            }
+        ),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4) if lora else None,
+    )
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == launched
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    if reference is not None:
+        expected = llama().lm_head.weight
+        assert torch.equal(reference.lm_head.weight, expected.bfloat16())
