@@ -132,6 +132,20 @@ def test_every_way_to_launch_reads_the_file_and_the_flag(tmp_path, config, comma
     assert stderr.count(f"mixed_precision={result['mode']}: 321 parameters") == 1
 
 
+@pytest.mark.parametrize(
+    ("script", "mode"),
+    [("nlp_example.py", "bf16-stochastic"), ("cv_example.py", "bf16-fp32-master")],
+)
+def test_accelerates_example_scripts_follow_the_file_alone(tmp_path, config, script, mode):
+    path = config(**ONE_PROCESS | {"mixed_precision": mode})
+    launch = [BIN / "accelerate", "launch", "--config_file", path]
+    result, stderr = launched([*launch, SCRIPTS / script], tmp_path)
+    assert result["mode"] == mode
+    assert result["weights"] == "torch.bfloat16"
+    assert result["accuracy"] > 0.9
+    assert stderr.count(f"mixed_precision={mode}: ") == 1
+
+
 def test_config_update_keeps_the_mode(config, cli):
     path = config(**ONE_PROCESS)
     assert "Successfully updated" in cli("config", "update", "--config_file", path)
