@@ -14,14 +14,13 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import transformers
 from corpus import batches, load_corpus
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -141,12 +140,11 @@ def study(args: argparse.Namespace) -> Iterator[dict]:
                     model = copy.deepcopy(base)
                     if mode == CONTROL:
                         model.to(torch.bfloat16)
-                    start = time.perf_counter()
                     loss = validation_loss(
                         train(model, second, trainer, mode, args.lr, seed), windows
                     )
                     run = {"model": kind, "trainer": trainer, "mode": mode, "seed": seed}
-                    run |= {"before": before, "loss": loss, "seconds": time.perf_counter() - start}
+                    run |= {"before": before, "loss": loss}
                     print(json.dumps(run), flush=True)
                     yield run
 
@@ -195,9 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
     for _, sentence in found:
         print(sentence)
     if args.output:
-        machine = {"torch": torch.__version__, "machine": platform.processor()}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         settings = {k: v for k, v in vars(args).items() if k != "output"}
-        record = {"settings": settings | machine, "runs": runs, "verdicts": [s for _, s in found]}
+        record = {"settings": settings | versions, "runs": runs, "verdicts": [s for _, s in found]}
         args.output.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(holds for holds, _ in found) else 1
 

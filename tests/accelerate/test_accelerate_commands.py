@@ -148,7 +148,9 @@ def test_accelerates_example_scripts_follow_the_file_alone(tmp_path, config, scr
 
 def test_config_update_keeps_the_mode(config, cli):
     path = config(**ONE_PROCESS)
-    assert "Successfully updated" in cli("config", "update", "--config_file", path)
+    path.write_text(path.read_text() + "debug: false\n")
+    cli("config", "update", "--config_file", path)
+    assert "machine_rank: 0" in path.read_text()
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16-stochastic"
 
 
@@ -160,7 +162,8 @@ def test_config_default_writes_the_mode(tmp_path, cli, given):
     assert json.loads(path.read_text())["mixed_precision"] == expected
 
 
-def test_env_shows_the_mode(config, cli):
+def test_env_shows_the_mode(config, cli, monkeypatch):
+    monkeypatch.setenv("PATH", environment()["PATH"])  # it looks for itself
     path = config(**ONE_PROCESS)
     assert "- mixed_precision: bf16-stochastic" in cli("env", "--config_file", path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from launching import BIN, SCRIPTS, launched, run
@@ -122,3 +123,13 @@ def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path):
     script = "import sys, accelerate; print('torch_bf16' in sys.modules, 'numba' in sys.modules)"
     done = run([sys.executable, "-W", "error::RuntimeWarning", "-c", script], tmp_path)
     assert done.stdout == "False False\n", done.stderr
+
+
+def test_the_package_kernels_of_hugging_face_beside_our_folder_breaks_nothing(tmp_path):
+    """The repository's root is on the path first, and has a folder of that name."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("whose = 'Hugging Face'\n")
+    script = "import kernels, transformers, accelerate_bf16; print(kernels.whose)"
+    root = Path(__file__).parents[2]
+    done = run([sys.executable, "-c", script], root, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "Hugging Face\n", done.stderr
