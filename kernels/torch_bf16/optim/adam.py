@@ -31,7 +31,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     Weight decay is part of the one rounding of each weight, so it acts at any size of ``lr`` times
     ``weight_decay``. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the equations.
 
-    Differs from torch.optim: ``foreach``, ``fused`` and ``capturable`` are accepted and change
+    Differs from torch.optim: ``foreach`` and ``fused`` are accepted and change
     nothing (one fused call updates everything anyway); ``differentiable`` is refused.
 
     Args:
@@ -46,7 +46,8 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             that is rounded stochastically; ``Recipe(..., exp_avg_sq="fp32")`` has none.
         maximize: ascend instead of descend.
         foreach: ignored.
-        capturable: ignored.
+        capturable: let a CUDA graph record a step, with the Triton backend and after an ordinary
+            one; ``lr`` as a tensor on the device may then change between replays.
         differentiable: must be False.
         fused: ignored.
         fully_decoupled_weight_decay: multiply weights by ``1 - lr / peak * weight_decay`` and not
