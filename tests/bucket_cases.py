@@ -14,6 +14,7 @@ UNSIGNED = {
     torch.bfloat16: np.uint16,
     torch.int16: np.int16,
     torch.int8: np.int8,
+    torch.uint8: np.uint8,
     torch.float32: np.float32,
 }
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -29,6 +30,9 @@ LAYOUTS = {
     "stochastic": ("bf16_stochastic", "bf16_nearest", "bf16_stochastic"),
     "master": ("remainder16", "fp32", "fp32"),
     "remainder8": ("remainder8", "bf16_nearest", "bf16_stochastic"),
+    "int8": ("bf16_stochastic", "int8", "uint8"),
+    "24 bits, int8": ("remainder8", "int8", "uint8"),
+    "half int8": ("bf16_stochastic", "bf16_nearest", "uint8"),
     "master32": ("master32", "bf16_stochastic", "fp32"),
     "nearest": ("bf16_nearest", "bf16_nearest", "bf16_nearest"),
     "fp32": ("fp32", "fp32", "fp32"),
@@ -55,11 +59,14 @@ CASES = [
     ("rmsprop_centered_momentum", "stochastic", torch.bfloat16),
     ("average", "stochastic", torch.bfloat16),
 ]
-LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS}
+WHOLE_SIZES = (0, 64, 128, 4096 + 64)
+BLOCKED = [name for name, formats in LAYOUTS.items() if {"int8", "uint8"} & set(formats)]
+LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS if name not in ("int8", "uint8")}
 EVERY_RULE_AND_FORMAT = [
     (rule, f"only_{name}", gradient)
     for number, rule in enumerate(RULES)
     for name in FORMATS
+    if f"only_{name}" in LAYOUTS
     for gradient in (torch.bfloat16, torch.float32)
     # Gradients are decoded apart from the rule: beyond the two Adams, one dtype for each rule.
     if number < 2 or gradient == (torch.bfloat16, torch.float32)[number % 2]
@@ -70,12 +77,16 @@ def id_of(case):
     return "-".join(str(part).removeprefix("torch.") for part in case)
 
 
+def sizes_of(layout):
+    return WHOLE_SIZES if layout in BLOCKED else SIZES
+
+
 def make_bucket(
     rule_name,
     layout,
     gradient,
     offsets,
-    sizes=SIZES,
+    sizes=None,
     seed=7,
     device="cpu",
     place=lambda t: t,
@@ -85,6 +96,7 @@ def make_bucket(
 
     ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each.
     """
+    sizes = sizes or sizes_of(layout)
     rule = RULES[rule_name]
     names = LAYOUTS[layout] + LAYOUTS[layout][-1:]
     formats = [get_format(name) for name in names[: 1 + len(rule.states)]]
@@ -93,7 +105,7 @@ def make_bucket(
     for size in sizes:
         weights = rng.standard_normal(size).astype(np.float32)
         weights[1:3] = [0.0, -0.0][: max(0, min(size, 3) - 1)]
-        tensors = [[torch.zeros(size, dtype=p.dtype) for p in f.planes] for f in formats]
+        tensors = [[torch.zeros(size // p.block, dtype=p.dtype) for p in f.planes] for f in formats]
         r = torch.full((size,), 0x8000, dtype=torch.int32)
         formats[0].encode(torch.from_numpy(weights), r, tensors[0])
         planes.append([tuple(place(t.to(device)) for t in each) for each in tensors])

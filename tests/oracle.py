@@ -9,6 +9,8 @@ format stores a number in one or two planes:
     bf16_stochastic  (uint16,)
     remainder16      (uint16, int16)     visible half, lower half of the exact master
     remainder8       (uint16, int8)      the same of a float of 24 bits, rounded stochastically
+    int8             (int8, float32)     signed codes, and a scale for each 64 numbers
+    uint8            (uint8, float32)    the same for numbers that are not negative
     master32         (uint16, float32)   visible half, exact master
 """
 
@@ -177,7 +179,47 @@ def noise_from(base, step, start, n):
 
 # Formats
 
-STOCHASTIC = ("bf16_stochastic", "remainder8")
+STOCHASTIC = ("bf16_stochastic", "remainder8", "uint8")
+
+
+def in_blocks(x):
+    return np.asarray(x).reshape(-1, 64)
+
+
+def block_scales(x):
+    """float32 [blocks, 1]: the largest magnitude of each 64, or NaN beside anything not finite."""
+    largest = np.abs(in_blocks(x)).max(axis=1, keepdims=True, initial=0)
+    floor = np.where(largest > 0, np.float32(2.0**-100), np.float32(0))
+    scales = np.maximum(largest, floor).astype(np.float32)
+    return np.where(np.isfinite(in_blocks(x)).all(axis=1, keepdims=True), scales, np.float32("nan"))
+
+
+def encode_int8(x):
+    scales = block_scales(x)
+    square = np.abs(in_blocks(x)) * (np.float32(127 * 127) / scales)
+    root = np.round(np.sqrt(np.nan_to_num(square, nan=0.0)))
+    codes = np.where(np.signbit(in_blocks(x)), -root, root)
+    return codes.astype(np.int8).reshape(x.shape), scales[:, 0]
+
+
+def encode_uint8(x, r):
+    scales = block_scales(x)
+    square = in_blocks(x) * (np.float32(255 * 255) / scales)
+    # 1 is the least that a number above zero is stored as.
+    square = np.fmax(square, np.float32(1))
+    below = np.floor(np.sqrt(square))
+    # In fp64, where all of this is exact: the share of the way to the next code's number, rounded
+    # to 14 bits, is that many of the draws.
+    share = (square.astype(np.float64) - np.float64(below) ** 2) / (2 * np.float64(below) + 1)
+    up = share > (in_blocks(r).astype(np.float64) // 4 + 0.5) / 2**14
+    codes = np.where(in_blocks(x) > 0, below + up, 0)
+    return codes.astype(np.uint8).reshape(x.shape), scales[:, 0]
+
+
+def decode_codes(codes, scales, top):
+    code = in_blocks(codes).astype(np.float32)
+    square = code * np.abs(code) * (np.float32(1) / np.float32(top * top))
+    return (square * scales.reshape(-1, 1)).reshape(codes.shape)
 
 
 def decode(fmt, planes):
@@ -190,6 +232,8 @@ def decode(fmt, planes):
         return join16(*planes)
     if fmt == "remainder8":
         return join8(*planes)
+    if fmt in ("int8", "uint8"):
+        return decode_codes(*planes, 127 if fmt == "int8" else 255)
     if fmt == "master32":
         visible, master = planes
         # Whoever wrote the visible half since the last step is right.
@@ -209,6 +253,9 @@ def encode(fmt, x, r=None):
         return split16(x)
     if fmt == "remainder8":
         return split8(x, r >> 8)
+    if fmt in ("int8", "uint8"):
+        with np.errstate(all="ignore"):
+            return encode_int8(x) if fmt == "int8" else encode_uint8(x, r)
     if fmt == "master32":
         return bf16_nearest(x), x.copy()
     raise KeyError(fmt)

@@ -50,7 +50,11 @@ def test_an_unknown_recipe_lists_the_known_ones(ours, recipe, match):
     [
         ({"sead": 1}, "unknown recipe option sead; known options: exp_avg, exp_avg_sq, keep_fp32"),
         ({"weights": "fp32"}, "weights='fp32' does not store bf16 weights; use one of bf16_near"),
-        ({"weights": "int8"}, "unknown format 'int8'; known formats: fp32, bf16_nearest"),
+        (
+            {"weights": "int8"},
+            "weights='int8' does not store bf16 weights; use one of bf16_nearest",
+        ),
+        ({"weights": "fp4"}, "unknown format 'fp4'; known formats: fp32, bf16_nearest"),
         ({"weights": None}, "unknown format None; known formats"),
         ({"weights": ["fp32"]}, r"unknown format \['fp32'\]; known formats"),
         ({"exp_avg": "remainder16"}, "exp_avg='remainder16' is a format for weights; use one of"),

@@ -8,7 +8,7 @@ import torch
 from optimizer_cases import RECIPES, make_optimizer, make_parameters, parameters_of, take_steps
 
 import torch_bf16
-from torch_bf16.formats import BF16_NEAREST, FORMATS, FP32, MASTER32, REMAINDER16, get_format
+from torch_bf16.formats import BF16_NEAREST, FP32, MASTER32, REMAINDER16, ROLES, get_format
 from torch_bf16.recoding import Changes, recode, recode_weight, stored_format
 from torch_bf16.rounding import bf16_nearest, join16, split16
 
@@ -147,7 +147,7 @@ def patterns():
 
 
 @pytest.mark.parametrize(
-    "new", [f for f in FORMATS.values() if len(f.planes) > 1], ids=lambda f: f.name
+    "new", [f for f in ROLES["weights"].values() if len(f.planes) > 1], ids=lambda f: f.name
 )
 @pytest.mark.parametrize("visible", ["ties away", "ties to even"])
 def test_a_weight_stays_by_its_parameter_at_every_tie(new, visible):

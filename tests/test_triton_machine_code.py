@@ -30,12 +30,15 @@ SPILL = {"adamw_amsgrad", "adam_amsgrad", "rmsprop_centered_momentum"}
 # multiprocessors, 4 schedulers each, 32 lanes, 1.98 GHz; 4.8 TB/s. Two thirds of them may be used.
 PER_BYTE = 132 * 4 * 32 * 1.98e9 / 4.8e12 * 2 / 3
 
+# A second root, the maximum over a block, codes and back: see the README.
+PER_BLOCKED_NUMBER = 40
+
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
 def bytes_moved(variant):
-    """(read, written) for each element."""
-    written = sum(each.bytes_per_element for each in variant.formats)
+    """(read, written) for each element; scales, of which few threads hold one, left out."""
+    written = sum(p.dtype.itemsize for f in variant.formats for p in f.planes if p.block == 1)
     return variant.gradient.itemsize + written, written
 
 
@@ -67,7 +70,9 @@ def test_whole_blocks_use_wide_accesses_no_stack_and_few_instructions(name, tmp_
         plane for each in variant.formats for plane in each.planes if plane.dtype.itemsize == 1
     ]
     wide = {"LDG.E.128", "STG.E.128"} | ({"LDG.E.64", "STG.E.64"} if bytewise else set())
-    assert set(accesses) == wide
+    in_blocks = [each for each in variant.formats if each.block > 1]
+    assert set(accesses) - ({"LDG.E", "STG.E"} if in_blocks else set()) == wide
+    assert accesses.count("LDG.E") == accesses.count("STG.E") == len(in_blocks)
     assert (
         accesses.count("STG.E.64") * 8 == accesses.count("LDG.E.64") * 8 == elements * len(bytewise)
     )
@@ -75,7 +80,8 @@ def test_whole_blocks_use_wide_accesses_no_stack_and_few_instructions(name, tmp_
     loaded = sum(accesses.count(f"LDG.E.{width}") * width // 8 for width in (64, 128))
     assert loaded == elements * read
     share = PER_BYTE * (9 / 8 if bytewise else 1)
-    assert len(opcodes) / elements <= (read + written) * share
+    bound = (read + written) * share + PER_BLOCKED_NUMBER * len(in_blocks)
+    assert len(opcodes) / elements <= bound
 
 
 @pytest.mark.parametrize("name", OTHERS)

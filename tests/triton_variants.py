@@ -29,13 +29,17 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 # What one documented recipe for each byte count asks for, beside the named ones.
-OTHERS = (Recipe("24-bit weights", weights="remainder8"),)
+OTHERS = (
+    Recipe("24-bit", weights="remainder8"),
+    Recipe("8-bit moments", exp_avg="int8", exp_avg_sq="int8"),
+    Recipe("24-bit, 8-bit moments", weights="remainder8", exp_avg="int8", exp_avg_sq="int8"),
+)
 
 
 def all_variants():
     """Every variant that an optimizer with a recipe of the README can ask for."""
     shapes = [
-        torch.empty(2, 2, dtype=torch.bfloat16),
+        torch.empty(2, 64, dtype=torch.bfloat16),
         torch.empty(2, dtype=torch.bfloat16),
         torch.empty(2, 2),
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import lost_bits
 from .errors import StateMismatchError
-from .formats import FORMATS, FP32, Format
+from .formats import FP32, ROLES, Format
 from .recipe import Recipe
 from .recoding import Changes, recode, recode_weight, stored_format
 from .rules import Rule
@@ -45,7 +45,7 @@ _NEEDED = (
     *("centered", "lr_decay", "initial_accumulator_value", "momentum_decay"),
 )
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
-MASTERS = sorted({plane.suffix for each in FORMATS.values() for plane in each.planes[1:]})
+MASTERS = sorted({p.suffix for each in ROLES["weights"].values() for p in each.planes[1:]})
 
 
 def header(recipe: Recipe, names: list[list[str | None]]) -> dict[str, Any]:
@@ -206,17 +206,16 @@ def complete_moment(
     """
     if state.get(name) is None:
         return tuple(
-            torch.zeros(parameter.shape, dtype=plane.dtype, device=parameter.device)
+            torch.zeros(plane.shape(parameter.shape), dtype=plane.dtype, device=parameter.device)
             for plane in format_.planes
         )
     saved = [state.get(key) for key in format_.plane_names(name)]
     if [getattr(each, "dtype", None) for each in saved] == [p.dtype for p in format_.planes]:
-        return tuple(_fitting(each, parameter, name, label) for each in saved)
+        return _fitting_planes(state, format_, parameter, name, label)
     first = _fitting(state[name], parameter, name, label)
     source = stored_format(state, name, None)
     if source is not None:
-        keys = source.plane_names(name)
-        x = source.decode([_fitting(state[key], parameter, key, label) for key in keys])
+        x = source.decode(_fitting_planes(state, source, parameter, name, label))
     elif first.is_floating_point():
         source, x = FP32, first.float()
     else:
@@ -281,8 +280,19 @@ def _differing(new: Tensor, old: Tensor) -> int:
     return int((new.view(torch.int32) != old.view(torch.int32)).sum())
 
 
-def _fitting(saved: Any, parameter: Tensor, key: str, label: str) -> Tensor:
-    _check_shape(saved, parameter, key, label)
+def _fitting_planes(
+    state: Mapping[str, Any], format_: Format, parameter: Tensor, name: str, label: str
+) -> tuple[Tensor, ...]:
+    return tuple(
+        _fitting(state[key], parameter, key, label, plane.shape(parameter.shape))
+        for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
+    )
+
+
+def _fitting(
+    saved: Any, parameter: Tensor, key: str, label: str, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    _check_shape(saved, parameter, key, label, shape)
     return saved.to(parameter.device).contiguous()
 
 
@@ -319,8 +329,10 @@ def _local(key: str, saved: Any, parameter: Tensor, label: str) -> Any:
     return local_part(saved, parameter)
 
 
-def _check_shape(saved, parameter, key, label) -> None:
-    if not isinstance(saved, Tensor) or saved.shape != parameter.shape:
+def _check_shape(saved, parameter, key, label, shape=None) -> None:
+    if not isinstance(saved, Tensor) or saved.shape != (
+        parameter.shape if shape is None else shape
+    ):
         found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
         raise StateMismatchError(
             f"{key} of {label} has shape {found} in the state dict and the parameter has shape "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -38,7 +38,7 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
     dtypes: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
+    sizes: defaultdict[str, float] = defaultdict(float)
     trained = 0
     for p in parameters:
         dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()

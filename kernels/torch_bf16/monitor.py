@@ -283,7 +283,12 @@ def _variance(stored: Format, x: Tensor) -> Tensor:
 def _decode(member: Member, recipe: Recipe, name: str, role: str, where: Tensor) -> Tensor:
     stored = recipe.format_of(role, member.parameter)
     tensors = {**member.state, "": member.parameter.detach()}
-    return stored.decode([tensors[key].reshape(-1)[where] for key in stored.plane_names(name)])
+    planes = []
+    for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
+        # The places are whole blocks.
+        at = where if plane.block == 1 else where[:: plane.block] // plane.block
+        planes.append(tensors[key].reshape(-1)[at])
+    return stored.decode(planes)
 
 
 def _places(numel: int, size: int, device: torch.device) -> Tensor:

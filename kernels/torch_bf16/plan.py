@@ -231,9 +231,12 @@ class _Row:
         parameter = self.member.parameter
         self.whole = not is_dtensor(parameter) and self.span.numel == parameter.numel()
 
-    def of(self, memory: Tensor) -> Tensor:
-        """The span's elements of one of the member's tensors on this rank."""
-        start, numel = self.span.start, self.span.numel
+    def of(self, memory: Tensor, block: int = 1) -> Tensor:
+        """The span's elements of one of the member's tensors on this rank.
+
+        ``block`` numbers share an element of it.
+        """
+        start, numel = self.span.start // block, self.span.numel // block
         return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
 
     def gradient(self) -> Tensor:
@@ -330,6 +333,9 @@ def _planes(row: _Row, variant: Variant) -> list[tuple[Tensor, ...]]:
     tensors = {**each.state, "": each.parameter.detach()}
     names = ("", *(state.name for state in variant.rule.states))
     return [
-        tuple(row.of(local(tensors[key])) for key in stored.plane_names(name))
+        tuple(
+            row.of(local(tensors[key]), plane.block)
+            for key, plane in zip(stored.plane_names(name), stored.planes, strict=True)
+        )
         for name, stored in zip(names, variant.formats, strict=True)
     ]

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, FP32, REMAINDER16, Format, get_format
+from .formats import FP32, REMAINDER16, ROLES, Format, get_format
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
 
 ACCUMULATIONS = ("bf16", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
+
+
+_FAULTS = {"weights": "does not store bf16 weights"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,10 @@ class Recipe:
             for ``bf16_stochastic``), ``remainder16`` (4, an exact fp32 master in two halves),
             ``master32`` (6) or ``bf16_nearest`` (2, loses small updates; a control for
             experiments).
-        exp_avg: format of first moments and momentum buffers: ``fp32``, ``bf16_nearest`` or
-            ``bf16_stochastic``.
+        exp_avg: format of first moments and momentum buffers: ``fp32`` (4 bytes),
+            ``bf16_nearest`` or ``bf16_stochastic`` (2), or ``int8`` (1.06: one byte, and an fp32
+            scale for each 64). Where a row, which is all dimensions but the first, is no multiple
+            of 64, the moments of an ``int8`` recipe are in bf16.
         exp_avg_sq: format of second moments, likewise.
         accumulate: format of the sum of gradients of bf16 parameters while micro-batches add to it:
             ``bf16`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic`` (also 2
@@ -59,18 +64,12 @@ class Recipe:
     accumulate: str = "bf16"
 
     def __post_init__(self) -> None:
-        if get_format(self.weights).planes[0].dtype != torch.bfloat16:
-            raise ValueError(
-                f"weights={self.weights!r} does not store bf16 weights; use one of "
-                + ", ".join(n for n, f in FORMATS.items() if f.planes[0].dtype == torch.bfloat16)
-            )
-        for role in ("exp_avg", "exp_avg_sq"):
+        for role, known in ROLES.items():
             name = getattr(self, role)
-            if len(get_format(name).planes) > 1:
-                raise ValueError(
-                    f"{role}={name!r} is a format for weights; use one of "
-                    + ", ".join(n for n, f in FORMATS.items() if len(f.planes) == 1)
-                )
+            # What no role knows raises here, with a list of all that is known.
+            if get_format(name).name not in known:
+                fault = _FAULTS.get(role, "is a format for weights")
+                raise ValueError(f"{role}={name!r} {fault}; use one of {', '.join(known)}")
         if self.accumulate not in ACCUMULATIONS:
             raise ValueError(
                 f"accumulate={self.accumulate!r} is no format for a sum of gradients; use one of "
@@ -92,10 +91,12 @@ class Recipe:
             raise ValueError(f"seed={self.seed!r} must be an int")
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of weight and AdamW moments per element, gradients not counted."""
-        names = (self.weights, self.exp_avg, self.exp_avg_sq)
-        return sum(get_format(name).bytes_per_element for name in names)
+    def bytes_per_parameter(self) -> float:
+        """Bytes of weight and AdamW moments per element, gradients not counted.
+
+        An int where it is whole. Of a matrix whose rows are whole blocks, as most are.
+        """
+        return sum(known[getattr(self, role)].bytes_per_element for role, known in ROLES.items())
 
     def format_of(self, role: str, parameter: Tensor) -> Format:
         """The format of one parameter's ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``, or
@@ -104,7 +105,7 @@ class Recipe:
             return FP32
         if parameter.ndim <= 1:
             return _exact_weights(self) if role == "weights" else FP32
-        return get_format(getattr(self, role))
+        return ROLES[role][getattr(self, role)].fitting(parameter.shape)
 
 
 def _exact_weights(recipe: Recipe) -> Format:

@@ -80,7 +80,10 @@ def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
         x: fp32, contiguous.
         new: their format.
     """
-    planes = tuple(torch.empty(x.shape, dtype=plane.dtype, device=x.device) for plane in new.planes)
+    planes = tuple(
+        torch.empty(plane.shape(x.shape), dtype=plane.dtype, device=x.device)
+        for plane in new.planes
+    )
     encode_nearest(new, x, planes)
     return planes
 

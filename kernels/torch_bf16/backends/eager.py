@@ -42,7 +42,13 @@ def run(bucket: Bucket) -> None:
 
 def _run_slice(bucket, update, tensor, gradient, start, stop):
     formats = bucket.variant.formats
-    planes = [tuple(plane.view(-1)[start:stop] for plane in each) for each in bucket.planes[tensor]]
+    planes = [
+        tuple(
+            memory.view(-1)[start // plane.block : stop // plane.block]
+            for memory, plane in zip(tensors, each.planes, strict=True)
+        )
+        for tensors, each in zip(bucket.planes[tensor], formats, strict=True)
+    ]
     numbers = [each.decode(views) for each, views in zip(formats, planes, strict=True)]
     scalars = tuple(float(x) for x in bucket.scalars[bucket.rows[tensor]])
     slice_of_gradient = gradient.view(-1)[start:stop].float()

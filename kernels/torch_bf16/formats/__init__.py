@@ -1,5 +1,6 @@
 """Storage formats: how one number of an optimizer is kept between two steps."""
 
+from .blocks import BLOCK, INT8, UINT8
 from .format import Format, Plane
 from .masters import MASTER32, REMAINDER8, REMAINDER16
 from .single import BF16_NEAREST, BF16_STOCHASTIC, FP32
@@ -7,11 +8,15 @@ from .single import BF16_NEAREST, BF16_STOCHASTIC, FP32
 __all__ = [
     "BF16_NEAREST",
     "BF16_STOCHASTIC",
+    "BLOCK",
     "FORMATS",
     "FP32",
+    "INT8",
     "MASTER32",
     "REMAINDER8",
     "REMAINDER16",
+    "ROLES",
+    "UINT8",
     "Format",
     "Plane",
     "get_format",
@@ -19,8 +24,28 @@ __all__ = [
 
 FORMATS = {
     each.name: each
-    for each in (FP32, BF16_NEAREST, BF16_STOCHASTIC, REMAINDER16, REMAINDER8, MASTER32)
+    for each in (
+        FP32,
+        BF16_NEAREST,
+        BF16_STOCHASTIC,
+        REMAINDER16,
+        REMAINDER8,
+        MASTER32,
+        INT8,
+        UINT8,
+    )
 }
+
+_WEIGHTS = (BF16_NEAREST, BF16_STOCHASTIC, REMAINDER16, REMAINDER8, MASTER32)
+_MOMENTS = {each.name: each for each in (FP32, BF16_NEAREST, BF16_STOCHASTIC, INT8)}
+
+ROLES: dict[str, dict[str, Format]] = {
+    "weights": {each.name: each for each in _WEIGHTS},
+    "exp_avg": _MOMENTS,
+    # Both kinds of moments have one name for users: what a recipe wants is eight bits.
+    "exp_avg_sq": {**_MOMENTS, "int8": UINT8},
+}
+"""The formats that a recipe can name for each role, by that name."""
 
 
 def get_format(name: str) -> Format:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,10 +20,21 @@ class Plane:
         suffix: what the plane is called beside the number it belongs to; empty for the first one,
             which carries the number's own name (a weight's first plane is the parameter itself).
         dtype: its dtype.
+        block: how many numbers share one of its elements; blocks follow one another in the
+            row-major order of the whole tensor.
     """
 
     suffix: str
     dtype: torch.dtype
+    block: int = 1
+
+    def shape(self, of: Sequence[int]) -> tuple[int, ...]:
+        """The plane's shape for numbers of shape ``of``.
+
+        Where numbers share elements it is ``(of[0], numbers per row / block)``, so that the plane
+        is cut in dimension 0 wherever they are.
+        """
+        return tuple(of) if self.block == 1 else (of[0], prod(of[1:]) // self.block)
 
 
 @dataclass(frozen=True)
@@ -31,11 +43,12 @@ class Format:
 
     Attributes:
         name: the name used in recipes.
-        planes: the tensors it needs, all of the number's shape; the first can be computed with.
+        planes: the tensors it needs; the first has the number's shape.
         stochastic: whether ``encode`` needs 16 random bits per element.
         decode: ``decode(planes) -> fp32 tensor``.
         encode: ``encode(x, r, planes)`` writes fp32 ``x`` into ``planes`` in place; ``r`` is an
             int32 tensor of uniform 16-bit integers where ``stochastic``, else None.
+        fallback: the format for tensors whose rows are no whole blocks.
     """
 
     name: str
@@ -43,11 +56,27 @@ class Format:
     stochastic: bool
     decode: Callable[[Sequence[Tensor]], Tensor]
     encode: Callable[[Tensor, Tensor | None, Sequence[Tensor]], None]
+    fallback: Format | None = None
 
     @property
-    def bytes_per_element(self) -> int:
-        """Bytes that one number takes."""
-        return sum(plane.dtype.itemsize for plane in self.planes)
+    def block(self) -> int:
+        """How many numbers are encoded together."""
+        return max(plane.block for plane in self.planes)
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes that one number takes; an int where that is whole."""
+        size = sum(plane.dtype.itemsize / plane.block for plane in self.planes)
+        return int(size) if size == int(size) else size
+
+    def fitting(self, shape: Sequence[int]) -> Format:
+        """This format, or its fallback for a tensor of that shape, the whole one's.
+
+        A block lies within a row, which is what dimensions but the first make up, so that no way of
+        cutting a tensor in dimension 0 splits it.
+        """
+        whole = len(shape) > 1 and prod(shape[1:]) % self.block == 0
+        return self if self.fallback is None or whole else self.fallback
 
     def plane_names(self, name: str) -> tuple[str, ...]:
         """The keys of ``optimizer.state[p]`` for a number; the name of weights is ``""``."""

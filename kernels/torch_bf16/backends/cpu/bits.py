@@ -11,8 +11,10 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import extending, types
+from numba.core import cgutils
 
 __all__ = [
+    "ROOM",
     "add32",
     "address_as_pointer",
     "and32",
@@ -23,6 +25,7 @@ __all__ = [
     "min32",
     "mul32",
     "or32",
+    "room_on_stack",
     "shl32",
     "shr32",
     "xor32",
@@ -30,6 +33,9 @@ __all__ = [
 
 # Its functions are called without their first argument, which no type checker knows.
 intrinsic: Any = extending.intrinsic
+
+# Floats: for each of at most four states of a rule, a block of 64 and its noise.
+ROOM = 512
 
 _I32 = ir.IntType(32)
 _F32 = ir.FloatType()
@@ -96,6 +102,17 @@ def low32(typingctx, x):
         return builder.trunc(arguments[0], _I32)
 
     return types.uint32(types.int64), codegen
+
+
+@intrinsic
+def room_on_stack(typingctx):
+    """``void*`` to ROOM floats that live until the calling function returns."""
+
+    def codegen(context, builder, signature, arguments):
+        room = cgutils.alloca_once(builder, ir.ArrayType(_F32, ROOM))
+        return builder.bitcast(room, ir.IntType(8).as_pointer())
+
+    return types.voidptr(), codegen
 
 
 @intrinsic

@@ -20,9 +20,11 @@ import torch
 
 from torch_bf16 import rules
 from torch_bf16.backends.bucket import Variant
+from torch_bf16.formats import BLOCK, Plane
 
-from .bits import add32, address_as_pointer, low32, mul32, shr32, xor32
-from .codecs import CODECS
+from .bits import ROOM, add32, address_as_pointer, low32, mul32, room_on_stack, shr32, xor32
+from .blocks import BLOCK_CODECS, threshold
+from .codecs import CODECS, noise16
 
 __all__ = ["CHUNK", "compile_step"]
 
@@ -33,11 +35,14 @@ _ELEMENTS = {
     torch.bfloat16: np.uint16,
     torch.int16: np.uint16,
     torch.int8: np.uint8,
+    torch.uint8: np.uint8,
     torch.float32: np.float32,
 }
 
 _ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
 _u32 = np.uint32
+_NO_SCALE = np.float32(0)
+carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 _S15, _S16 = _u32(15), _u32(16)
 _M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
 _STEP, _BLOCK = _u32(0x9E3779B9), _u32(0x85EBCA6B)
@@ -134,17 +139,29 @@ class _Workshop:
         """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
         return rules.lift(update, _ARITHMETIC, self.compile)
 
-    def view(self, dtypes, column):
+    def view(self, planes, column):
         """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""
-        if not dtypes:
+        if not planes:
             return self.compile(lambda addresses, start, n: ())
-        dtype, rest = _ELEMENTS[dtypes[0]], self.view(dtypes[1:], column + 1)
-        itemsize = np.dtype(dtype).itemsize
+        dtype, rest = _ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
+        itemsize, block = np.dtype(dtype).itemsize, planes[0].block
 
         def view(addresses, start, n):
-            pointer = address_as_pointer(addresses[column] + start * itemsize)
-            array = numba.carray(pointer, (n,), dtype)  # pyright: ignore[reportPrivateImportUsage]
+            pointer = address_as_pointer(addresses[column] + start // block * itemsize)
+            array = carray(pointer, (n // block,), dtype)
             return (array, *rest(addresses, start, n))
+
+        return self.compile(view)
+
+    def views(self, formats, column):
+        """The same for the planes of several states, as nested tuples."""
+        if not formats:
+            return self.compile(lambda addresses, start, n: ())
+        one = self.view(formats[0].planes, column)
+        rest = self.views(formats[1:], column + len(formats[0].planes))
+
+        def view(addresses, start, n):
+            return (one(addresses, start, n), *rest(addresses, start, n))
 
         return self.compile(view)
 
@@ -167,7 +184,7 @@ class _Workshop:
                 self.compile(lambda planes, i, numbers, keys, index: None),
             )
         head, tail = formats[0], formats[1:]
-        view_one = self.view([plane.dtype for plane in head.planes], column)
+        view_one = self.view(head.planes, column)
         decode_one, encode_one = CODECS[head.name]
         view_rest, decode_rest, encode_rest = self.state_codecs(
             tail, draws[1:], column + len(head.planes)
@@ -186,6 +203,66 @@ class _Workshop:
 
         return self.compile(view), self.compile(decode), self.compile(encode)
 
+    def block_codecs(self, formats, draws, at=0):
+        """``(load_scales, decode, encode, finish)`` where some of the states are in blocks.
+
+        Numbers of those are put into ``room``, from ``at`` on, and encoded by ``finish``.
+        """
+        if not formats:
+            return (
+                self.compile(lambda planes, block: ()),
+                self.compile(lambda planes, i, scales: ()),
+                self.compile(lambda planes, i, numbers, keys, index, room, j: None),
+                self.compile(lambda planes, first, room: None),
+            )
+        (head, *tail), (key, shift) = formats, draws[0]
+        room_taken = 0 if head.block == 1 else head.block * (1 + head.stochastic)
+        load_rest, decode_rest, encode_rest, finish_rest = self.block_codecs(
+            tail, draws[1:], at + room_taken
+        )
+        codec: Any = (BLOCK_CODECS if room_taken else CODECS)[head.name]
+        decode_one, encode_one = codec
+
+        def load_block(planes, block):
+            return (planes[0][1][block], *load_rest(planes[1:], block))
+
+        def decode_block(planes, i, scales):
+            one = decode_one(planes[0], i, scales[0])
+            return (one, *decode_rest(planes[1:], i, scales[1:]))
+
+        def put_aside(planes, i, numbers, keys, index, room, j):
+            room[at + j] = numbers[0]
+            encode_rest(planes[1:], i, numbers[1:], keys, index, room, j)
+
+        def put_aside_with_noise(planes, i, numbers, keys, index, room, j):
+            room[at + j] = numbers[0]
+            # Here, because another number may be rounded with bits of the same word.
+            r = noise16(keys[key], keys[key + 1], index, shift)
+            room[at + BLOCK + j] = threshold(r)
+            encode_rest(planes[1:], i, numbers[1:], keys, index, room, j)
+
+        def encode_block(planes, first, room):
+            encode_one(planes[0], first, room, at)
+            finish_rest(planes[1:], first, room)
+
+        def load(planes, block):
+            return (_NO_SCALE, *load_rest(planes[1:], block))
+
+        def decode(planes, i, scales):
+            return (decode_one(planes[0], i), *decode_rest(planes[1:], i, scales[1:]))
+
+        def encode(planes, i, numbers, keys, index, room, j):
+            encode_one(planes[0], i, numbers[0], keys[key], keys[key + 1], index, shift)
+            encode_rest(planes[1:], i, numbers[1:], keys, index, room, j)
+
+        def finish(planes, first, room):
+            finish_rest(planes[1:], first, room)
+
+        put = put_aside_with_noise if head.stochastic else put_aside
+        blocked = (load_block, decode_block, put, encode_block)
+        parts = blocked if room_taken else (load, decode, encode, finish)
+        return tuple(self.compile(each) for each in parts)
+
 
 # What a variant is made of; each kernel gets a module of its own in its place.
 parts = ModuleType("parts")
@@ -202,6 +279,26 @@ def _update_slice(weights, gradient, states, scalars, keys, index):
         element = add32(index, low32(i))
         parts.encode_weight(weights, i, weight, keys[0], keys[1], element, parts.shift)
         parts.encode_states(states, i, numbers, keys, element)
+
+
+def _update_blocks(weights, gradient, states, scalars, keys, index):
+    room = carray(room_on_stack(), (ROOM,), np.float32)
+    for block in range(gradient[0].shape[0] // BLOCK):
+        first = block * BLOCK
+        scales = parts.load_scales(states, block)
+        for j in range(BLOCK):
+            # Unsigned: an index that might be negative keeps the loop from vectorising.
+            i = np.uintp(first + j)
+            weight, numbers = parts.rule(
+                parts.decode_weight(weights, i),
+                parts.decode_gradient(gradient, i),
+                parts.decode_states(states, i, scales),
+                scalars,
+            )
+            element = add32(index, low32(first + j))
+            parts.encode_weight(weights, i, weight, keys[0], keys[1], element, parts.shift)
+            parts.encode_states(states, i, numbers, keys, element, room, j)
+        parts.finish_states(states, first, room)
 
 
 def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last):
@@ -246,25 +343,35 @@ def compile_step(variant: Variant, n_scalars: int):
     # Two numbers that share a stream share its word: same keys, so that it is computed once.
     streams = [draw.stream for draw in variant.draws]
     draws = [(2 * streams.index(draw.stream), _u32(draw.shift)) for draw in variant.draws]
-    view_states, decode_states, encode_states = workshop.state_codecs(
-        variant.states, draws[1:], 1 + len(weights.planes)
-    )
+    column = 1 + len(weights.planes)
+    in_blocks = any(each.block > 1 for each in variant.states)
     gradient_codec = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
     variant_parts: Any = ModuleType("parts")
     variant_parts.rule = workshop.lift(variant.rule.update)
     variant_parts.decode_weight = CODECS[weights.name][0]
     variant_parts.encode_weight = CODECS[weights.name][1]
     variant_parts.decode_gradient = CODECS[gradient_codec][0]
-    variant_parts.decode_states = decode_states
-    variant_parts.encode_states = encode_states
-    variant_parts.view_weights = workshop.view([plane.dtype for plane in weights.planes], 1)
-    variant_parts.view_gradient = workshop.view([variant.gradient], 0)
-    variant_parts.view_states = view_states
+    if in_blocks:
+        (
+            variant_parts.load_scales,
+            variant_parts.decode_states,
+            variant_parts.encode_states,
+            variant_parts.finish_states,
+        ) = workshop.block_codecs(variant.states, draws[1:])
+        variant_parts.view_states = workshop.views(variant.states, column)
+    else:
+        (
+            variant_parts.view_states,
+            variant_parts.decode_states,
+            variant_parts.encode_states,
+        ) = workshop.state_codecs(variant.states, draws[1:], column)
+    variant_parts.view_weights = workshop.view(weights.planes, 1)
+    variant_parts.view_gradient = workshop.view([Plane("", variant.gradient)], 0)
     variant_parts.take_scalars = workshop.take(n_scalars)
     variant_parts.take_keys = workshop.take(2 * len(variant.formats))
     variant_parts.shift = draws[0][1]
     variant_parts.update_slice = workshop.compile(
-        workshop.rebind(_update_slice, parts=variant_parts)
+        workshop.rebind(_update_blocks if in_blocks else _update_slice, parts=variant_parts)
     )
     run = workshop.rebind(_run_chunks, parts=variant_parts)
     return _cached(run, f"run_{variant.name}_{_source_hash()}")

@@ -3,11 +3,11 @@
 ``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT)``, for an ``x`` that
 is the result of an operation, gives the planes, in the order of ``Format.planes``. A plane of four
 bytes is float32. A plane of two is uint32 with the two bytes in the upper half, where a bf16 has
-them in fp32, and one of a single byte has it in the uppermost quarter; what an encoder leaves below
-is dropped. Nothing here is a bf16 to Triton, whose own
-conversion truncates in its interpreter. ``words`` are random words, of which a format that needs
-noise takes number ``WORD``, there the 16 bits above ``SHIFT``. The name of the format is known at
-compile time, so that one branch is compiled.
+them in fp32, and one of a single byte has it in the uppermost quarter; what an encoder leaves
+below is dropped. A plane of scales has one for each 64 elements. Nothing here is a bf16 to Triton,
+whose own conversion truncates in its interpreter. ``words`` are random words, of which a format
+that needs noise takes number ``WORD``, there the 16 bits above ``SHIFT``. The name of the format is
+known at compile time, so that one branch is compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 
 __all__ = ["decode", "encode", "key_pair", "noise_word"]
 
+SMALLEST_SCALE = tl.constexpr(0x0D800000)
 LARGEST_24 = tl.constexpr(3.4027717462407993e38)
 
 
@@ -119,6 +120,59 @@ def _join8(high, byte):
 
 
 @triton.jit
+def _in_blocks(x):
+    """Each 64 neighbours are a row."""
+    return x.reshape(x.shape[0] // 64, 64)
+
+
+@triton.jit
+def _from_codes(code, scale, UNIT: tl.constexpr):
+    square = code * tl.abs(code) * UNIT
+    return (_in_blocks(square) * scale[:, None]).reshape(code.shape[0])
+
+
+@triton.jit
+def _scales(x):
+    # As integers, NaN is above infinity and that above all numbers.
+    magnitude = (_bits(x) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+    largest = tl.max(_in_blocks(magnitude), axis=1)
+    scale = tl.where(largest == 0, 0, tl.maximum(largest, SMALLEST_SCALE))
+    scale = tl.where(scale >= 0x7F800000, scale | 0x00400000, scale)
+    return scale.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_codes(x, scale, TOP: tl.constexpr):
+    per_scale = tl.div_rn(tl.full(scale.shape, TOP, tl.float32), scale)
+    return (_in_blocks(x) * per_scale[:, None]).reshape(x.shape[0])
+
+
+@triton.jit
+def _int8(x):
+    scale = _scales(x)
+    square = _in_codes(tl.abs(x), scale, 16129.0)
+    # The root of 0 would take a slow path, and of a NaN there is no code; both are 0.
+    root = tl.sqrt_rn(tl.where(square > 0.0625, square, 0.0625))
+    signed = _float(_bits(root) | (_bits(x) & 0x80000000))
+    # Beside 1.5 * 2**23 the last bits count ones.
+    return _bits(signed + 12582912.0) << 24, scale
+
+
+@triton.jit
+def _uint8(x, r):
+    scale = _scales(x)
+    square = _in_codes(x, scale, 65025.0)
+    square = tl.where(square >= 1, square, 1.0)
+    # Down to a whole number, but to the one below where a tie goes there; then it goes up.
+    bits = _bits(tl.sqrt_rn(square) + 8388607.5)
+    code = _float(bits) - 8388608.0
+    threshold = _float((((r & 0xFFFC) | 2) << 7) | 0x40000000) - 2.0
+    up = square - code * code > threshold * (code + 0.5)
+    byte = tl.where(up, bits + 1, bits) << 24
+    return tl.where(x > 0, byte, 0), scale
+
+
+@triton.jit
 def decode(FORMAT: tl.constexpr, planes):
     """Planes -> fp32."""
     if FORMAT == "fp32":
@@ -129,6 +183,12 @@ def decode(FORMAT: tl.constexpr, planes):
         return _join16(planes[0], planes[1])
     elif FORMAT == "remainder8":
         return _join8(planes[0], planes[1])
+    elif FORMAT == "int8":
+        code = _float((planes[0] >> 24) ^ 0x4B000080) - 8388736.0
+        return _from_codes(code, planes[1], 1 / 16129)
+    elif FORMAT == "uint8":
+        code = _float((planes[0] >> 24) | 0x4B000000) - 8388608.0
+        return _from_codes(code, planes[1], 1 / 65025)
     elif FORMAT == "master32":
         # A weight written from outside no longer is the rounded master: then the weight counts.
         kept = (_nearest(planes[1]) & 0xFFFF0000) == planes[0]
@@ -150,6 +210,10 @@ def encode(FORMAT: tl.constexpr, x, words, WORD: tl.constexpr, SHIFT: tl.constex
         return _split16(x)
     elif FORMAT == "remainder8":
         return _stochastic8(x, _draw16(words[WORD], SHIFT) >> 8)
+    elif FORMAT == "int8":
+        return _int8(x)
+    elif FORMAT == "uint8":
+        return _uint8(x, _draw16(words[WORD], SHIFT))
     elif FORMAT == "master32":
         return _nearest(x), x
     else:

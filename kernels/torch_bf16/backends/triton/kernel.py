@@ -45,9 +45,19 @@ def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load(address, start, stop, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
-    if not WHOLE:
+def _load(
+    address,
+    start,
+    stop,
+    SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A plane's part for elements ``start .. start + BLOCK - 1``, as the codecs take it."""
+    if SHARED > 1:
+        return _load(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
+    elif not WHOLE:
         elements = start + tl.arange(0, BLOCK)
         pointers = _pointer(address, _dtype(SIZE), False) + elements
         plane = tl.load(pointers, mask=elements < stop, other=0)
@@ -65,15 +75,22 @@ def _load(address, start, stop, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: 
 
 @triton.jit
 def _store(
-    address, start, stop, plane, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+    address,
+    start,
+    stop,
+    plane,
+    SIZE: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    elements = start + tl.arange(0, BLOCK)
+    elements = start // SHARED + tl.arange(0, BLOCK // SHARED)
     pointers = _pointer(address, _dtype(SIZE), WHOLE) + elements
     value = plane if SIZE == 4 else (plane >> (32 - 8 * SIZE)).to(_dtype(SIZE))
     if WHOLE:
         tl.store(pointers, value)
     else:
-        tl.store(pointers, value, mask=elements < stop)
+        tl.store(pointers, value, mask=elements < stop // SHARED)
 
 
 @triton.jit
@@ -91,6 +108,7 @@ def _block(
     RULE: tl.constexpr,
     FORMATS: tl.constexpr,
     SIZES: tl.constexpr,
+    SHARED: tl.constexpr,
     DRAWS: tl.constexpr,
     STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,7 +135,10 @@ def _block(
     for i in tl.static_range(len(FORMATS)):
         planes = ()
         for j in tl.static_range(len(SIZES[i])):
-            plane = _load(addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]), BLOCK, WHOLE)
+            plane = _load(
+                addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]),
+                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
+            )  # fmt: skip
             planes = planes + (plane,)
         numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)
 
@@ -153,7 +174,10 @@ def _block(
             tl.constexpr(DRAWS[i][0]), tl.constexpr(DRAWS[i][1]),
         )  # fmt: skip
         for j in tl.static_range(len(SIZES[i])):
-            _store(addresses[i][j], start, stop, planes[j], tl.constexpr(SIZES[i][j]), BLOCK, WHOLE)
+            _store(
+                addresses[i][j], start, stop, planes[j], tl.constexpr(SIZES[i][j]),
+                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunks_ptr", "tensors_ptr", "gradients_ptr", "table_ptr"])
@@ -165,6 +189,7 @@ def step(
     RULE: tl.constexpr,
     FORMATS: tl.constexpr,
     SIZES: tl.constexpr,
+    SHARED: tl.constexpr,
     DRAWS: tl.constexpr,
     N_WORDS: tl.constexpr,
     N_SCALARS: tl.constexpr,
@@ -218,7 +243,7 @@ def step(
         for j in tl.static_range(len(SIZES[i])):
             address = tl.load(row + DRAWS[i][2] + j)
             address_bits |= address
-            planes = planes + (address + first * SIZES[i][j],)
+            planes = planes + (address + first // SHARED[i][j] * SIZES[i][j],)
         addresses = addresses + (planes,)
 
     n_elements = tl.where(skipped, 0, tl.minimum(numel - first, CHUNK).to(tl.int32))
@@ -237,14 +262,14 @@ def step(
     while turn < n_whole:
         _block(
             addresses, scalars, keys, next_keys, turn * BLOCK, n_elements, index, run, bases,
-            step_number, RULE, FORMATS, SIZES, DRAWS, STRIDED, BLOCK, True,
+            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, BLOCK, True,
         )  # fmt: skip
         turn += 1
     start = n_whole * BLOCK
     while start < n_elements:
         _block(
             addresses, scalars, keys, next_keys, start, n_elements, index, run, bases,
-            step_number, RULE, FORMATS, SIZES, DRAWS, STRIDED, TAIL, False,
+            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, TAIL, False,
         )  # fmt: skip
         start += TAIL
 
@@ -261,9 +286,10 @@ def options(variant: Variant, hip: bool) -> dict[str, Any]:
     # twice.
     exact = {"enable_fp_fusion": False}
     # BLOCK is eight elements for each thread. With 80 registers, which nothing spills, six programs
-    # share a multiprocessor; what packs bytes needs more, and five do.
+    # share a multiprocessor; what packs bytes needs more, and five do, or three with blocks.
     sizes = {plane.dtype.itemsize for each in variant.formats for plane in each.planes}
-    registers = 96 if 1 in sizes else 80
+    in_blocks = any(each.block > 1 for each in variant.formats)
+    registers = 160 if in_blocks else 96 if 1 in sizes else 80
     return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": registers}
 
 
@@ -271,7 +297,8 @@ def options(variant: Variant, hip: bool) -> dict[str, Any]:
 def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
     """What ``step`` is compiled for: its arguments in capitals.
 
-    ``FORMATS``, ``SIZES`` (bytes of each plane) and ``DRAWS`` (number of the noise word, shift, the
+    ``FORMATS``, ``SIZES`` (bytes of each plane), ``SHARED`` (how many elements share one of its
+    numbers) and ``DRAWS`` (number of the noise word, shift, the
     first plane's column in the table of tensors) begin with the gradient, then come the weights,
     then the states.
     """
@@ -283,10 +310,12 @@ def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
         draws.append((word, draw.shift, column))
         column += len(each.planes)
     sizes = [tuple(plane.dtype.itemsize for plane in each.planes) for each in variant.formats]
+    shared = [tuple(plane.block for plane in each.planes) for each in variant.formats]
     return {
         "RULE": lift_update(variant.rule),
         "FORMATS": (gradient, *(each.name for each in variant.formats)),
         "SIZES": ((variant.gradient.itemsize,), *sizes),
+        "SHARED": ((1,), *shared),
         "DRAWS": tuple(draws),
         "N_WORDS": len(streams),
         "N_SCALARS": n_scalars,

@@ -1,0 +1,99 @@
+"""Formats of one byte and a scale: blocks of 64 numbers share the fp32 magnitude of their largest.
+
+Blocks lie over the row-major index of the whole tensor, never over a shard's. With ``s`` the scale:
+
+- ``int8``, for first moments: code ``q`` in -127 .. 127 stands for ``q * |q| / 127**2 * s``, and a
+  number goes to the nearest code of its signed root. The root spends codes where the numbers are:
+  the smallest that is told from zero is 1.5e-5 of the largest in its block.
+- ``uint8``, its counterpart for second moments: code ``q`` stands for ``(q / 255)**2 * s``, so that
+  codes are linear in the root that an update divides by. A number between those of ``q`` and
+  ``q + 1`` takes one of them with the probabilities that make its mean exact, in steps of 2**-14,
+  because an average that is rounded to nearest stops following when gradients fall. Code 0 is for 0
+  alone: whatever is larger has code 1 at least, lest an update be divided by eps.
+
+What decodes from a block encodes to the same bits, whatever was drawn. A block that is all zero has
+scale 0. Else a scale is at least 2**-100, so that its reciprocal is finite; smaller numbers use few
+of the codes. A block with a NaN or an infinity in it decodes to NaN throughout, because its scale
+is a NaN: it cannot be overlooked, and no other block is touched. A negative number has no place
+among second moments, and is stored as 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .format import Format, Plane
+from .single import BF16_NEAREST, BF16_STOCHASTIC
+
+__all__ = ["BLOCK", "INT8", "UINT8"]
+
+BLOCK = 64
+
+_MAGNITUDE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_QUIET = 0x00400000
+_SMALLEST_SCALE = 0x0D800000  # 2**-100
+
+
+def _scales(x):
+    """The scale of each block: fp32, ``x`` flat."""
+    bits = x.view(torch.int32) & _MAGNITUDE
+    # As integers, NaN is above infinity and that above all numbers.
+    largest = bits.view(-1, BLOCK).amax(1) if len(x) else bits
+    scale = torch.where(largest == 0, 0, largest.clamp(min=_SMALLEST_SCALE))
+    return torch.where(scale >= _INFINITY, scale | _QUIET, scale).view(torch.float32)
+
+
+def _in_codes(x, scales, top):
+    """``x`` in units in which the largest of a block is ``top``; NaN where the scale is no number.
+
+    A tensor on the left, because torch multiplies by the reciprocal where a number is there.
+    """
+    return (x.view(-1, BLOCK) * (torch.full_like(scales, top) / scales)[:, None]).view(-1)
+
+
+def _decode(square, scales, top):
+    return ((square * (1.0 / top)).view(-1, BLOCK) * scales.view(-1)[:, None]).view(square.shape)
+
+
+def _decode_int8(planes):
+    code = planes[0].float()
+    return _decode(code * code.abs(), planes[1], 127.0**2)
+
+
+def _encode_int8(x, r, planes):
+    flat = x.contiguous().view(-1)
+    scales = _scales(flat)
+    square = _in_codes(flat.abs(), scales, 127.0**2)
+    # Not of a NaN, which no integer is.
+    root = torch.where(square > 0, square, 0).double().sqrt().float().round()
+    planes[0].copy_(torch.where(flat < 0, -root, root).view(x.shape))
+    planes[1].copy_(scales.view(planes[1].shape))
+
+
+def _decode_uint8(planes):
+    code = planes[0].float()
+    return _decode(code * code, planes[1], 255.0**2)
+
+
+def _encode_uint8(x, r, planes):
+    flat = x.contiguous().view(-1)
+    scales = _scales(flat)
+    square = _in_codes(flat, scales, 255.0**2)
+    square = torch.where(square >= 1, square, 1)
+    code = square.double().sqrt().float().floor()
+    # The odd multiples of 2**-15: none is 0, and no code but a hair below one is taken for it.
+    threshold = ((r.view(-1) & 0xFFFC) | 2).float() * 2.0**-15
+    up = square - code * code > threshold * (code + 0.5)
+    planes[0].copy_(torch.where(flat > 0, code + up, 0).view(x.shape))
+    planes[1].copy_(scales.view(planes[1].shape))
+
+
+_SCALE = Plane("scale", torch.float32, BLOCK)
+
+INT8 = Format(
+    "int8", (Plane("", torch.int8), _SCALE), False, _decode_int8, _encode_int8, BF16_NEAREST
+)
+UINT8 = Format(
+    "uint8", (Plane("", torch.uint8), _SCALE), True, _decode_uint8, _encode_uint8, BF16_STOCHASTIC
+)
