@@ -119,7 +119,6 @@ def clip_grad_norm_(
         NotImplementedError: gradients were released, and clipping would do nothing.
 
     Example:
-        >>> loss.backward()
         >>> norm = torch_bf16.clip_grad_norm_(optimizer, 1.0)
         >>> optimizer.step()
     """

@@ -28,8 +28,8 @@ class GradScaler(torch.amp.GradScaler):
     Arguments and use are those of ``torch.amp.GradScaler``.
 
     Example:
-        >>> scaler = torch_bf16.GradScaler("cuda")
-        >>> scaler.scale(loss).backward()
+        >>> scaler = torch_bf16.GradScaler("cpu")
+        >>> scaler.scale(model(torch.ones(2, 4)).mean()).backward()
         >>> scaler.step(optimizer)
         >>> scaler.update()
     """
