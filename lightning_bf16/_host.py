@@ -30,7 +30,7 @@ _PLUGINS = {
 
 _DEEPSPEED = (ValueError, "DeepSpeed's engine owns the optimizer and its own fp32 masters")
 _XLA = (ValueError, "the fused optimizer step does not run on XLA devices")
-_SHARDED = (NotImplementedError, "sharded parameters are not supported yet")
+_FLAT = (NotImplementedError, "FSDP1 flattens weights and norm gains into one parameter")
 
 # By name, in the namespace of the connector: what it does not know it cannot have made.
 _REFUSED = {
@@ -38,8 +38,7 @@ _REFUSED = {
     "SingleDeviceXLAStrategy": _XLA,
     "XLAStrategy": _XLA,
     "XLAFSDPStrategy": _XLA,
-    "FSDPStrategy": _SHARDED,
-    "ModelParallelStrategy": _SHARDED,
+    "FSDPStrategy": _FLAT,
 }
 
 
@@ -143,7 +142,8 @@ def _refuse(strategy: Any, plugin: Any, module: ModuleType) -> None:
         if refused is not None and isinstance(strategy, refused):
             raise error(
                 f"precision {plugin.mode!r} cannot be used with {type(strategy).__name__}: {why}. "
-                "Use strategy='ddp', or precision='bf16-true'"
+                "Use strategy='ddp', FSDP2 or tensor parallelism through ModelParallelStrategy, or "
+                "precision='bf16-true'"
             )
 
 

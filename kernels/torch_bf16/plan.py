@@ -48,6 +48,7 @@ class Member:
     seen: Any
     _names: tuple[str, ...] = field(init=False)
     _tensors: tuple[Tensor, ...] = field(init=False)
+    _memory: tuple[Tensor, ...] = field(init=False)
     _planned: tuple[Any, ...] = field(init=False)
     _is_dtensor: bool = field(init=False)
 
@@ -58,6 +59,7 @@ class Member:
         """Let ``step`` count this parameter's steps, and remember all tensors as they are now."""
         self.state["step"] = step
         self._names, self._tensors = zip(*self.state.items(), strict=True)
+        self._memory = tuple(map(local, self._tensors))
         self._planned = self._look()
 
     def unchanged(self, state: Mapping[str, Any]) -> bool:
@@ -104,22 +106,31 @@ class Member:
         # No parameter.device, which takes as long as all the rest: no two share an address.
         parameter: Any = self.parameter
         gradient = parameter.grad
-        memory, tensors = parameter, self._tensors
         if self._is_dtensor:
-            memory, tensors = local(parameter), map(local, tensors)
+            # The shards, whose attributes take half the time; the whole shape follows from them.
+            return (
+                gradient.placements,
+                *_look_at(parameter._local_tensor, gradient._local_tensor),
+                tuple(map(Tensor.data_ptr, self._memory)),
+            )
         return (
-            memory.data_ptr(),
-            parameter.dtype,
-            parameter.shape,
-            memory.is_contiguous() or memory.stride(),
-            memory.shape,
-            gradient.dtype,
-            gradient.shape,
-            gradient.layout,
-            gradient.get_device(),
+            *_look_at(parameter, gradient),
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            tuple(map(Tensor.data_ptr, tensors)),
+            tuple(map(Tensor.data_ptr, self._memory)),
         )
+
+
+def _look_at(parameter: Tensor, gradient: Tensor) -> tuple[Any, ...]:
+    return (
+        parameter.data_ptr(),
+        parameter.dtype,
+        parameter.shape,
+        parameter.is_contiguous() or parameter.stride(),
+        gradient.dtype,
+        gradient.shape,
+        gradient.layout,
+        gradient.get_device(),
+    )
 
 
 class Plan:

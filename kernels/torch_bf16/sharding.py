@@ -90,9 +90,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def version_of(parameter: Tensor) -> int:
     """A number that a write to the parameter raises: by its own name or in its local shard."""
-    memory = local(parameter)
-    version = parameter._version
-    return version if memory is parameter else version + memory._version
+    memory = getattr(parameter, "_local_tensor", None)
+    return parameter._version if memory is None else parameter._version + memory._version
 
 
 def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -105,8 +104,9 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
             on every rank.
     """
     placed: Any = gradient
-    if placed.placements != parameter.placements:  # pyright: ignore[reportAttributeAccessIssue]
-        placed = placed.redistribute(placements=parameter.placements)  # pyright: ignore[reportAttributeAccessIssue]
+    whole: Any = parameter
+    if placed._spec is not whole._spec and placed.placements != whole.placements:
+        placed = placed.redistribute(placements=whole.placements)
     memory = placed._local_tensor
     # What a collective that is still under way leaves here must be waited for.
     return memory if type(memory) is Tensor else placed.to_local()

@@ -74,6 +74,7 @@ def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
 
     Raises:
         ValueError: it is neither bf16 nor fp32, or its elements are no numbers in memory.
+        NotImplementedError: it is a part of what FSDP1 has flattened.
     """
     if parameter.dtype not in _TRAINABLE:
         raise ValueError(
@@ -81,6 +82,13 @@ def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
             f"{_remedy(parameter.dtype)}"
         )
     kind = None
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        raise NotImplementedError(
+            f"{label()}, belongs to FullyShardedDataParallel (FSDP1), which does not leave to a "
+            "parameter the shape that formats follow from, nor the places of its elements in the "
+            "whole tensor that the noise follows. Shard with torch.distributed.fsdp.fully_shard "
+            "(FSDP2), which keeps both. Nothing was updated"
+        )
     memory = local(parameter)
     if parameter.layout != torch.strided:
         kind = f"{parameter.layout}"
