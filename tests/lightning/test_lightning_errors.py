@@ -34,7 +34,7 @@ def test_an_unknown_compute_lists_the_known_ones():
         lightning_bf16.BF16Precision(compute="fp8")
 
 
-@pytest.mark.parametrize("name", ["RMSprop", "LBFGS"])
+@pytest.mark.parametrize("name", ["Rprop", "LBFGS"])
 def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
     def configure_optimizers(self):
         return getattr(torch.optim, name)(self.parameters())
