@@ -76,7 +76,7 @@ class Member:
         # a stride that is put into a tuple first takes twice as long.
         parameter: Any = self.parameter
         gradient = parameter.grad
-        address, dtype, shape, contiguous, _, new, _, layout, device, addresses = self._planned
+        address, dtype, shape, contiguous, new, _, layout, device, addresses = self._planned
         return (
             parameter.data_ptr() == address
             and parameter.dtype is dtype
