@@ -108,6 +108,10 @@ def _rmsprop_centered_root(w, g, v, a, s):
     return g, v, a, np.sqrt(maximum(v - a * a, not_finite(v))) + s["eps"]
 
 
+def muon(w, g, s):
+    return (w * s["decay"] - g * s["lr"],)
+
+
 def average(w, g, s):
     return (w + (g * s["grad_scale"] - w) * s["rate"],)
 
@@ -149,6 +153,7 @@ RULES = {
         ),
     ),
     "average": (average, ()),
+    "muon": (muon, ()),
 }
 
 
@@ -159,6 +164,8 @@ def mu(step, hyper):
 def scalars(rule, step, hyper):
     """float64; hyper has torch.optim's own names."""
     lr, weight_decay, eps = hyper["lr"], hyper.get("weight_decay", 0.0), hyper["eps"]
+    if rule == "muon":
+        return {"decay": 1 - lr * weight_decay, "lr": lr}
     if rule == "average":
         return {"rate": hyper["rate"]}
     if rule == "adagrad":

@@ -20,7 +20,7 @@ from .errors import StateMismatchError
 from .formats import FP32, ROLES, Format
 from .recipe import Recipe
 from .recoding import Changes, recode, recode_weight, stored_format
-from .rules import Rule
+from .rules import Rule, State
 from .sharding import local, local_part, place_like
 
 __all__ = [
@@ -167,13 +167,16 @@ def complete_state(
         state = {key: _local(key, each, parameter, label) for key, each in state.items()}
     complete: dict[str, Any] = {"step": _step(state, parameter, rule, label)}
     began = complete["step"].item() > 0
-    for each in rule.states:
+    for each in (*rule.states, *rule.stage_states):
         # Momentum may be switched on at any time; moments of Adam are there from the first step on.
         if began and each.name not in state and not each.optional:
             raise StateMismatchError(
                 f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
                 f"{each.name}: it is damaged. Load it as it was saved; nothing was changed"
             )
+        if each.shape is not None:
+            complete[each.name] = _factor(state.get(each.name), each, parameter, label)
+            continue
         format_ = recipe.format_of(each.role, like)
         planes = complete_moment(state, each.name, format_, memory, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
@@ -300,7 +303,7 @@ def _step(state, parameter, rule, label) -> Tensor:
     step = state.get("step")
     if step is None:
         # torch's SGD keeps no step; a buffer shows that the first one was taken.
-        began = any(state.get(each.name) is not None for each in rule.states)
+        began = any(state.get(each.name) is not None for each in (*rule.states, *rule.stage_states))
         step = float(began)
     number = torch.as_tensor(step, dtype=torch.float32, device="cpu")
     if number.numel() != 1 or not 0 <= number.item() < float("inf"):
@@ -309,6 +312,19 @@ def _step(state, parameter, rule, label) -> Tensor:
             "load it as it was saved. Nothing was changed"
         )
     return number.reshape(())
+
+
+def _factor(saved, state: State, parameter: Tensor, label: str) -> Tensor:
+    """A state with a shape of its own, in fp32."""
+    shape = state.shape(tuple(parameter.shape))  # pyright: ignore[reportOptionalCall]
+    if saved is None:
+        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+    if tuple(saved.shape) != shape:
+        raise StateMismatchError(
+            f"{state.name} of {label} has shape {tuple(saved.shape)} in the state dict and must "
+            f"have {shape}; it was saved from another model, nothing was changed"
+        )
+    return saved.to(parameter.device, torch.float32).contiguous()
 
 
 def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,8 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
     backend, released = None, False
     if isinstance(recipe, BF16Optimizer):
         released = recipe._release is not None
-        states = recipe.rule_of(recipe.param_groups[0]).states
+        rule = recipe.rule_of(recipe.param_groups[0])
+        states = (*rule.states, *(each for each in rule.stage_states if each.shape is None))
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
     dtypes: Counter[str] = Counter()

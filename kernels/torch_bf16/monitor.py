@@ -171,7 +171,8 @@ class UpdateMonitor:
         self._samples = [
             _take(each, layers[each.parameter], groups[each.group], scale, self.sample, recipe)
             for each in members
-            if each.parameter.numel()
+            # What Muon and Adafactor take for the gradient is not known before the update.
+            if each.parameter.numel() and each.direction is None
         ]
 
     def after_update(self) -> None:

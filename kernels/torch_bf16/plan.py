@@ -8,7 +8,7 @@ small table.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
 from types import ModuleType
@@ -38,6 +38,8 @@ class Member:
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
         spans: what whole tensors its memory on this rank is made of.
         seen: what the optimizer keeps about it.
+        direction: ``direction(gradient, step, call)``: what the rule takes for the gradient, fp32,
+            where it looks at a whole tensor first; None where it takes the gradient.
     """
 
     parameter: Tensor
@@ -46,14 +48,18 @@ class Member:
     state: dict[str, Any]
     spans: Sequence[Span]
     seen: Any
+    direction: Callable[[Tensor, int, Call], Tensor] | None = None
     _names: tuple[str, ...] = field(init=False)
     _tensors: tuple[Tensor, ...] = field(init=False)
     _memory: tuple[Tensor, ...] = field(init=False)
     _planned: tuple[Any, ...] = field(init=False)
     _is_dtensor: bool = field(init=False)
+    _steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._is_dtensor = is_dtensor(self.parameter)
+        if self.direction is not None:
+            self._steps = int(self.state["step"])
 
     def count_in(self, step: Tensor) -> None:
         """Let ``step`` count this parameter's steps, and remember all tensors as they are now."""
@@ -101,6 +107,16 @@ class Member:
     def version(self) -> int:
         """A number that every write to the parameter raises."""
         return version_of(self.parameter) if self._is_dtensor else self.parameter._version
+
+    def direct(self, call: Call) -> Tensor:
+        """The direction that the rule takes for the gradient in this step."""
+        gradient = self.gradient()
+        # A device that skips the step reads this on its own; the momentum must not change then.
+        skipped = call.found_inf is not None and float(call.found_inf) != 0.0
+        if self.direction is None or skipped:
+            return gradient.float()
+        self._steps += 1
+        return self.direction(gradient, self._steps, call).contiguous()
 
     def _look(self) -> tuple[Any, ...]:
         # No parameter.device, which takes as long as all the rest: no two share an address.
@@ -152,7 +168,9 @@ class Plan:
         for each in members:
             # A strided parameter goes through a contiguous copy. On its own, so that no more than
             # one such copy exists at a time.
-            alone = None if local(each.parameter).is_contiguous() else id(each)
+            # The same goes for a direction of a whole tensor, as large as the gradient.
+            plain = local(each.parameter).is_contiguous() and each.direction is None
+            alone = None if plain else id(each)
             for row in (_Row(each, short) for span in each.spans for short in span.short()):
                 alike[_variant(row, recipe), alone].append(row)
         self._parts = [
@@ -160,7 +178,7 @@ class Plan:
                 choose(variant.device, backend),
                 _bucket(variant, some, recipe.seed),
                 some,
-                copied=alone is not None,
+                copied=not local(some[0].member.parameter).is_contiguous(),
             )
             for (variant, alone), some in alike.items()
         ]
@@ -195,6 +213,8 @@ class Plan:
                     "replays would repeat this one's; set optimizer.backend = 'triton' before the "
                     "first step"
                 )
+            if part.rows[0].member.direction is not None:
+                return "Muon and Adafactor count their steps on the host; take ordinary steps"
             if part.copied:
                 return (
                     f"a parameter of shape {tuple(part.rows[0].member.parameter.shape)} is not "
@@ -225,7 +245,7 @@ class Plan:
         if any(scalars.skipped for scalars in self._scalars):
             return
         for part in self._parts:
-            part.run()
+            part.run(call)
         for scalars in self._scalars:
             scalars.count()
 
@@ -273,8 +293,11 @@ class _Part:
     rows: list[_Row]
     copied: bool
 
-    def run(self) -> None:
-        self.bucket.gradients = [row.gradient() for row in self.rows]
+    def run(self, call: Call) -> None:
+        if self.rows[0].member.direction is None:
+            self.bucket.gradients = [row.gradient() for row in self.rows]
+        else:
+            self.bucket.gradients = [row.of(row.member.direct(call)) for row in self.rows]
         self._update()
         self.bucket.gradients = ()
 
@@ -318,7 +341,7 @@ def _variant(row: _Row, recipe: Recipe) -> Variant:
         rule=each.rule,
         weights=recipe.format_of("weights", like),
         states=tuple(recipe.format_of(s.role, like) for s in each.rule.states),
-        gradient=gradient.dtype,
+        gradient=gradient.dtype if each.direction is None else torch.float32,
         device=each.parameter.device,
         strided=row.span.strided,
     )

@@ -1,6 +1,7 @@
 """Optimizers with ``torch.optim``'s signatures, and the conversion of torch's own into them."""
 
 from .accumulation import GradientAccumulation, accumulate_gradients
+from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .adopt import ADOPT
@@ -10,6 +11,7 @@ from .convert import CONVERTIBLE, convert
 from .grad_scaler import GradScaler
 from .groups import param_groups
 from .lion import Lion
+from .muon import Muon
 from .nadam import NAdam
 from .optimizer import BF16Optimizer
 from .radam import RAdam
@@ -22,6 +24,7 @@ __all__ = [
     "CONVERTIBLE",
     "EMA",
     "SGD",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -30,6 +33,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientRelease",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",

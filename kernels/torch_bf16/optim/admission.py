@@ -26,6 +26,7 @@ __all__ = [
     "check_parameter",
     "check_replaced",
     "check_unchanged",
+    "check_whole",
 ]
 
 _TRAINABLE = (torch.bfloat16, torch.float32)
@@ -157,6 +158,19 @@ def check_gradient(parameter: Tensor, gradient: Tensor, label: Callable[[], str]
         raise ValueError(
             f"{label()} has a gradient of {gradient.dtype}; bfloat16 and float32 gradients can be "
             "used. Nothing was updated"
+        )
+
+
+def check_whole(parameter: Tensor, label: Callable[[], str]) -> None:
+    """Refuse a shard for a rule that looks at the whole tensor.
+
+    Raises:
+        NotImplementedError: the parameter is distributed.
+    """
+    if hasattr(parameter, "placements"):
+        raise NotImplementedError(
+            f"{label()}, is sharded, and this optimizer needs the whole matrix at once. Use DDP, "
+            "or AdamW or Lion over the shards. Nothing was updated"
         )
 
 

@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from torch_bf16.backends import Bucket, Variant, choose
-from torch_bf16.counter_rng import stream_base, tensor_key
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
-from torch_bf16.rules import AVERAGE
+
+from .running_average import move_averages
 
 __all__ = ["EMA", "ema_multi_avg_fn"]
 
@@ -35,28 +33,18 @@ def _move(averages, values, names, rate: float, step: int, seed: int, backend: s
             average.lerp_(value.to(average.dtype), rate)
         else:
             alike.setdefault((average.dtype, value.dtype, average.device), []).append(number)
-    for (kept, given, device), numbers in alike.items():
-        variant = Variant(AVERAGE, _FORMATS[kept], (), given, device)
+    for (kept, _, device), numbers in alike.items():
         copies = [averages[n].detach().contiguous() for n in numbers]
-        keys = [tensor_key(f"average of {names[n]}") for n in numbers]
-        sizes = np.array([copy.numel() for copy in copies], np.int64)
-        bucket = Bucket(
-            variant=variant,
-            planes=[[(copy,)] for copy in copies],
-            numels=sizes,
-            offsets=np.zeros(len(numbers), np.int64),
-            widths=np.maximum(sizes, 1),
-            pitches=np.maximum(sizes, 1),
-            bases=np.array(
-                [[stream_base(seed, key, draw.stream) for draw in variant.draws] for key in keys],
-                np.uint32,
-            ),
-            gradients=[values[n].detach().to(device).resolve_neg().contiguous() for n in numbers],
-            steps=np.full(len(numbers), step, np.int64),
-            rows=np.zeros(len(numbers), np.int64),
-            scalars=np.array([[1.0, rate]], np.float32),
+        move_averages(
+            _FORMATS[kept],
+            [(copy,) for copy in copies],
+            [values[n].to(device) for n in numbers],
+            [f"average of {names[n]}" for n in numbers],
+            rate=rate,
+            step=step,
+            seed=seed,
+            backend=backend,
         )
-        choose(device, backend).run(bucket)
         for n, copy in zip(numbers, copies, strict=True):
             if copy.data_ptr() != averages[n].data_ptr():
                 averages[n].copy_(copy)

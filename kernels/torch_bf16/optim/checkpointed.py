@@ -37,6 +37,10 @@ class Checkpointed(torch.optim.Optimizer):
         """The update rule of a parameter group."""
         raise NotImplementedError
 
+    def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
+        """The update rule of a parameter, where its shape decides."""
+        return self.rule_of(group)
+
     def _forget(self) -> None:
         """Drop what was derived from the tensors of the last step."""
         raise NotImplementedError
@@ -138,7 +142,7 @@ class Checkpointed(torch.optim.Optimizer):
 
     def _complete(self, state, parameter, group, label: str, changes: Changes) -> dict[str, Any]:
         """A parameter's state as this optimizer keeps it; see :func:`checkpoint.complete_state`."""
-        rule = self.rule_of(group)
+        rule = self.rule_for(group, parameter)
         return checkpoint.complete_state(state, parameter, rule, self.recipe, label, changes)
 
     def label(self, group: int, position: int) -> str:

@@ -13,9 +13,11 @@ from torch import nn
 from torch_bf16 import checkpoint
 from torch_bf16.recipe import Recipe, get_recipe
 
+from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .admission import check_group
+from .muon import Muon
 from .nadam import NAdam
 from .optimizer import BF16Optimizer
 from .radam import RAdam
@@ -25,7 +27,8 @@ from .sgd import SGD
 __all__ = ["CONVERTIBLE", "convert"]
 
 CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
-    each.torch_class: each for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, SGD)
+    each.torch_class: each
+    for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, Adafactor, Muon, SGD)
 }
 """For each ``torch.optim`` class, ours."""
 
@@ -131,9 +134,8 @@ def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:
 def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
     taken = {}
     for number, group in enumerate(optimizer.param_groups):
-        rule = optimizer.rule_of(group)
         for position, parameter in enumerate(group["params"]):
-            state = optimizer.state.get(parameter)
+            rule, state = optimizer.rule_for(group, parameter), optimizer.state.get(parameter)
             if state and float(state.get("step", 1)) == 0:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:

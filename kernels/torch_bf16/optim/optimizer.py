@@ -27,13 +27,16 @@ from .admission import (
     check_parameter,
     check_replaced,
     check_unchanged,
+    check_whole,
 )
 from .checkpointed import Checkpointed
 from .decoupling import FULLY_DECOUPLED, settle
 from .next_step import NextStep, check_capturable
 from .release import GradientRelease
 
-__all__ = ["BF16Optimizer"]
+__all__ = ["BF16Optimizer", "Direction"]
+
+Direction = Callable[[Tensor, int, Call], Tensor]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -98,6 +101,19 @@ class BF16Optimizer(Checkpointed):
         self._captured = []
         self._accumulation = self._release = None
         accumulate_as(self.recipe, self)
+
+    def direction_of(self, parameter: Tensor, number: int, name: str, state: Any) -> Direction:
+        """What makes the direction of a parameter's step of its whole gradient.
+
+        Asked once for a plan, where the rule has ``stage_states``.
+
+        Args:
+            parameter: dense, not sharded.
+            number: of its parameter group.
+            name: what keys its noise.
+            state: its state, complete.
+        """
+        raise NotImplementedError
 
     def decouples_decay(self, group: dict[str, Any]) -> bool:
         """Whether a group's weight decay acts on the weights and not through the gradient."""
@@ -305,7 +321,7 @@ class BF16Optimizer(Checkpointed):
         members, changes = [], Changes()
         for parameter, number, position in places:
             check_parameter(parameter, labels[parameter])
-            rule = self.rule_of(self.param_groups[number])
+            rule = self.rule_for(self.param_groups[number], parameter)
             state = checkpoint.complete_state(
                 self.state.get(parameter, {}),
                 parameter,
@@ -316,7 +332,12 @@ class BF16Optimizer(Checkpointed):
             )
             spans = [span_of(parameter, self._name(number, position))]
             seen = self._seen.get(parameter) or Seen.of(parameter)
-            members.append(Member(parameter, number, rule, state, spans, seen))
+            direction = None
+            if rule.stage_states:
+                check_whole(parameter, labels[parameter])
+                name = self._name(number, position)
+                direction = self.direction_of(parameter, number, name, state)
+            members.append(Member(parameter, number, rule, state, spans, seen, direction))
         plan = Plan(members, self.recipe, self.backend, setting)
         self._next.get_ready({each.parameter.device for each in members})
         # Only now, so that an error above leaves no half-made states.

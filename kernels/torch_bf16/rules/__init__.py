@@ -6,6 +6,7 @@ from .adam import ADAM, ADAMW
 from .adopt import ADOPT
 from .amsgrad import ADAM_AMSGRAD, ADAMW_AMSGRAD
 from .average import AVERAGE
+from .descent import ADAFACTOR, ADAFACTOR_VECTOR, MUON
 from .lion import LION
 from .nadam import NADAM
 from .radam import RADAM
@@ -15,6 +16,8 @@ from .sgd import SGD, SGD_MOMENTUM, SGD_NESTEROV
 
 __all__ = [
     "ACCUMULATE",
+    "ADAFACTOR",
+    "ADAFACTOR_VECTOR",
     "ADAGRAD",
     "ADAM",
     "ADAMW",
@@ -26,6 +29,7 @@ __all__ = [
     "FIRST_MOMENT",
     "GRADIENT",
     "LION",
+    "MUON",
     "NADAM",
     "RADAM",
     "RMSPROP",
@@ -46,7 +50,7 @@ __all__ = [
 RULES = {
     rule.name: rule
     for rule in (
-        *(ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, ACCUMULATE, AVERAGE),
+        *(ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, ACCUMULATE, AVERAGE, MUON),
         *(ADAMW_AMSGRAD, ADAM_AMSGRAD, NADAM, RADAM, ADOPT, LION, ADAGRAD),
         *(RMSPROP, RMSPROP_MOMENTUM, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM),
     )

@@ -35,11 +35,13 @@ class State:
             ``"exact"`` for one that is fp32 in every recipe.
         optional: whether it may be missing after the first step, because an option that needs it
             was switched on later; it then starts at zero.
+        shape: of its tensor, from the parameter's, where that is another; then it is fp32.
     """
 
     name: str
     role: str
     optional: bool = False
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Rule:
             no branch, no ``*`` in a tuple, no ``-x`` of what may be 0 (Triton subtracts it from 0;
             ``x * -1.0``), and a literal is a float where it stands alone.
         role: what ``w`` is: weights, or the sum of gradients. Each has noise of its own.
+        stage_states: what the optimizer keeps to make a direction of a whole tensor's gradient,
+            which ``update`` then takes for the gradient; not seen by ``update``.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Rule:
     options: Callable[[Mapping[str, Any]], Sequence[Any]]
     scalars: Callable[[Sequence[Any], int, float], tuple[float, ...]]
     role: str = WEIGHTS
+    stage_states: tuple[State, ...] = ()
 
 
 def lift(

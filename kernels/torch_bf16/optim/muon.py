@@ -1,0 +1,210 @@
+"""Muon with ``torch.optim``'s signature, and AdamW for what is no matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import Call
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import ADAMW, FIRST_MOMENT, MUON, Rule
+
+from .optimizer import BF16Optimizer, Direction
+from .ranges import check_ranges
+from .running_average import move_averages
+
+__all__ = ["Muon", "orthogonalise"]
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+# torch has it since 2.9.
+_Torchs: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
+
+
+def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """The nearest semi-orthogonal matrix, roughly: singular values between about 0.7 and 1.2.
+
+    A Newton-Schulz iteration in bf16 of ``x <- a x + (b A + c A^2) x`` with ``A = x x^T``, on the
+    matrix over its Frobenius norm (K. Jordan, "Muon", 2024).
+
+    Args:
+        matrix: two dimensions, floating-point.
+        coefficients: ``a, b, c``.
+        steps: iterations.
+        eps: least norm to divide by.
+
+    Returns:
+        bf16, the shape of ``matrix``.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if tall else x
+
+
+def _shape_factor(adjustment: str | None, shape: torch.Size) -> float:
+    if adjustment == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / max(shape[1], 1)))
+
+
+class Muon(BF16Optimizer, _Torchs):
+    r"""Muon (Jordan et al., 2024): momentum, orthogonalised, for the matrices of hidden layers.
+
+    With the gradient g, and for matrices of A rows and B columns:
+
+    .. code-block:: text
+
+        m = momentum * m + (1 - momentum) * g
+        u = (1 - momentum) * g + momentum * m with nesterov, else m
+        w = w * (1 - lr * weight_decay) - lr * factor * orthogonalise(u)
+        factor = sqrt(max(1, A / B)), or 0.2 * sqrt(max(A, B)) for "match_rms_adamw"
+
+    ``m`` has the recipe's ``exp_avg`` format. Parameter groups with ``use_muon=False`` are stepped
+    by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer, and all
+    that is no matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
+
+    Differs from torch.optim: AdamW in the same optimizer; ``maximize``; ``u`` comes from the
+    momentum as it is stored. One matrix at a time takes three fp32 copies.
+
+    Args:
+        params: bf16 or fp32 parameters, named ones, or groups of them. A group of matrices alone is
+            Muon's unless it says ``use_muon=False``.
+        lr: learning rate.
+        weight_decay: decoupled decay.
+        momentum: decay rate of the momentum buffer.
+        nesterov: look ahead along the momentum.
+        ns_coefficients: of the polynomial.
+        eps: least norm that a matrix is divided by.
+        ns_steps: iterations, below 100.
+        adjust_lr_fn: None or ``"original"``, or ``"match_rms_adamw"`` (Liu et al., 2025), with
+            which AdamW's ``lr`` and ``weight_decay`` can be used.
+        maximize: ascend instead of descend.
+        adamw_betas: ``betas`` of groups with ``use_muon=False`` that name none.
+        adamw_eps: their ``eps``, likewise.
+        fully_decoupled_weight_decay: as for :class:`AdamW`.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+
+    Raises:
+        ValueError: an argument is out of range, or a group without ``use_muon`` holds a parameter
+            that is no matrix.
+
+    Example:
+        >>> groups = torch_bf16.param_groups(model, weight_decay=0.1, muon=True)
+        >>> optimizer = torch_bf16.Muon(groups, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+        >>> optimizer.step()
+    """
+
+    torch_class = _Torchs
+    _adamw: tuple[tuple[float, float], float] = ((0.9, 0.95), 1e-8)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        maximize: bool = False,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "true-bf16-stochastic",
+    ) -> None:
+        check_ranges(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+        check_ranges(betas=adamw_betas, adamw_eps=adamw_eps)
+        if adjust_lr_fn not in _ADJUSTMENTS:
+            known = ", ".join(map(repr, _ADJUSTMENTS))
+            raise ValueError(f"unknown adjust_lr_fn={adjust_lr_fn!r}; known: {known}")
+        if len(ns_coefficients) != 3 or not 0 <= ns_steps < 100:
+            raise ValueError(
+                f"ns_coefficients={ns_coefficients} must be three numbers and ns_steps={ns_steps} "
+                "at least 0 and below 100"
+            )
+        options = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "maximize": maximize,
+        }
+        self._adamw = (adamw_betas, adamw_eps)
+        # torch's own constructor refuses all that is no matrix.
+        torch.optim.Optimizer.__init__(self, params, options)
+        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch; ``use_muon`` says who steps it.
+
+        Raises:
+            ValueError: the group is Muon's and holds a parameter that is no matrix.
+        """
+        if not param_group.get("use_muon", True):
+            betas, eps = self._adamw
+            param_group = {"betas": betas, "eps": eps, **param_group}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for position, parameter in enumerate(group["params"]):
+            if group.get("use_muon", True) and parameter.ndim != 2:
+                self.param_groups.pop()
+                name = (group.get("param_names") or [f"number {position}"] * (position + 1))[
+                    position
+                ]
+                raise ValueError(
+                    f"Muon steps matrices, and parameter {name} of group {len(self.param_groups)} "
+                    f"has shape {tuple(parameter.shape)}. Put it into a group with use_muon=False, "
+                    "which AdamW steps: torch_bf16.param_groups(model, muon=True)"
+                )
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return MUON if group.get("use_muon", True) else ADAMW
+
+    def decouples_decay(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def direction_of(self, parameter: Tensor, number: int, name: str, state: Any) -> Direction:
+        format_ = self.recipe.format_of(FIRST_MOMENT, parameter)
+        planes = tuple(state[key] for key in format_.plane_names("momentum_buffer"))
+
+        def direction(gradient: Tensor, step: int, call: Call) -> Tensor:
+            group = self.param_groups[number]
+            scale = float(call.multiplier) * (-1.0 if group.get("maximize") else 1.0)
+            momentum = float(group["momentum"])
+            move_averages(
+                format_,
+                [planes],
+                [gradient],
+                [name],
+                rate=1.0 - momentum,
+                step=step,
+                seed=self.recipe.seed,
+                scale=scale,
+                backend=self.backend,
+            )
+            update = format_.decode(planes).view(parameter.shape)
+            if group["nesterov"]:
+                update = (gradient.float() * scale).lerp(update, momentum)
+            matrix = orthogonalise(
+                update, group["ns_coefficients"], group["ns_steps"], float(group["eps"])
+            )
+            return matrix.float() * _shape_factor(group["adjust_lr_fn"], parameter.shape)
+
+        return direction
