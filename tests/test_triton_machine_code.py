@@ -24,8 +24,8 @@ from torch_bf16.rules import RULES
 
 VARIANTS = all_variants()
 OTHERS = one_variant_of_each_other_rule()
-# Four numbers and what becomes of them are more than 255 registers hold for eight elements.
-SPILL = {"adamw_amsgrad", "adam_amsgrad", "rmsprop_centered_momentum"}
+# Four numbers, three of them fp32, are more than its registers hold for eight elements.
+SPILL = {"rmsprop_centered_momentum"}
 # Instructions per element that an H200 can issue in the time that it moves a byte: 132
 # multiprocessors, 4 schedulers each, 32 lanes, 1.98 GHz; 4.8 TB/s. Two thirds of them may be used.
 PER_BYTE = 132 * 4 * 32 * 1.98e9 / 4.8e12 * 2 / 3
@@ -92,13 +92,6 @@ def test_other_rules_are_bound_by_memory_too(name, tmp_path):
     assert not spills or variant.rule.name in SPILL
     accesses = {each for each in opcodes if each.startswith(("LDG", "STG"))}
     assert accesses == {"LDG.E.128", "STG.E.128"}
-    print(
-        "INSTR",
-        name,
-        len(opcodes) / elements,
-        len(spills),
-        sum(bytes_moved(variant)) * PER_BYTE * 1.5,
-    )
     # All that an H200 can issue in the time, where the bound above leaves a third.
     assert len(opcodes) / elements <= sum(bytes_moved(variant)) * PER_BYTE * 1.5
 
