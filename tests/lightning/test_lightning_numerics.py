@@ -67,7 +67,7 @@ def test_clipping_by_norm_leaves_gradients_unclipped_in_memory_and_ends_with_the
         norms.append(float(torch_bf16.total_norm(self.parameters())))
 
     def on_train_batch_end(self, *_):
-        assert self.made[0]._next.scale == 1.0
+        assert self.made[0]._next.coefficient == 1.0
 
     def configure_optimizers(self):
         self.made = [plain_sgd(self)]

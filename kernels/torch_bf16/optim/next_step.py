@@ -21,13 +21,13 @@ class NextStep:
     """
 
     def __init__(self) -> None:
-        self._coefficient: float | Tensor = 1.0
+        self.coefficient: float | Tensor = 1.0
         self._found_inf: Tensor | None = None
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
         """Forget what was told."""
-        self._coefficient, self._found_inf = 1.0, None
+        self.coefficient, self._found_inf = 1.0, None
 
     def scale(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient``.
@@ -41,7 +41,7 @@ class NextStep:
                 f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
                 "which the next step multiplies every gradient"
             )
-        self._coefficient = coefficient
+        self.coefficient = coefficient
 
     def skip_where(self, found_inf: Tensor) -> None:
         """Leave everything as it is where ``found_inf``, a tensor with one element, is not 0."""
@@ -53,7 +53,7 @@ class NextStep:
             mine = self._found_inf
             both = None if found_inf is None else found_inf.to(mine.device, non_blocking=True)
             found_inf = mine if both is None else mine + both
-        return Call(self._coefficient, grad_scale, found_inf)
+        return Call(self.coefficient, grad_scale, found_inf)
 
     def get_ready(self, devices: Iterable[torch.device]) -> None:
         """Make the counters of skipped steps; a graph could not replay their making."""
