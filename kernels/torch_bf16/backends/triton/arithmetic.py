@@ -95,11 +95,10 @@ def _exp(x):
     for i in tl.static_range(13, 0, -1):
         y = 1.0 + y * r / i
     for j in tl.static_range(10):
-        n: tl.constexpr = 512 >> j
-        y = tl.where(k >= n, y * 2.0**n, y)
-        k = tl.where(k >= n, k - n, k)
-        y = tl.where(k <= -n, y * 2.0**-n, y)
-        k = tl.where(k <= -n, k + n, k)
+        y = tl.where(k >= (512 >> j), y * 2.0 ** (512 >> j), y)
+        k = tl.where(k >= (512 >> j), k - (512 >> j), k)
+        y = tl.where(k <= -(512 >> j), y * 2.0 ** -(512 >> j), y)
+        k = tl.where(k <= -(512 >> j), k + (512 >> j), k)
     return tl.where(x > 709.0, _f64(INF), tl.where(x < -708.0, _f64(0.0), y))
 
 
@@ -109,13 +108,12 @@ def _log(x):
     x = m
     k = _f64(0.0)
     for j in tl.static_range(10):
-        n: tl.constexpr = 512 >> j
-        large = m >= 2.0**n
-        k = tl.where(large, k + n, k)
-        m = tl.where(large, m * 2.0**-n, m)
-        small = m < 2.0 ** (1 - n)
-        k = tl.where(small, k - n, k)
-        m = tl.where(small, m * 2.0**n, m)
+        large = m >= 2.0 ** (512 >> j)
+        k = tl.where(large, k + (512 >> j), k)
+        m = tl.where(large, m * 2.0 ** -(512 >> j), m)
+        small = m < 2.0 ** (1 - (512 >> j))
+        k = tl.where(small, k - (512 >> j), k)
+        m = tl.where(small, m * 2.0 ** (512 >> j), m)
     k = tl.where(m > SQRT2, k + 1.0, k)
     m = tl.where(m > SQRT2, m * 0.5, m)
     s = (m - 1.0) / (m + 1.0)
