@@ -269,6 +269,10 @@ def accumulate(w, g, s):
     return (w + g * s["grad_scale"],)
 
 
+def store(w, g, s):
+    return (g * s["grad_scale"],)
+
+
 # rule -> (function, its state roles with the noise of each)
 RULES = {
     "adamw": (adamw, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT))),
@@ -277,6 +281,7 @@ RULES = {
     "sgd_momentum": (sgd_momentum, (("momentum_buffer", FIRST_MOMENT),)),
     "sgd_nesterov": (sgd_nesterov, (("momentum_buffer", FIRST_MOMENT),)),
     "accumulate": (accumulate, ()),
+    "store": (store, ()),
     **oracle_rules.RULES,
 }
 

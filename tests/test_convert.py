@@ -253,10 +253,6 @@ def test_a_second_convert_is_refused_and_changes_nothing():
     assert_same(snapshot(one), snapshot(other))
 
 
-class OwnAdamW(torch.optim.AdamW):
-    """A user's subclass."""
-
-
 def with_state_of_another_shape(parameters):
     optimizer = torch.optim.AdamW(parameters)
     take_steps(optimizer, [1])
@@ -287,13 +283,9 @@ def constructor(kind, **options):
     return lambda parameters: kind(parameters, **options)
 
 
-UNKNOWN = "there is no fused update rule for it.*torch.optim.AdamW, torch.optim.Adam"
 # what is refused -> (how it is made, arguments of convert, error, what its message says)
 REFUSED = {
-    "subclass": (OwnAdamW, {}, NotImplementedError, "OwnAdamW cannot be.*it is a subclass, whose"),
     "lbfgs": (torch.optim.LBFGS, {}, NotImplementedError, "LBFGS.*closure several times per step"),
-    "adamax": (torch.optim.Adamax, {}, NotImplementedError, f"Adamax.*{UNKNOWN}"),
-    "rprop": (torch.optim.Rprop, {}, NotImplementedError, f"Rprop.*{UNKNOWN}"),
     "differentiable": (
         constructor(torch.optim.SGD, differentiable=True),
         {}, NotImplementedError, "differentiable=True in parameter group 0 is not supported",
@@ -366,7 +358,7 @@ def test_a_parameter_of_another_dtype_is_refused_with_a_remedy(dtype, remedy):
 
 @pytest.mark.parametrize("what", [nn.Linear(1, 1), None, "AdamW"], ids=["module", "none", "str"])
 def test_what_is_no_optimizer_is_refused(what):
-    with pytest.raises(ValueError, match=r"convert takes a torch.optim optimizer, not \w+; known:"):
+    with pytest.raises(ValueError, match=r"convert takes a torch.optim optimizer, not \w+"):
         convert(what)
 
 

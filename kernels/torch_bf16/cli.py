@@ -15,6 +15,7 @@ from .bench.command import add_arguments, file_to_write, run
 from .bench.record import describe, processor, versions
 from .errors import CheckpointError
 from .export import export_file
+from .optim import BUCKET_BYTES, CONVERTIBLE
 from .recipe import RECIPES
 
 __all__ = ["main"]
@@ -67,6 +68,10 @@ def _info() -> int:
         formats = f"{recipe.weights} / {recipe.exp_avg} / {recipe.exp_avg_sq}"
         alias = "" if name == recipe.name else f"  (alias of {recipe.name})"
         print(f"  {name:22} {formats:50} {recipe.bytes_per_parameter:3}{alias}")
+    print(
+        f"\noptimizers with a fused rule: {', '.join(sorted(c.__name__ for c in CONVERTIBLE))}; "
+        f"any other: its own step on fp32 copies, {BUCKET_BYTES >> 20} MB at a time or one tensor"
+    )
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))

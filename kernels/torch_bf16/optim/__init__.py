@@ -14,6 +14,7 @@ from .lion import Lion
 from .muon import Muon
 from .nadam import NAdam
 from .optimizer import BF16Optimizer
+from .own_step import BUCKET_BYTES
 from .radam import RAdam
 from .release import GradientRelease, release_gradients
 from .rmsprop import RMSprop
@@ -21,6 +22,7 @@ from .sgd import SGD
 
 __all__ = [
     "ADOPT",
+    "BUCKET_BYTES",
     "CONVERTIBLE",
     "EMA",
     "SGD",

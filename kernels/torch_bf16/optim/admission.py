@@ -47,15 +47,24 @@ class Seen:
         return cls(version_of(parameter), parameter.dtype, parameter.shape)
 
 
-def check_group(optimizer: torch.optim.Optimizer, number: int) -> None:
+def check_group(
+    optimizer: torch.optim.Optimizer, number: int, own_step: bool | None = None
+) -> None:
     """Refuse options and dtypes that cannot be trained.
+
+    Args:
+        optimizer: with the group.
+        number: of the group.
+        own_step: whether the class's own step reads the options, so that any will do; None asks
+            the optimizer.
 
     Raises:
         ValueError: the dtype of a parameter.
         NotImplementedError: an option of the group.
     """
     group = optimizer.param_groups[number]
-    check_options(group, number)
+    if not (hasattr(optimizer, "roles") if own_step is None else own_step):
+        check_options(group, number)
     if len({id(p) for p in group["params"]}) < len(group["params"]):
         raise ValueError(
             f"parameter group {number} holds a parameter twice, which would be updated twice per "

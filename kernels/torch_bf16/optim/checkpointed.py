@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class Checkpointed(torch.optim.Optimizer):
     def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         """The update rule of a parameter, where its shape decides."""
         return self.rule_of(group)
+
+    def _check_options(self, group: Mapping[str, Any], number: int) -> None:
+        """Refuse options that no rule has."""
+        check_options(group, number)
 
     def _forget(self) -> None:
         """Drop what was derived from the tensors of the last step."""
@@ -126,7 +130,7 @@ class Checkpointed(torch.optim.Optimizer):
         if sizes != [len(group["params"]) for group in saved_groups]:
             return  # torch itself refuses this in a moment
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            check_options(saved, number)
+            self._check_options(saved, number)
             checkpoint.check_hyperparameters(saved, group, number)
             for position, key in enumerate(saved["params"]):
                 if state := state_dict["state"].get(key):

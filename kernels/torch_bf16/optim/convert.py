@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch import nn
 
-from torch_bf16 import checkpoint
 from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.recoding import Changes
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 
 from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .admission import check_group
+from .inner_step import examine
 from .muon import Muon
 from .nadam import NAdam
 from .optimizer import BF16Optimizer
+from .own_step import ROLES, OwnStepOptimizer, own_step_class
 from .radam import RAdam
 from .rmsprop import RMSprop
 from .sgd import SGD
@@ -43,19 +46,28 @@ def convert(
     *,
     module: nn.Module | None = None,
     backend: str | None = None,
+    roles: Mapping[str, str | None] | None = None,
 ) -> _T:
-    """Make a ``torch.optim`` optimizer store its numbers by a recipe, in place.
+    """Make an optimizer store its numbers by a recipe, in place.
+
+    For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class takes
+    its own, on fp32 copies of some tensors at a time (64 MB of them, or one tensor); then weights
+    and the states it is known to keep (:data:`ROLES`) are encoded by the recipe, and whatever
+    else it keeps stays as it is, in fp32. Its step is first tried on small made-up parameters: an
+    optimizer that couples its parameters, by a norm over all of them, say, steps on all at once.
 
     The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that
     were built on it before or will be after. State it already has is taken over: moments are
     rounded into the recipe's formats at once.
 
     Args:
-        optimizer: exactly one of the ``torch.optim`` classes in :data:`CONVERTIBLE`; mutated.
+        optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         module: the module that owns the parameters: their names then key the rounding noise, so
             that it does not depend on the order of the parameters.
         backend: name of the backend that takes the steps; None for the best that works.
+        roles: for a class without a kernel, states whose meaning their name does not say:
+            ``{"z": "exp_avg"}`` has ``state["z"]`` stored as a first moment, None keeps it in fp32.
 
     Returns:
         ``optimizer`` itself.
@@ -63,7 +75,9 @@ def convert(
     Raises:
         ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
             backend is not known; nothing has been changed.
-        NotImplementedError: there is no fused rule for this class or option.
+        NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
+            needs a closure, keeps data outside ``state``, wraps another optimizer, or rewrites
+            weights outside of ``step``.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -79,9 +93,16 @@ def convert(
         )
     if module is not None and not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
+        raise ValueError(
+            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
+            "None for fp32"
+        )
     target = _target(optimizer)
+    own_step = issubclass(target, OwnStepOptimizer)
+    trait = examine(optimizer) if own_step else None
     for number in range(len(optimizer.param_groups)):
-        check_group(optimizer, number)
+        check_group(optimizer, number, own_step)
     wrapped = _scheduler_wrapper(optimizer)
 
     source, converted = type(optimizer), cast("Any", optimizer)
@@ -89,6 +110,9 @@ def convert(
     converted.__class__ = target
     try:
         converted._adopt(recipe, backend)
+        if trait is not None:
+            converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
+            converted._couples, converted._halves = trait.couples, trait.halves
         if module is not None:
             converted._names = _names(optimizer, module)
         taken = _take_over(converted)
@@ -116,19 +140,7 @@ def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:
         raise ValueError(
             f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
         )
-    target = CONVERTIBLE.get(type(optimizer))
-    if target is None:
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        why = "there is no fused update rule for it"
-        if isinstance(optimizer, torch.optim.LBFGS):
-            why = "it evaluates the closure several times per step, outside any update rule"
-        elif isinstance(optimizer, tuple(CONVERTIBLE)):
-            why = "it is a subclass, whose own step would be replaced"
-        raise NotImplementedError(
-            f"{kind} cannot be converted: {why}. Use one of {known}, or keep this optimizer "
-            "and train in float32 or bf16-mixed"
-        )
-    return target
+    return CONVERTIBLE.get(type(optimizer)) or own_step_class(type(optimizer))
 
 
 def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
@@ -139,9 +151,8 @@ def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
             if state and float(state.get("step", 1)) == 0:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:
-                taken[parameter] = checkpoint.complete_state(
-                    state, parameter, rule, optimizer.recipe, optimizer.label(number, position)
-                )
+                label = optimizer.label(number, position)
+                taken[parameter] = optimizer._complete(state, parameter, group, label, Changes())
     return taken
 
 

@@ -23,7 +23,6 @@ from .admission import (
     Seen,
     check_gradient,
     check_group,
-    check_options,
     check_parameter,
     check_replaced,
     check_unchanged,
@@ -148,7 +147,7 @@ class BF16Optimizer(Checkpointed):
                 loss = closure()
         groups = self.param_groups
         for number, group in enumerate(groups):
-            check_options(group, number)
+            self._check_options(group, number)
         taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._release is not None:
             self._release.finish()
@@ -300,35 +299,37 @@ class BF16Optimizer(Checkpointed):
             [[id(parameter) for parameter in group["params"]] for group in groups],
         )
 
-    def _make_plan(self, parameters: list[Tensor], setting: Any) -> Plan:
-        """Check all that takes part, complete its states, and keep these if nothing is wrong."""
-        self.recipe = get_recipe(self.recipe)
+    def _places(
+        self, parameters: Sequence[Tensor]
+    ) -> list[tuple[Tensor, int, int, Callable[[], str]]]:
+        """Parameter, group, position and label of all that takes part, checked."""
         taking_part = set(parameters)
         places = [
-            (parameter, number, position)
+            (parameter, number, position, functools.partial(self.label, number, position))
             for number, group in enumerate(self.param_groups)
             for position, parameter in enumerate(group["params"])
             if parameter in taking_part
         ]
-        labels = {p: functools.partial(self.label, *place) for p, *place in places}
+        labels = {parameter: label for parameter, _, _, label in places}
         for parameter, label in labels.items():
             if seen := self._seen.get(parameter):
                 check_unchanged(parameter, seen, self.state.get(parameter, {}), label)
             check_gradient(parameter, parameter.grad, label)
+            check_parameter(parameter, label)
         check_replaced(self, labels)
         if len(labels) < len(places):
             raise ValueError("a parameter is in the groups twice; remove one. Nothing was updated")
+        return places
+
+    def _make_plan(self, parameters: list[Tensor], setting: Any) -> Plan:
+        """Check all that takes part, complete its states, and keep these if nothing is wrong."""
+        self.recipe = get_recipe(self.recipe)
+        places = self._places(parameters)
         members, changes = [], Changes()
-        for parameter, number, position in places:
-            check_parameter(parameter, labels[parameter])
+        for parameter, number, position, label in places:
             rule = self.rule_for(self.param_groups[number], parameter)
             state = checkpoint.complete_state(
-                self.state.get(parameter, {}),
-                parameter,
-                rule,
-                self.recipe,
-                labels[parameter](),
-                changes,
+                self.state.get(parameter, {}), parameter, rule, self.recipe, label(), changes
             )
             spans = [span_of(parameter, self._name(number, position))]
             seen = self._seen.get(parameter) or Seen.of(parameter)

@@ -13,6 +13,7 @@ from .radam import RADAM
 from .rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
 from .rule import EXACT, FIRST_MOMENT, GRADIENT, SECOND_MOMENT, WEIGHTS, Rule, State, lift
 from .sgd import SGD, SGD_MOMENTUM, SGD_NESTEROV
+from .store import STORE
 
 __all__ = [
     "ACCUMULATE",
@@ -41,6 +42,7 @@ __all__ = [
     "SGD",
     "SGD_MOMENTUM",
     "SGD_NESTEROV",
+    "STORE",
     "WEIGHTS",
     "Rule",
     "State",
@@ -50,7 +52,7 @@ __all__ = [
 RULES = {
     rule.name: rule
     for rule in (
-        *(ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, ACCUMULATE, AVERAGE, MUON),
+        *(ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV, ACCUMULATE, AVERAGE, MUON, STORE),
         *(ADAMW_AMSGRAD, ADAM_AMSGRAD, NADAM, RADAM, ADOPT, LION, ADAGRAD),
         *(RMSPROP, RMSPROP_MOMENTUM, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM),
     )
