@@ -194,3 +194,22 @@ def test_a_weight_written_from_outside_counts(recipe):
         parameter.grad.zero_()
     optimizer.step()
     assert (exact_weights(model, optimizer)[0] == 0.25).all()
+
+
+def test_states_in_blocks_of_int8_follow_the_fp32_run():
+    recipe = Recipe("int8", weights="remainder8", exp_avg="int8", exp_avg_sq="int8")
+    runs = []
+    for own in (recipe, None):
+        weight = torch.ones(4, 128, dtype=torch.float32 if own is None else torch.bfloat16)
+        weight = torch.nn.Parameter(weight)
+        optimizer = ADAMW_WITH_AMSGRAD([weight])
+        runs.append((weight, optimizer if own is None else convert(optimizer, own)))
+    for seed in range(20):
+        gradient = torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for weight, optimizer in runs:
+            weight.grad = gradient.to(weight.dtype)
+            optimizer.step()
+    (weight, optimizer), (expected, _) = runs
+    assert optimizer.state[weight]["exp_avg"].dtype in (torch.int8, torch.uint8)
+    # 20 steps of at most 0.01, whose direction codes of 7 bits move by a few percent.
+    torch.testing.assert_close(weight.float(), expected.detach(), rtol=0, atol=0.05)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import Bucket, Call, Variant, capture, choose
-from torch_bf16.counter_rng import WEIGHT, stream_base, tensor_key
+from torch_bf16.counter_rng import WEIGHT, draw16, noise, stream_base, tensor_key
 from torch_bf16.formats import FP32, Format
 from torch_bf16.recipe import get_recipe
 from torch_bf16.recoding import Changes
@@ -211,7 +211,8 @@ class OwnStepOptimizer(BF16Optimizer):
                 continue
             for name, plane in zip(format_.plane_names(key), format_.planes, strict=True):
                 old = each.state.get(name)
-                kept[name] = torch.empty_like(value, dtype=plane.dtype) if old is None else old
+                made = (plane.shape(value.shape), plane.dtype, value.device)
+                kept[name] = _empty(*made) if old is None else old
             planes = [kept[name] for name in format_.plane_names(key)]
             store.add(format_, planes, value, f"{each.name}/{key}", each.step)
         each.state = {**kept, _COUNTER: each.step, **masters}
@@ -276,6 +277,12 @@ class _Store:
         self._numbers: dict[Any, list[Any]] = defaultdict(list)
 
     def add(self, format_: Format, planes: Any, x: Tensor, key: str, step: int) -> None:
+        if format_.block > 1:
+            # Kernels know blocks of a rule's states, not of what is in a weight's place.
+            bits = noise(self._seed, step, tensor_key(key), WEIGHT.stream, 0, x.numel(), x.device)
+            r = draw16(bits, WEIGHT).view(x.shape) if format_.stochastic else None
+            format_.encode(x.float().contiguous(), r, planes)
+            return
         base = stream_base(self._seed, tensor_key(key), WEIGHT.stream)
         self._numbers[format_, x.device].append((planes, x, base, step))
 
@@ -301,6 +308,10 @@ class _Store:
                 for plane, new in zip(its, written, strict=True):
                     if plane.data_ptr() != new.data_ptr():
                         plane.copy_(new)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _like(value: Any, parameter: Tensor) -> bool:
