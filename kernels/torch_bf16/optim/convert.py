@@ -147,8 +147,9 @@ def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
     taken = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            rule, state = optimizer.rule_for(group, parameter), optimizer.state.get(parameter)
-            if state and float(state.get("step", 1)) == 0:
+            state = optimizer.state.get(parameter)
+            fused = not isinstance(optimizer, OwnStepOptimizer)
+            if fused and state and float(state.get("step", 1)) == 0:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:
                 label = optimizer.label(number, position)

@@ -335,7 +335,7 @@ class BF16Optimizer(Checkpointed):
             seen = self._seen.get(parameter) or Seen.of(parameter)
             direction = None
             if rule.stage_states:
-                check_whole(parameter, labels[parameter])
+                check_whole(parameter, label)
                 name = self._name(number, position)
                 direction = self.direction_of(parameter, number, name, state)
             members.append(Member(parameter, number, rule, state, spans, seen, direction))
