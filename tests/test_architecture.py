@@ -16,7 +16,7 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 # is one name: its files may import one another.
 LAYERS = (
     ("errors", "rules"),
-    ("rounding", "counter_rng", "cpu_autocast", "sharding"),
+    ("rounding", "counter_rng", "cpu_autocast", "sharding", "watch"),
     ("formats",),
     ("recipe",),
     ("lost_bits", "recoding"),

@@ -84,3 +84,66 @@ def test_a_renamed_parameter_draws_the_noise_of_its_new_name():
     one.step()
     other.step()
     assert not torch.equal(first, second)
+
+
+def drop_key(optimizer, parameter):
+    optimizer.state[parameter].pop("exp_avg")
+
+
+def replace_state(optimizer, parameter):
+    optimizer.state[parameter] = dict(optimizer.state[parameter])
+
+
+def replace_moment(optimizer, parameter):
+    state = optimizer.state[parameter]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def move_moment(optimizer, parameter):
+    state = optimizer.state[parameter]
+    state["exp_avg"].data = state["exp_avg"].data.clone()
+
+
+def move_weight(optimizer, parameter):
+    parameter.data = parameter.data.clone()
+
+
+def stride_weight(optimizer, parameter):
+    parameter.data = parameter.data.t()
+
+
+def widen_gradient(optimizer, parameter):
+    parameter.grad_dtype = None
+    parameter.grad = parameter.grad.float()
+
+
+def keep_a_note(optimizer, parameter):
+    optimizer.state[parameter]["note"] = "mine"
+
+
+CHANGES = [
+    drop_key, replace_moment, move_moment, move_weight, stride_weight, widen_gradient,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_any_tensor_is_seen_at_the_next_step(change):
+    optimizer, parameters = trained(steps=4)
+    plan = optimizer._plan
+    assert plan._watch is not None
+    change(optimizer, parameters[1])
+    groups = optimizer._setting()
+    assert not plan.fits(groups, parameters, optimizer.state)
+
+
+@pytest.mark.parametrize("change", [replace_state, keep_a_note])
+def test_a_state_that_only_looks_otherwise_keeps_its_plan(change):
+    optimizer, parameters = trained(steps=4)
+    plan = optimizer._plan
+    change(optimizer, parameters[1])
+    for _ in range(3):
+        optimizer.step()
+        assert optimizer._plan is plan
+    move_moment(optimizer, parameters[1])
+    optimizer.step()
+    assert optimizer._plan is not plan

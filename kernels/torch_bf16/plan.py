@@ -23,6 +23,7 @@ from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
 from .sharding import Span, is_dtensor, local, local_gradient, version_of
+from .watch import Watch
 
 __all__ = ["Member", "Plan"]
 
@@ -74,26 +75,8 @@ class Member:
         Args:
             state: ``optimizer.state[parameter]`` now.
         """
-        if not all(map(is_, map(state.get, self._names), self._tensors)):
-            return False
-        if self._is_dtensor:
-            return self._look() == self._planned
-        # The same questions one by one: this runs for every parameter at every step, and a shape or
-        # a stride that is put into a tuple first takes twice as long.
-        parameter: Any = self.parameter
-        gradient = parameter.grad
-        address, dtype, shape, contiguous, new, _, layout, device, addresses = self._planned
-        return (
-            parameter.data_ptr() == address
-            and parameter.dtype is dtype
-            and parameter.shape == shape
-            and (parameter.is_contiguous() if contiguous is True else self._look() == self._planned)
-            and gradient.dtype is new
-            and gradient.shape == shape
-            and gradient.layout is layout
-            and gradient.get_device() == device
-            and tuple(map(Tensor.data_ptr, self._tensors)) == addresses
-        )
+        same = all(map(is_, map(state.get, self._names), self._tensors))
+        return same and self._look() == self._planned
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, contiguous."""
@@ -103,6 +86,10 @@ class Member:
         # A lazily negated view is contiguous, too, and its memory has the other sign.
         plain = gradient.is_contiguous() and not gradient.is_neg()
         return gradient if plain else gradient.resolve_neg().contiguous()
+
+    def is_plain(self) -> bool:
+        """Whether it is one contiguous tensor of this process."""
+        return not self._is_dtensor and self.parameter.is_contiguous()
 
     def version(self) -> int:
         """A number that every write to the parameter raises."""
@@ -164,6 +151,8 @@ class Plan:
     ) -> None:
         self.members = members
         self._setting = setting
+        # Made at the second step: by then the states are where the optimizer keeps them.
+        self._watch: Watch | None = None
         alike: dict[Any, list[_Row]] = defaultdict(list)
         for each in members:
             # A strided parameter goes through a contiguous copy. On its own, so that no more than
@@ -194,14 +183,17 @@ class Plan:
             parameters: those with a gradient, in the members' order.
             states: ``optimizer.state``.
         """
-        return (
-            setting == self._setting
-            and len(parameters) == len(self.members)
-            and all(
-                each.parameter is parameter and each.unchanged(states.get(parameter, {}))
-                for each, parameter in zip(self.members, parameters, strict=True)
-            )
+        if setting != self._setting or len(parameters) != len(self.members):
+            return False
+        if self._watch is not None and self._watch.unchanged(parameters, states):
+            return True
+        fits = all(
+            each.parameter is parameter and each.unchanged(states.get(parameter, {}))
+            for each, parameter in zip(self.members, parameters, strict=True)
         )
+        if fits and all(each.is_plain() for each in self.members):
+            self._watch = Watch.over(parameters, states)
+        return fits
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
