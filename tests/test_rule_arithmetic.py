@@ -8,6 +8,7 @@ import pytest
 from bucket_cases import HYPER
 
 from torch_bf16.rules import RULES, arithmetic
+from torch_bf16.rules.nadam import mu_product
 
 
 def within(ours, reference, ulps):
@@ -46,3 +47,13 @@ def test_a_rule_flattens_its_options_and_needs_no_other(name):
     options = rule.options(HYPER)
     assert all(isinstance(each, float) for each in options)
     assert all(isinstance(each, float) for each in rule.scalars(options, 3, 1.0))
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9, 0.9999])
+@pytest.mark.parametrize("decay", [0.0, 1e-9, 2e-5, 1e-4, 4e-3, 1.0, 100.0])
+def test_nadams_product_is_that_of_all_steps(beta1, decay):
+    product = 1.0
+    for step in range(1, 1500):
+        product *= beta1 * (1 - 0.5 * 0.96 ** (step * decay))
+        # What counts is 1 minus the product, to far less than a step of fp32.
+        assert abs(mu_product(beta1, decay, step) - product) <= 1e-10 * (1 - product)

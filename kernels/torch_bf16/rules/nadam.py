@@ -43,19 +43,18 @@ def _nadam(w, g, states, scalars):
 def mu_product(beta1, momentum_decay, step):
     """``P_t``: the product of ``mu`` over steps 1 to ``step``, in float64."""
     log_q = momentum_decay * -0.040821994520255166  # log(0.96)
+    q, q_t = arithmetic.exp(log_q), arithmetic.exp(log_q * step)
     # float64 on a device too, where literals are fp32 and the step is an integer.
     k, total = log_q * 0.0, log_q * 0.0
-    share = k + 1.0
+    share, q_k, q_kt = k + 1.0, k + 1.0, k + 1.0
     for _ in range(32):
-        k, share = k + 1.0, share * 0.5
-        # The sum of q**(k * i) over the steps; below 1e-6 its closed form loses its digits.
+        k, share, q_k, q_kt = k + 1.0, share * 0.5, q_k * q, q_kt * q_t
+        # The sum of q**(k * i) over the steps; where q is all but 1 the closed form has no digits.
         x = -k * log_q
-        safe = arithmetic.where(x < 1e-6, 1e-6, x)
-        decayed = arithmetic.exp(-safe)
-        closed = arithmetic.div(decayed * (1.0 - arithmetic.exp(-safe * step)), 1.0 - decayed)
-        nearly_constant = arithmetic.div(share * 0.0 + step, 1.0 + (x * step + x) * 0.5)
-        series = arithmetic.where(x < 1e-6, nearly_constant, closed)
-        total = total + arithmetic.div(share, k) * series
+        steep = x >= 1e-6
+        closed = arithmetic.div(q_k * (1.0 - q_kt), arithmetic.where(steep, 1.0 - q_k, 1.0))
+        flat = arithmetic.div(k * 0.0 + step, 1.0 + (x * step + x) * 0.5)
+        total = total + arithmetic.div(share, k) * arithmetic.where(steep, closed, flat)
     return arithmetic.power(beta1, step) * arithmetic.exp(-total)
 
 
