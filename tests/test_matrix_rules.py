@@ -99,6 +99,23 @@ def test_backends_agree_and_a_resumed_run_equals_an_uninterrupted_one(name, reci
     assert differs(runs[0], snapshot(ours(name, fresh(name))))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_muons_momentum_takes_any_format(backend):
+    """With one in blocks of int8 weights end within a tenth of the way from where fp32 leads."""
+    places = []
+    for exp_avg in ("fp32", "int8"):
+        parameter = nn.Parameter(torch.randn(16, 128, generator=torch.Generator().manual_seed(0)))
+        parameter.data = parameter.data.bfloat16()
+        recipe = torch_bf16.Recipe("mine", weights="remainder16", exp_avg=exp_avg)
+        optimizer = ours("muon", [parameter], backend, lr=0.02, recipe=recipe)
+        train(optimizer, [parameter], range(10))
+        places.append(parameter.detach().float())
+    assert optimizer.state[parameter]["momentum_buffer"].dtype == torch.int8
+    start = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
+    moved = (places[0] - start).norm()
+    assert (places[1] - places[0]).norm() < 0.1 * moved
+
+
 @every_one
 def test_states_have_their_formats_and_shapes(name):
     parameters = fresh(name)

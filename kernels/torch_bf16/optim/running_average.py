@@ -58,4 +58,6 @@ def move_averages(
         rows=np.zeros(len(sizes), np.int64),
         scalars=np.array([[scale, rate]], np.float64).astype(np.float32),
     )
-    choose(device, backend).run(bucket)
+    # Kernels know blocks as states of a rule only, and here the average itself is in blocks.
+    blocked = format_.block > 1
+    choose(device, "eager" if blocked else backend).run(bucket)
