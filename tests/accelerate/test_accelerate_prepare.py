@@ -69,17 +69,15 @@ def test_preparing_the_module_below_ddp_again_wraps_forward_once(make_accelerato
     assert model.forward == forward
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(torch.optim.LBFGS, "torch.optim.lbfgs.LBFGS"), (torch.optim.Adafactor, "Adafactor")],
-    ids=["lbfgs", "adafactor"],
-)
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_optimizer_that_cannot_be_converted_raises_and_leaves_all_usable(
-    make_accelerator, train, model, batches, make, name
+    make_accelerator, train, model, batches, make
 ):
     accelerator = make_accelerator("bf16-stochastic")
     optimizer = make(model.parameters())
-    with pytest.raises(NotImplementedError, match=f"{name} cannot be converted: .* Use one of"):
+    with pytest.raises(
+        NotImplementedError, match=f"{make.__name__} cannot be converted: .* Keep this optimizer"
+    ):
         accelerator.prepare(model, optimizer)
     assert model.up.weight.dtype == torch.float32
     assert type(optimizer) is make

@@ -239,6 +239,18 @@ def test_toggled_optimizers_with_closures_train_only_their_own_parameters(pl, mo
     assert trainer.global_step == 6
 
 
+def test_an_optimizer_without_a_fused_rule_trains_by_its_own_step(pl, mode):
+    def configure_optimizers(self):
+        self.made = [torch.optim.Rprop(self.parameters(), lr=1e-3)]
+        return self.made[0]
+
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    make_trainer(pl, mode).fit(module, batches(4))
+    assert isinstance(module.made[0], torch_bf16.BF16Optimizer)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert {int(state["step"]) for state in module.made[0].state.values()} == {4}
+
+
 def test_summary_and_progress_bar_are_the_hosts_own(pl, mode, capsys):
     module = make_module(pl)
     trainer = make_trainer(pl, mode, enable_model_summary=True, enable_progress_bar=True)
