@@ -142,6 +142,22 @@ def test_it_sees_the_update_that_clipping_and_maximize_leave():
     )
 
 
+def test_a_step_with_a_gradient_that_is_not_finite_is_not_looked_at(caplog):
+    model, optimizer = model_and_optimizer("bf16_nearest", lr=1e-3)
+    monitor = UpdateMonitor(optimizer, every=1)
+    for gradient in (math.inf, math.nan):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        torch_bf16.clip_grad_norm_(optimizer, 1.0, skip_nonfinite=True)
+        with caplog.at_level(logging.WARNING, "torch_bf16"):
+            optimizer.step()
+    assert optimizer.skipped_steps == 2
+    assert monitor.take_metrics() == {}
+    assert not caplog.records
+    take_step(model, optimizer)
+    assert monitor.take_metrics()["bf16/skipped_steps"] == 2
+
+
 def test_copies_of_an_optimizer_are_not_watched():
     _, optimizer = model_and_optimizer("bf16_stochastic", lr=1e-3)
     UpdateMonitor(optimizer)

@@ -17,6 +17,7 @@ from .formats import Format
 from .optim import BF16Optimizer, total_norm
 from .plan import Member
 from .recipe import Recipe
+from .sharding import is_dtensor, local, local_gradient
 
 __all__ = ["LayerUpdate", "UpdateMonitor"]
 
@@ -73,7 +74,9 @@ class UpdateMonitor:
 
     At every ``every``-th step it computes for some elements of each parameter the update that the
     rule intends, lets the step happen, and looks at what was stored. It reads and never writes; the
-    training has the same bits with and without it. Between those steps it costs nothing.
+    training has the same bits with and without it. Between those steps it costs nothing. A step
+    with a gradient that is not finite is not looked at; of a sharded parameter, this rank's part
+    is.
 
     Args:
         optimizer: of this package.
@@ -172,22 +175,26 @@ class UpdateMonitor:
             _take(each, layers[each.parameter], groups[each.group], scale, self.sample, recipe)
             for each in members
             # What Muon and Adafactor take for the gradient is not known before the update.
-            if each.parameter.numel() and each.direction is None
+            if local(each.parameter).numel() and each.direction is None
         ]
 
     def after_update(self) -> None:
         """Parameters and states are those of the next step."""
-        if not self._samples or self._norm is None:
+        if self._norm is None:
             return
-        sums = [_sums(each, self._optimizer.recipe) for each in self._samples]
+        samples, norm = self._samples, self._norm.item()
+        self._samples, self._norm = [], None
+        # Where a gradient was not finite, the step was skipped or broke what it touched.
+        if not samples or not math.isfinite(norm):
+            return
+        sums = [_sums(each, self._optimizer.recipe) for each in samples]
         device = sums[0].device
         table = torch.stack([each.to(device) for each in sums]).tolist()
         by_layer: dict[str, list[tuple[_Sample, list[float]]]] = defaultdict(list)
-        for sample, row in zip(self._samples, table, strict=True):
+        for sample, row in zip(samples, table, strict=True):
             by_layer[sample.layer].append((sample, row))
         self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
-        self.gradient_norm = self._norm.item()
-        self._samples, self._norm, self._fresh = [], None, True
+        self.gradient_norm, self._fresh = norm, True
         if self.warn:
             self._point_out()
 
@@ -238,10 +245,13 @@ def _take(
 ) -> _Sample:
     """Sample a parameter and what its rule, with nothing rounded, would make of it."""
     rule, parameter = member.rule, member.parameter
-    where = _places(parameter.numel(), size, parameter.device)
+    where = _places(local(parameter).numel(), size, parameter.device)
     weight = _decode(member, recipe, "", "weights", where)
     states = tuple(_decode(member, recipe, each.name, each.role, where) for each in rule.states)
-    gradient = parameter.grad.reshape(-1)[where].float()  # pyright: ignore[reportOptionalMemberAccess]
+    gradient: Any = parameter.grad
+    if is_dtensor(parameter):
+        gradient = local_gradient(parameter, gradient)
+    gradient = gradient.reshape(-1)[where].float()
     step = int(member.state["step"]) + 1
     sign = -1.0 if group.get("maximize") else 1.0
     options = tuple(float(option) for option in rule.options(group))
@@ -288,7 +298,7 @@ def _decode(member: Member, recipe: Recipe, name: str, role: str, where: Tensor)
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
         # The places are whole blocks.
         at = where if plane.block == 1 else where[:: plane.block] // plane.block
-        planes.append(tensors[key].reshape(-1)[at])
+        planes.append(local(tensors[key]).reshape(-1)[at])
     return stored.decode(planes)
 
 
