@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import convergence
+import learning_rate_sweep
 import lightning_demo as demo
 import pytest
 import torch
 from corpus import batches, load_corpus
+from paired_runs import CONTROL, Interval, student_t
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = [
@@ -52,6 +56,47 @@ def test_accelerate_demo_takes_its_mode_from_the_launcher(mode: str, tmp_path: P
     output = run(*launch, f"--mixed_precision={mode}", script, *TINY, cwd=tmp_path)
     assert mode in output
     assert "validation loss" in output
+
+
+STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200000", "--workers=2"]
+
+
+def test_the_convergence_study_compares_every_recipe_in_pairs(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "convergence.py")
+    output = run(script, *STUDY, "--out=study", cwd=tmp_path)
+    assert "bf16 nearest" in output
+    record = json.loads((tmp_path / "study" / "convergence.json").read_text())
+    assert {len(losses) for losses in record["losses"].values()} == {2}
+    differences = record["differences"]["fp32"]
+    assert set(convergence.RECIPES) <= set(differences)
+    for name, each in differences.items():
+        assert each["low"] <= each["mean"] <= each["high"], name
+    assert (tmp_path / "study" / "convergence.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_learning_rate_sweep_gives_shares_of_fp32s_improvement(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "learning_rate_sweep.py")
+    run(script, *STUDY, "--pretraining-steps=2", "--out=sweep", cwd=tmp_path)
+    record = json.loads((tmp_path / "sweep" / "learning_rate_sweep.json").read_text())
+    assert set(record["share_of_improvement"]) == set(learning_rate_sweep.RECIPES)
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    interval = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    # By hand: mean 3, standard error sqrt(2.5 / 5), t = 2.776 for 4 degrees of freedom.
+    assert interval.mean == 3
+    assert interval.high - 3 == pytest.approx(2.776 * 0.5**0.5, rel=1e-3)
+    assert 3 - interval.low == pytest.approx(interval.high - 3)
+    for degrees, t in ((1, 12.706), (2, 4.303), (3, 3.182), (9, 2.262), (19, 2.093), (99, 1.984)):
+        assert student_t(degrees) == pytest.approx(t, rel=2e-3)
+
+
+@pytest.mark.parametrize(("difference", "does"), [(0.0009, True), (0.0011, False)])
+def test_the_verdict_of_the_study_can_say_no(difference: float, does: bool) -> None:
+    interval = Interval(difference, difference - 0.01, difference + 0.01)
+    assert convergence.holds("9 bytes", interval) is does
+    assert not convergence.holds(CONTROL, interval)
+    assert convergence.holds(CONTROL, Interval(0.05, 0.04, 0.06))
 
 
 def finished(losses: dict[str, float]) -> dict[str, demo.Run]:

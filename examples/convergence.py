@@ -1,0 +1,178 @@
+"""Does a recipe end where fp32 ends? The same GPT with every recipe, in pairs, over many seeds.
+
+    python examples/convergence.py --seeds 20 --out convergence
+
+Two runs of a pair share initial weights and batches; what is compared is the validation loss of the
+last step. The difference of one pair is mostly chance, since any change of the last bit, even of
+fp32's own, leads training to another end; the mean over seeds and its interval are the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from corpus import load_corpus
+from paired_runs import CONTROL, MIXED, REFERENCE, Interval, Run, run_all, train
+from rich.console import Console
+from rich.table import Table
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+# Bytes are those of weight, moments and a bf16 gradient; released gradients take 2 less.
+RECIPES = {
+    "16 bytes": Recipe("16 bytes", weights="master32", exp_avg="fp32", exp_avg_sq="fp32"),
+    "14 bytes": torch_bf16.get_recipe("bf16-fp32-master"),
+    "12 bytes": Recipe("12 bytes", weights="remainder16", exp_avg_sq="fp32"),
+    "10 bytes": Recipe("10 bytes", weights="remainder16"),
+    "9 bytes": Recipe("9 bytes", weights="remainder8"),
+    "8 bytes": torch_bf16.get_recipe("true-bf16-stochastic"),
+    "7.1 bytes": Recipe("7.1 bytes", weights="remainder8", exp_avg="int8", exp_avg_sq="int8"),
+    "6.1 bytes": Recipe("6.1 bytes", exp_avg="int8", exp_avg_sq="int8"),
+    CONTROL: Recipe(
+        CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"
+    ),
+}
+# In nats, for the mean difference to fp32.
+CLOSE_ENOUGH = {
+    name: 0.001 if recipe.bytes_per_parameter + 2 >= 9 else 0.002
+    for name, recipe in RECIPES.items()
+    if name != CONTROL
+}
+CLEARLY_WORSE = 0.03
+
+
+def losses(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Final validation losses: a list over seeds for the reference and for each recipe."""
+    corpus = load_corpus(args.corpus_bytes)
+    kinds = {REFERENCE: REFERENCE, MIXED: MIXED, **RECIPES}
+    jobs = {
+        (name, seed): functools.partial(
+            train,
+            Run(
+                seed=seed,
+                steps=args.steps,
+                lr=args.lr,
+                width=args.width,
+                validation_batches=args.validation_batches,
+            ),
+            recipe,
+            corpus,
+        )
+        for seed in range(args.seeds)
+        for name, recipe in kinds.items()
+    }
+    results = run_all(jobs.items(), args.workers, "runs")
+    return {name: [results[name, seed][0] for seed in range(args.seeds)] for name in kinds}
+
+
+def intervals(found: dict[str, list[float]], reference: str) -> dict[str, Interval]:
+    """Paired differences of each recipe to one of the two fp32 runs."""
+    return {
+        name: Interval.of([a - b for a, b in zip(found[name], found[reference], strict=True)])
+        for name in found
+        if name != reference
+    }
+
+
+def holds(name: str, interval: Interval) -> bool:
+    """Whether a recipe ends as near to fp32 as it should, or the control as far as it must."""
+    if name == CONTROL:
+        return interval.low > CLEARLY_WORSE
+    return interval.mean <= CLOSE_ENOUGH[name]
+
+
+def table(found: dict[str, list[float]]) -> Table:
+    rows = Table(title=f"Validation loss, nats per byte, {len(found[REFERENCE])} seeds")
+    for heading in ("recipe", "loss", f"minus {REFERENCE}", f"minus {MIXED}", "limit", ""):
+        rows.add_column(heading)
+    to_fp32, to_mixed = intervals(found, REFERENCE), intervals(found, MIXED)
+    for name, losses_of_seeds in found.items():
+        verdict = ("", "")
+        if name in RECIPES:
+            limit = f"> {CLEARLY_WORSE}" if name == CONTROL else f"<= {CLOSE_ENOUGH[name]}"
+            verdict = (limit, "holds" if holds(name, to_fp32[name]) else "DOES NOT HOLD")
+        differences = (str(each.get(name, "")) for each in (to_fp32, to_mixed))
+        rows.add_row(name, f"{mean(losses_of_seeds):.4f}", *differences, *verdict)
+    return rows
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def plot(differences: dict[str, Interval], path: Path) -> None:
+    """Differences and intervals, the control left out: it is off the scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = {name: each for name, each in differences.items() if name != CONTROL}
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    for row, each in enumerate(shown.values()):
+        axes.plot([each.low, each.high], [row, row], color="tab:blue")
+        axes.plot(each.mean, row, "o", color="tab:blue")
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_yticks(range(len(shown)), list(shown))
+    axes.invert_yaxis()
+    axes.set_xlabel("validation loss minus fp32's, nats per byte (mean, 95 % interval)")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    parser.add_argument("--validation-batches", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path("convergence"), help="folder")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a claim fails")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    if args.seeds < 1:
+        sys.exit(f"--seeds {args.seeds} must be at least 1")
+    started = time.perf_counter()
+    found = losses(args)
+    differences = {name: intervals(found, name) for name in (REFERENCE, MIXED)}
+    Console(width=120).print(table(found))
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "command": " ".join(["python examples/convergence.py", *(arguments or sys.argv[1:])]),
+        "seconds": round(time.perf_counter() - started),
+        "torch": torch.__version__,
+        "torch_bf16": torch_bf16.__version__,
+        "machine": platform.machine(),
+        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "check")},
+        "losses": found,
+        "recipes": {name: asdict(each) for name, each in RECIPES.items()},
+        "differences": {
+            reference: {name: asdict(each) for name, each in to_reference.items()}
+            for reference, to_reference in differences.items()
+        },
+    }
+    (args.out / "convergence.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(differences[REFERENCE], args.out / "convergence.png")
+    print(f"Record and plot: {args.out.resolve()}")
+    to_fp32 = differences[REFERENCE]
+    return int(args.check and not all(holds(name, to_fp32[name]) for name in RECIPES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""One small GPT, trained again and again: only the storage of its numbers differs.
+
+``convergence.py`` and ``learning_rate_sweep.py`` ask their questions with it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from corpus import Corpus, batches
+from gpt import GPT, GPTConfig, learning_rate_factor, next_byte_loss
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+REFERENCE = "fp32"
+MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others
+CONTROL = "bf16 nearest"  # weights and moments rounded to nearest: what plain bf16 training does
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run follows from, beside the storage of its numbers.
+
+    Attributes:
+        seed: of the initial weights and the batches.
+        steps: how many.
+        lr: peak learning rate.
+        schedule: whether it warms up and decays; else it is constant.
+        start: a state dict to start from instead of fresh weights.
+    """
+
+    seed: int
+    steps: int
+    lr: float
+    schedule: bool = True
+    start: dict[str, torch.Tensor] | None = None
+    batch_size: int = 16
+    context: int = 64
+    width: int = 64
+    layers: int = 2
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.1
+    validation_batches: int = 128
+
+
+def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[str, torch.Tensor]]:
+    """The validation loss in nats per byte at the end, and the weights.
+
+    Args:
+        run: what is trained; two calls that differ in ``recipe`` alone are a pair.
+        recipe: how numbers are stored; ``REFERENCE`` is torch's AdamW in fp32 throughout, ``MIXED``
+            the same under bf16 autocast.
+        corpus: to train and to validate on.
+    """
+    torch.manual_seed(run.seed)
+    model = GPT(GPTConfig(context=run.context, width=run.width, layers=run.layers))
+    if run.start is not None:
+        model.load_state_dict(run.start)
+    options: dict[str, Any] = {
+        "lr": run.lr,
+        "betas": run.betas,
+        "weight_decay": run.weight_decay,
+    }
+    precision = nullcontext if recipe == REFERENCE else _autocast
+    if isinstance(recipe, Recipe):
+        recipe = replace(recipe, seed=run.seed)
+        torch_bf16.cast_module(model, recipe)
+        optimizer = torch_bf16.AdamW(model.named_parameters(), **options, recipe=recipe)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    shape = {"batch_size": run.batch_size, "context": run.context}
+    for step, batch in enumerate(batches(corpus.train, n=run.steps, seed=run.seed + 1, **shape)):
+        if run.schedule:
+            for group in optimizer.param_groups:
+                group["lr"] = run.lr * learning_rate_factor(step, run.steps)
+        with precision():
+            loss = next_byte_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    validation = batches(corpus.validation, n=run.validation_batches, seed=12345, **shape)
+    with torch.no_grad(), precision():
+        losses = [next_byte_loss(model, batch).item() for batch in validation]
+    weights = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+    return statistics.fmean(losses), weights
+
+
+def _autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean of paired differences and its 95 % confidence interval (Student's t)."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, differences: list[float]) -> Interval:
+        mean, n = statistics.fmean(differences), len(differences)
+        if n < 2:
+            return cls(mean, -math.inf, math.inf)
+        half = student_t(n - 1) * statistics.stdev(differences) / math.sqrt(n)
+        return cls(mean, mean - half, mean + half)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
+def student_t(degrees: int) -> float:
+    """The two-sided 95 % quantile of Student's t.
+
+    By its expansion in the normal quantile (Abramowitz & Stegun, 26.7.5) for three and more degrees
+    of freedom, where it is right to 0.2 %.
+    """
+    if degrees < 3:
+        return {1: 12.706, 2: 4.303}[degrees]
+    z, n = statistics.NormalDist().inv_cdf(0.975), degrees
+    g1 = (z**3 + z) / 4
+    g2 = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    g3 = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    g4 = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return z + g1 / n + g2 / n**2 + g3 / n**3 + g4 / n**4
+
+
+def run_all(
+    jobs: Iterable[tuple[Any, Callable[[], Any]]], workers: int, title: str
+) -> dict[Any, Any]:
+    """Call each job in one of ``workers`` processes of one thread each; results by the job's key.
+
+    Args:
+        jobs: pairs of a key and a picklable call.
+        workers: number of processes.
+        title: of the progress bar.
+    """
+    jobs = dict(jobs)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    results = {}
+    context = get_context("spawn")
+    with (
+        Progress(*columns) as progress,
+        ProcessPoolExecutor(
+            workers, context, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool,
+    ):
+        task = progress.add_task(title, total=len(jobs))
+        futures = {pool.submit(call): key for key, call in jobs.items()}
+        for future in as_completed(futures):
+            results[futures[future]] = future.result()
+            progress.advance(task)
+    return {key: results[key] for key in jobs}
