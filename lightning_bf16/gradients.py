@@ -32,6 +32,8 @@ class GradientOptions:
         Raises:
             ValueError: options that exclude each other.
         """
+        if not isinstance(self.release, bool):
+            raise ValueError(f"release_gradients={self.release!r} must be True or False")
         if self.release and recipe.accumulate != "bf16":
             raise ValueError(
                 f"release_gradients=True and accumulate={recipe.accumulate!r} exclude each other: "

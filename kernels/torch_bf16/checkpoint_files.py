@@ -176,6 +176,19 @@ def _check_loads(partial: Path, path: Path) -> None:
         ) from error
 
 
+def check_if_ours(path: Path) -> None:
+    """Refuse a damaged file that ends as :func:`save_checkpoint` ends them; pass any other.
+
+    Raises:
+        CheckpointError: its checksum is not that of its bytes.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _COMMENT_SIZE, 0))
+        if _PATTERN.fullmatch(file.read()):
+            _check_whole(file, path)
+
+
 def _check_whole(file: BinaryIO, path: Path) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - _COMMENT_SIZE, 0))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import HEADER, MASTERS
+from .checkpoint_files import check_if_ours
 from .errors import CheckpointError
 from .optim import BF16Optimizer
 from .recoding import stored_format
@@ -155,6 +156,7 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] 
     """The state dicts of the model and, if there is one, of the optimizer in a file."""
     if source.suffix == ".safetensors":
         return _safetensors().load_file(source), None
+    check_if_ours(source)
     content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     weights, states = _parts(content)
     if weights is None:

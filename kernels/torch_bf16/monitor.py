@@ -76,7 +76,8 @@ class UpdateMonitor:
     rule intends, lets the step happen, and looks at what was stored. It reads and never writes; the
     training has the same bits with and without it. Between those steps it costs nothing. A step
     with a gradient that is not finite is not looked at; of a sharded parameter, this rank's part
-    is.
+    is. Of matrices under Muon and Adafactor and of optimizers without a fused rule, the gradient
+    norm is all there is to see.
 
     Args:
         optimizer: of this package.
@@ -149,7 +150,7 @@ class UpdateMonitor:
             found[f"{prefix}/unmoved/{layer}"] = each.unmoved
             if math.isfinite(each.snr):
                 found[f"{prefix}/snr/{layer}"] = each.snr
-        if self.layers:
+        if not math.isnan(self.gradient_norm):
             found[f"{prefix}/gradient_norm"] = self.gradient_norm
             found[f"{prefix}/skipped_steps"] = float(getattr(self._optimizer, "skipped_steps", 0))
         return found
@@ -174,8 +175,8 @@ class UpdateMonitor:
         self._samples = [
             _take(each, layers[each.parameter], groups[each.group], scale, self.sample, recipe)
             for each in members
-            # What Muon and Adafactor take for the gradient is not known before the update.
-            if local(each.parameter).numel() and each.direction is None
+            # What Muon, Adafactor and a class's own step make of gradients is not known before.
+            if isinstance(each, Member) and each.direction is None and local(each.parameter).numel()
         ]
 
     def after_update(self) -> None:
@@ -185,7 +186,10 @@ class UpdateMonitor:
         samples, norm = self._samples, self._norm.item()
         self._samples, self._norm = [], None
         # Where a gradient was not finite, the step was skipped or broke what it touched.
-        if not samples or not math.isfinite(norm):
+        if not math.isfinite(norm):
+            return
+        self.gradient_norm, self._fresh = norm, True
+        if not samples:
             return
         sums = [_sums(each, self._optimizer.recipe) for each in samples]
         device = sums[0].device
@@ -194,7 +198,6 @@ class UpdateMonitor:
         for sample, row in zip(samples, table, strict=True):
             by_layer[sample.layer].append((sample, row))
         self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
-        self.gradient_norm, self._fresh = norm, True
         if self.warn:
             self._point_out()
 

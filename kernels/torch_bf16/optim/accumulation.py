@@ -241,7 +241,7 @@ class GradientAccumulation:
         parameter.grad = total
 
     def _add(self, parameter: Tensor, total: Tensor, new: Tensor) -> None:
-        number = self._numbers[parameter] = self._numbers.get(parameter, 0) + 1
+        number = self._numbers[parameter] = self._numbers.get(parameter, -1) + 1
         target = total.contiguous()
         optimizer: Any = self._optimizer()
         step = self._step_of(parameter)
@@ -286,7 +286,12 @@ class GradientAccumulation:
         """The number of the step that the sum is for."""
         if self._steps is None:
             optimizer: Any = self._optimizer()
-            counted = [(p, s["step"]) for p, s in optimizer.state.items() if "step" in s]
+            counted = [
+                # A class without a fused rule may count in another way, or not at all.
+                (p, s.get("noise_step", s.get("step")))
+                for p, s in optimizer.state.items()
+                if "noise_step" in s or "step" in s
+            ]
             # All at once: where they are on a device, reading one waits for it.
             numbers = _integers([step for _, step in counted])
             self._steps = dict(zip((p for p, _ in counted), numbers, strict=True))
@@ -294,6 +299,8 @@ class GradientAccumulation:
 
     def _after_step(self, *_: Any) -> None:
         self._steps = None
+        # Sums that are zeroed and not freed count from the start, too, as a resumed run does.
+        self._numbers.clear()
         if len(self._hooked) < sum(len(g["params"]) for g in self._optimizer().param_groups):  # pyright: ignore
             self.hook_parameters()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     Example:
         >>> norm = total_norm(model.parameters())
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else _listed(parameters, Tensor)
     # Of one dtype each: torch reads a mixed list tensor by tensor.
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -76,6 +77,20 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         each = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         norms.append(_over_ranks(torch.linalg.vector_norm(torch.stack(each)), placed))
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+_SCALED = (Tensor, torch.optim.Optimizer)
+
+
+def _listed(what: Any, kinds: Any) -> list[Any]:
+    """What clipping was given, one by one; a module or anything else is an error that says so."""
+    given = list(what) if isinstance(what, Iterable) else [what]
+    if wrong := [each for each in given if not isinstance(each, kinds)]:
+        raise ValueError(
+            f"gradients of a {type(wrong[0]).__name__} were asked for; give parameters, for "
+            "example model.parameters(), or to clip_grad_norm_ an optimizer"
+        )
+    return given
 
 
 def _over_ranks(norm: Tensor, placed: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
@@ -123,7 +138,9 @@ def clip_grad_norm_(
         >>> optimizer.step()
     """
     one: Any = what
-    given: list[Any] = [one] if isinstance(one, (Tensor, torch.optim.Optimizer)) else list(one)
+    given: list[Any] = [one] if isinstance(one, _SCALED) else _listed(one, _SCALED)
+    if not isinstance(max_norm, (Real, Tensor)):
+        raise ValueError(f"clip_grad_norm_: max_norm={max_norm!r} must be a number")
     optimizers: list[Any] = [each for each in given if isinstance(each, torch.optim.Optimizer)]
     if foreign := [each for each in optimizers if not isinstance(each, BF16Optimizer)]:
         raise ValueError(

@@ -242,7 +242,15 @@ class BF16Optimizer(Checkpointed):
 
         Args:
             found_inf: tensor with one element.
+
+        Raises:
+            NotImplementedError: gradients are released: the step is over already.
         """
+        if self._release is not None:
+            raise NotImplementedError(
+                "gradients are released, so that the step runs inside backward() and cannot be "
+                "skipped after it; remove() the release to decide about steps"
+            )
         self._next.skip_where(found_inf.reshape(()).float())
 
     @property

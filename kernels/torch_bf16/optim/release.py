@@ -84,7 +84,16 @@ def release_gradients(
     ours: Any = optimizer
     parameters = [p for group in ours.param_groups for p in group["params"]]
     why = None
-    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+    # Only a class that has no fused rule says how it couples its parameters.
+    if hasattr(ours, "_couples"):
+        why = (
+            f"{type(optimizer).__name__} has no fused rule, and its own step may count or look at "
+            "all parameters together. Use an optimizer of torch_bf16, or step after the backward "
+            "pass"
+        )
+    elif any(parameter in released for parameter in parameters) and ours._release is None:
+        why = "another optimizer has released those of the same parameters. Remove that one first"
+    elif any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         why = _DDP
     elif ours._accumulation is not None and ours._accumulation.format != "bf16":
         why = (
@@ -188,6 +197,8 @@ class GradientRelease:
             self.remove()
             return
         if parameter in self._stepped:
+            # Else the next step would take it for one that came by another way.
+            parameter.grad = None
             raise NotImplementedError(
                 "a second backward pass reached a parameter whose gradient was released and whose "
                 "step was taken: accumulating gradients is impossible then. Call optimizer.step() "
