@@ -152,7 +152,7 @@ class UpdateMonitor:
                 found[f"{prefix}/snr/{layer}"] = each.snr
         if not math.isnan(self.gradient_norm):
             found[f"{prefix}/gradient_norm"] = self.gradient_norm
-            found[f"{prefix}/skipped_steps"] = float(getattr(self._optimizer, "skipped_steps", 0))
+            found[f"{prefix}/skipped_steps"] = float(self._optimizer.skipped_steps)
         return found
 
     def take_metrics(self, prefix: str = "bf16") -> dict[str, float]:

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch_bf16.sharding import cut_over, is_dtensor, local, local_gradient
 
 from .backward import released
+from .next_step import clip_coefficient
 from .optimizer import BF16Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["clip_coefficient", "clip_grad_norm_", "total_norm"]
+__all__ = ["clip_grad_norm_", "total_norm"]
 
 
 def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
@@ -173,8 +174,3 @@ def clip_grad_norm_(
                 gradient = local(parameter.grad)
                 gradient.mul_(coefficient.to(gradient.device))
     return norm
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What torch multiplies gradients of that norm by, at most 1; 0-d, where ``norm`` is."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

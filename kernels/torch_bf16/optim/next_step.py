@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bf16.backends import Call
 
-__all__ = ["NextStep", "check_capturable"]
+__all__ = ["NextStep", "check_capturable", "clip_coefficient"]
 
 
 class NextStep:
@@ -102,3 +102,8 @@ def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: 
         )
     if obstacle is not None:
         raise RuntimeError(f"a step of {name} cannot be captured in a CUDA graph: {obstacle}")
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What torch multiplies gradients of that norm by, at most 1; 0-d, where ``norm`` is."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -19,6 +19,7 @@ from torch_bf16.plan import Plan
 from torch_bf16.sharding import is_dtensor, local_gradient
 
 from .backward import released
+from .next_step import clip_coefficient
 
 __all__ = ["GradientRelease", "release_gradients"]
 
@@ -228,7 +229,7 @@ class GradientRelease:
                 norm = self.last_norm.to(norm.device)
             elif is_dtensor(parameter):
                 return 1.0  # its own norm would take a communication
-        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return clip_coefficient(norm, max_norm)
 
 
 def _refuse_ddp(module: nn.Module, arguments: Any) -> None:
