@@ -41,7 +41,7 @@ def clones(tensors) -> list[torch.Tensor]:
 
 def masters(optimizer) -> list[torch.Tensor]:
     return [
-        s["master"].clone() if "master" in s else join16(p, s["remainder"])
+        s["master"].clone() if "master" in s else join16(p, s["remainder16"])
         for p, s in optimizer.state.items()
     ]
 

@@ -19,7 +19,7 @@ LAYERS = (
     ("rounding", "counter_rng", "cpu_autocast", "sharding", "watch"),
     ("formats",),
     ("recipe",),
-    ("lost_bits", "recoding"),
+    ("bit_views", "lost_bits", "recoding"),
     ("islands",),
     ("backends",),
     ("plan",),

@@ -112,7 +112,7 @@ def test_swapping_keeps_the_weights_and_their_exact_masters():
                     assert torch.equal(module.weight, ema.module.weight.bfloat16())
                 assert torch.equal(module.weight, before)
         state = optimizer.state[module.weight]
-        return module.weight.detach(), state["remainder"]
+        return module.weight.detach(), state["remainder16"]
 
     assert all(map(torch.equal, train(True), train(False)))
 

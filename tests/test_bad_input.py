@@ -92,7 +92,7 @@ def test_a_recipe_set_later_takes_the_next_step_and_a_wrong_one_is_refused():
     assert_step_refused(optimizer, ValueError, "unknown recipe 'bf16-nonsense'; known recipes")
     optimizer.recipe = get_recipe("bf16-fp32-master")
     assert_steps(optimizer)
-    assert optimizer.state[params(optimizer)[0]]["remainder"].dtype == torch.int16
+    assert optimizer.state[params(optimizer)[0]]["remainder16"].dtype == torch.int16
     assert optimizer.state[params(optimizer)[0]]["exp_avg"].dtype == torch.float32
     assert optimizer.state_dict()["torch_bf16"]["recipe"]["weights"] == "remainder16"
 

@@ -158,8 +158,8 @@ def test_state_of_torch_is_taken_over_in_the_formats_of_the_recipe(dtype, name, 
             expected = bf16_nearest(moment.float()) if wanted == torch.bfloat16 else moment.float()
             assert state[key].dtype == wanted
             assert torch.equal(bits(state[key]), bits(expected)), key
-        if "remainder" in state:
-            assert torch.equal(bits(join16(p.detach(), state["remainder"])), bits(weight))
+        if "remainder16" in state:
+            assert torch.equal(bits(join16(p.detach(), state["remainder16"])), bits(weight))
         if "master" in state:
             assert torch.equal(bits(state["master"]), bits(weight))
     take_steps(optimizer, [3])

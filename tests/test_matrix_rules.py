@@ -128,7 +128,7 @@ def test_states_have_their_formats_and_shapes(name):
     else:
         factors = {"row_var": (torch.float32, (8, 1)), "col_var": (torch.float32, (1, 5))}
         assert found == step | factors
-        assert optimizer.state[parameters[2]].keys() == {"step", "variance", "remainder"}
+        assert optimizer.state[parameters[2]].keys() == {"step", "variance", "remainder16"}
 
 
 @every_one

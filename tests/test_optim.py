@@ -28,7 +28,7 @@ from torch_bf16 import backends, get_recipe
 DTYPES = {
     "stochastic": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
     "master": {
-        "remainder": torch.int16,
+        "remainder16": torch.int16,
         "exp_avg": torch.float32,
         "exp_avg_sq": torch.float32,
     },
@@ -102,14 +102,14 @@ def test_states_have_the_formats_of_the_recipe(name, recipe, backend):
     optimizer = make_optimizer(name, recipe, backend, parameters.values())
     take_steps(optimizer, [1])
     chosen, own = DTYPES[recipe], {"step": torch.float32}
-    masters = {key: dtype for key, dtype in chosen.items() if key in ("remainder", "master")}
+    masters = {key: dtype for key, dtype in chosen.items() if key in ("remainder16", "master")}
     exact = dict.fromkeys(STATES[name], torch.float32)
     dtypes = {**chosen, "exact": torch.float32}
     compressed = {key: dtypes[role] for key, role in STATES[name].items()}
     # Whatever the recipe, a vector has an exact master: one that it names, else the two halves.
     expected = {
         "matrix": own | masters | compressed,
-        "vector": own | (masters or {"remainder": torch.int16}) | exact,
+        "vector": own | (masters or {"remainder16": torch.int16}) | exact,
         "fp32": own | exact,
     }
     for key, dtypes in expected.items():
@@ -136,10 +136,10 @@ def test_a_zero_gradient_without_decay_leaves_every_bit(name, recipe, backend, m
     weights = [bits(p) for p in parameters]
     optimizer.step()
     for parameter in parameters:
-        if "remainder" in optimizer.state[parameter]:
+        if "remainder16" in optimizer.state[parameter]:
             lower = torch.randint(-(2**15), 2**15, parameter.shape).to(torch.int16)
             lower.view(-1)[:8] = 0
-            optimizer.state[parameter]["remainder"].copy_(lower)
+            optimizer.state[parameter]["remainder16"].copy_(lower)
     before = [{k: bits(t) for k, t in optimizer.state[p].items()} for p in parameters]
     for _ in range(3):
         optimizer.step()
@@ -302,12 +302,12 @@ def test_a_recipe_chosen_between_steps_rewrites_the_state(name, backend, caplog)
         # A gradient of zero leaves nothing of a moment but its decay.
         decay = 0.999 if key == "exp_avg_sq" else 0.9
         torch.testing.assert_close(state[key], before[key] * decay, rtol=2.0**-22, atol=0)
-    assert state["remainder"].dtype == torch.int16
+    assert state["remainder16"].dtype == torch.int16
     assert optimizer.state_dict()["torch_bf16"]["recipe"]["name"] == "bf16-fp32-master"
     optimizer.recipe = RECIPES["stochastic"]
     set_gradients(parameters.values(), 3)
     optimizer.step()
-    assert "remainder" not in optimizer.state[parameters["matrix"]]
+    assert "remainder16" not in optimizer.state[parameters["matrix"]]
     (record,) = caplog.records
     assert "weights remainder16 -> bf16_stochastic" in record.getMessage()
 

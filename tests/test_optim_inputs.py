@@ -220,7 +220,7 @@ def master_of(module, optimizer):
     state = optimizer.state[module.weight]
     if "master" in state:
         return state["master"].clone()
-    return torch_bf16.rounding.join16(module.weight.detach(), state["remainder"])
+    return torch_bf16.rounding.join16(module.weight.detach(), state["remainder16"])
 
 
 @every_backend

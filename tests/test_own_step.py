@@ -165,7 +165,7 @@ def test_a_change_of_recipe_on_load(caplog):
     saved = optimizer.state[model[0].weight]
     assert torch.equal(state["exp_avg"], saved["exp_avg"].bfloat16())
     assert torch.equal(state["max_exp_avg_sq"], saved["max_exp_avg_sq"])
-    assert "remainder" not in state
+    assert "remainder16" not in state
     train(other, into, range(3, 5))
 
 

@@ -124,7 +124,7 @@ def test_a_recipe_may_be_changed_between_two_steps():
     for one, other in zip(before, numbers(optimizer), strict=True):
         assert torch.equal(bits(one["weights"]), bits(other["weights"]))
     assert all(
-        "remainder" not in state or "master" not in state for state in optimizer.state.values()
+        "remainder16" not in state or "master" not in state for state in optimizer.state.values()
     )
     assert any("master" in state for state in optimizer.state.values())
 
@@ -169,7 +169,7 @@ def test_a_weight_stays_by_its_parameter_at_every_tie(new, visible):
 
 def test_a_stored_format_is_told_by_names_and_dtypes():
     half, whole = torch.zeros(2, dtype=torch.int16), torch.zeros(2)
-    assert stored_format({"remainder": half}, "", torch.bfloat16) is REMAINDER16
+    assert stored_format({"remainder16": half}, "", torch.bfloat16) is REMAINDER16
     assert stored_format({"master": whole}, "", torch.bfloat16) is MASTER32
     assert stored_format({"master": half}, "", torch.float16) is None
     assert stored_format({"exp_avg": whole}, "exp_avg", None) is FP32

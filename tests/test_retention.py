@@ -62,7 +62,7 @@ def growth_bounds(relative):
 @every_relative_update
 def test_an_exact_master_is_off_by_nothing_but_roundings_of_fp32(relative):
     parameter, state = grow("bf16-fp32-master", relative)
-    master = join16(parameter, state["remainder"]).double()
+    master = join16(parameter, state["remainder16"]).double()
     assert (master - true_place(relative)).abs().max() <= 2 * STEPS * FP32
     assert 0.03 * relative > 2 * FP32
 

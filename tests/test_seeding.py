@@ -51,7 +51,7 @@ def seeded(
 
 def masters(optimizer):
     for p, state in optimizer.state.items():
-        yield state["master"] if "master" in state else join16(p, state["remainder"])
+        yield state["master"] if "master" in state else join16(p, state["remainder16"])
 
 
 def assert_masters_equal(module, exact, recipe):
@@ -116,7 +116,7 @@ def test_masters_of_24_bits_start_from_the_nearest_to_the_fp32_weights():
         exact = [each for each in exact if each.ndim > 1]
         for (p, state), weight, want in zip(matrices, weights, exact, strict=True):
             assert same_bits(p.detach(), weight)
-            got = join8(p.detach(), state["remainder"])
+            got = join8(p.detach(), state["remainder8"])
             units = (got.view(torch.int32) - want.view(torch.int32)).abs()
             # Half a unit of 24 bits, and a whole one where the visible half leaves no other.
             lower = want.view(torch.int32) & 0xFFFF

@@ -1,13 +1,9 @@
 """Training over four gloo processes, sharded in every way, ends with the bits of one process."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 from sharded_training import CASES, RECIPES, WORLD, Case
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
@@ -16,35 +12,7 @@ SCRIPT = Path(__file__).parent / "sharded_training.py"
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
     """What each of the processes printed; all of them ended well."""
-    folder = tmp_path_factory.mktemp("sharded")
-    processes = []
-    try:
-        for rank in range(WORLD):
-            with (folder / f"{rank}.log").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, SCRIPT, str(rank), folder / "store", folder],
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        deadline = time.monotonic() + 240
-        # One that fails leaves the others waiting for it.
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline or any(process.poll() for process in processes):
-                break
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    texts = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * WORLD, "\n".join([str(codes), *(text[-3000:] for text in texts)])
-    return texts
+    return run_ranks(SCRIPT, WORLD, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,8 +2,9 @@
 
 ``state[p]`` holds ``step`` (fp32, 0-d, on the CPU, as in torch), one tensor per plane of each of
 the rule's states (``exp_avg`` ...), and the planes of the weight beyond the parameter itself
-(``remainder`` or ``master``). A state dict is torch's, with one more top-level entry,
-``"torch_bf16"``, made of primitives: torch and its distributed checkpoints ignore it.
+(``remainder16``, ``remainder8`` or ``master``). A state dict is torch's, with one more top-level
+entry, ``"torch_bf16"``, made of primitives, which torch and its distributed checkpoints ignore;
+``bit_views`` says how it shows a ``remainder16``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from . import lost_bits
+from .bit_views import masters_in
 from .errors import StateMismatchError
-from .formats import FP32, ROLES, Format
+from .formats import FP32, Format
 from .recipe import Recipe
 from .recoding import Changes, recode, recode_weight, stored_format
 from .rules import Rule, State
@@ -25,7 +27,6 @@ from .sharding import local, local_part, place_like
 
 __all__ = [
     "HEADER",
-    "MASTERS",
     "check_header",
     "check_hyperparameters",
     "check_whole",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 HEADER = "torch_bf16"
-SCHEMA = 1
+SCHEMA = 2
 
 # What rules read from a parameter group, where the class has it.
 _NEEDED = (
@@ -45,7 +46,6 @@ _NEEDED = (
     *("centered", "lr_decay", "initial_accumulator_value", "momentum_decay"),
 )
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
-MASTERS = sorted({p.suffix for each in ROLES["weights"].values() for p in each.planes[1:]})
 
 
 def header(recipe: Recipe, names: list[list[str | None]]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def complete_master(
     memory = local(parameter)
     weights = recipe.format_of("weights", parameter if like is None else like)
     keys = weights.plane_names("")[1:]
-    saved = {key: state[key] for key in MASTERS if state.get(key) is not None}
+    saved = masters_in(state)
     if not saved:
         return {
             key: _first_master(parameter, plane.dtype)

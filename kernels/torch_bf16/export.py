@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import HEADER, MASTERS
+from .bit_views import MASTERS, masters_in
+from .checkpoint import HEADER
 from .checkpoint_files import check_if_ours
 from .errors import CheckpointError
 from .optim import BF16Optimizer
@@ -98,7 +99,7 @@ def fp32_weights(
         if not isinstance(value, Tensor):
             continue
         state = states.get(name) or same.get(value.data_ptr(), {})
-        masters = {key: state[key] for key in MASTERS if key in state}
+        masters = masters_in(state)
         if value.dtype != torch.bfloat16:
             found[name] = value
         elif masters:
@@ -200,6 +201,8 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     plain, planes = {}, set(MASTERS)
     for key in state:
+        if key in planes:
+            continue
         format_ = stored_format(state, key, None)
         if format_ is not None:
             keys = format_.plane_names(key)

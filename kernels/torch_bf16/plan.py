@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .backends import Bucket, Call, Variant, choose
+from .bit_views import REMAINDERS
 from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
@@ -213,7 +214,7 @@ class Plan:
                     "contiguous, and its step goes through a copy; make it contiguous"
                 )
         for each in self.members:
-            if each.seen.version != each.version() and "remainder" in each.state:
+            if each.seen.version != each.version() and not REMAINDERS.isdisjoint(each.state):
                 return (
                     f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
                     "step, and replays would forget the lower half of its master each time; take "

@@ -51,7 +51,7 @@ def test_replicas_with_different_seeds_end_bit_identical(tmp_path, launcher, mod
     assert first["initial"] != second["initial"]
     assert first["exact"] == second["exact"] == first["initial"]
     assert set(first["steps"]) == {50}
-    kept = "remainder 1.weight" if mode == "bf16-fp32-master" else "remainder 0.weight"
+    kept = "remainder16 1.weight" if mode == "bf16-fp32-master" else "remainder16 0.weight"
     assert kept in first["digests"]
     assert first == {**second, "initial": first["initial"]}
     assert stderr.count(f"mixed_precision={mode}: ") == 1

@@ -38,7 +38,7 @@ def test_one_process_trains_in_bf16_and_keeps_identities(
     assert sum(losses[-20:]) < 0.3 * sum(losses[:20])
     moments = torch.float32 if mode == "bf16-fp32-master" else torch.bfloat16
     assert optimizer.state[model.up.weight]["exp_avg"].dtype == moments
-    assert optimizer.state[model.norm.weight]["remainder"].dtype == torch.int16
+    assert optimizer.state[model.norm.weight]["remainder16"].dtype == torch.int16
 
 
 def test_outputs_and_loss_are_fp32_and_inputs_stay_as_they_are(make_accelerator, mode, batches):
@@ -95,7 +95,7 @@ def test_separate_calls_of_prepare_work_in_both_orders(
     assert model.up.weight.dtype == torch.bfloat16
     losses = train(accelerator, prepared, wrapped, batches * 3)
     assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
-    assert "remainder" in optimizer.state[model.norm.weight]
+    assert "remainder16" in optimizer.state[model.norm.weight]
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before-prepare", "after-prepare"])
@@ -174,7 +174,7 @@ def test_optimizer_state_from_fp32_training_is_taken_over_exactly(make_accelerat
     accelerator.prepare(optimizer, model)
     state = optimizer.state[model.up.weight]
     assert torch.equal(state["exp_avg"], moment)
-    assert torch.equal(join16(model.up.weight.detach(), state["remainder"]), weight)
+    assert torch.equal(join16(model.up.weight.detach(), state["remainder16"]), weight)
     assert state["step"] == 3
 
 
@@ -198,4 +198,4 @@ def test_an_optimizer_of_ours_keeps_the_users_recipe(make_accelerator, train, mo
     train(accelerator, prepared, wrapped, batches[:1])
     assert optimizer.recipe.name == "bf16-fp32-master"
     state = optimizer.state[model.up.weight]
-    assert torch.equal(join16(model.up.weight.detach(), state["remainder"]), weight)
+    assert torch.equal(join16(model.up.weight.detach(), state["remainder16"]), weight)

@@ -69,7 +69,7 @@ def test_replicas_start_from_rank_0_and_are_bit_identical_after_50_steps(replica
         )
         assert not torch.equal(one.pop("first"), other.pop("first"))
         assert float(one["state 0 step"]) == STEPS
-        assert one["state 1 remainder"].any()
+        assert one["state 1 remainder16"].any()
         found[f"{package} {mode}"] = differences(one, other)
     assert found == {f"{package} {mode}": [] for package, mode in RUNS}
     for package in {package for package, mode in RUNS if mode == "bf16-fp32-master"}:
@@ -84,5 +84,5 @@ def masters_start_from_the_fp32_weights_of_rank_0(folder, package):
     other.pop("first")
     assert differences(one, other) == []
     weight = next(value for name, value in one.items() if name.endswith("0.weight"))
-    master = (weight.view(torch.int16).int() << 16) + one["state 0 remainder"].int()
+    master = (weight.view(torch.int16).int() << 16) + one["state 0 remainder16"].int()
     assert torch.equal(master.view(torch.float32), fp32)

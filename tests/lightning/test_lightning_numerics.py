@@ -28,7 +28,7 @@ def fp32_masters(trainer):
     """What bf16-fp32-master trains: upper halves from weights, lower ones from the state."""
     optimizer = trainer.optimizers[0]
     return [
-        ((p.detach().view(torch.int16).int() << 16) + optimizer.state[p]["remainder"].int()).view(
+        ((p.detach().view(torch.int16).int() << 16) + optimizer.state[p]["remainder16"].int()).view(
             torch.float32
         )
         for group in optimizer.param_groups

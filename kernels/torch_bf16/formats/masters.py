@@ -47,14 +47,14 @@ def _encode_master32(x, r, planes):
 
 REMAINDER16 = Format(
     "remainder16",
-    (Plane("", torch.bfloat16), Plane("remainder", torch.int16)),
+    (Plane("", torch.bfloat16), Plane("remainder16", torch.int16)),
     False,
     _decode_remainder16,
     _encode_remainder16,
 )
 REMAINDER8 = Format(
     "remainder8",
-    (Plane("", torch.bfloat16), Plane("remainder", torch.int8)),
+    (Plane("", torch.bfloat16), Plane("remainder8", torch.int8)),
     True,
     _decode_remainder8,
     _encode_remainder8,

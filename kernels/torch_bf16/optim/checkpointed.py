@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16 import checkpoint
+from torch_bf16.bit_views import same_memory, shown
 from torch_bf16.errors import StateMismatchError
 from torch_bf16.recipe import Recipe
 from torch_bf16.recoding import Changes
@@ -21,6 +22,10 @@ from .admission import check_options
 __all__ = ["Checkpointed"]
 
 _logger = logging.getLogger("torch_bf16")
+
+
+def _show(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": {k: shown(v) for k, v in state_dict["state"].items()}}
 
 
 class Checkpointed(torch.optim.Optimizer):
@@ -51,7 +56,12 @@ class Checkpointed(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe."""
-        state_dict = super().state_dict()
+        # Before the user's own hooks, which see what is saved.
+        hook = self.register_state_dict_post_hook(_show, prepend=True)
+        try:
+            state_dict = super().state_dict()
+        finally:
+            hook.remove()
         state_dict[checkpoint.HEADER] = checkpoint.header(self.recipe, self._known_names())
         return state_dict
 
@@ -138,7 +148,11 @@ class Checkpointed(torch.optim.Optimizer):
                     own = self.state.get(parameter, {})
                     # What torch.distributed.checkpoint has loaded in place needs no copy.
                     copy = {
-                        k: v.clone() if isinstance(v, Tensor) and v is not own.get(k) else v
+                        k: own[k]
+                        if same_memory(v, own.get(k))
+                        else v.clone()
+                        if isinstance(v, Tensor)
+                        else v
                         for k, v in state.items()
                     }
                     options = {**group, **saved}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS, Call, capture
+from torch_bf16.bit_views import REMAINDERS, masters_in
 from torch_bf16.islands import kept
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
@@ -202,10 +203,10 @@ class BF16Optimizer(Checkpointed):
             return parameter.detach()
         visible = local(parameter).detach().contiguous()
         state, seen = self.state.get(parameter, {}), self._seen.get(parameter)
-        masters = {key: local(state[key]) for key in checkpoint.MASTERS if key in state}
+        masters = masters_in({key: local(each) for key, each in state.items()})
         written = seen is not None and seen.version != version_of(parameter)
         if (known := lost_bits.second_plane(parameter, torch.int16)) is not None and not masters:
-            masters = {"remainder": known}
+            masters = {"remainder16": known}
         format_ = stored_format(masters, "", torch.bfloat16) if masters else None
         if format_ is None or (written and "master" not in masters):
             return place_like(parameter, visible.float())
@@ -384,6 +385,5 @@ class BF16Optimizer(Checkpointed):
         """Drop the lower half of a weight that something else has written since the last step."""
         for each in members:
             if each.seen.version != each.version():
-                remainder = each.state.get("remainder")
-                if remainder is not None:
-                    local(remainder).zero_()
+                for key in REMAINDERS & each.state.keys():
+                    local(each.state[key]).zero_()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import Bucket, Call, Variant, capture, choose
+from torch_bf16.bit_views import MASTERS
 from torch_bf16.counter_rng import WEIGHT, draw16, noise, stream_base, tensor_key
 from torch_bf16.formats import FP32, Format
 from torch_bf16.recipe import get_recipe
@@ -183,7 +184,7 @@ class OwnStepOptimizer(BF16Optimizer):
         return stand_in
 
     def _decoded(self, each: _Member) -> dict[str, Any]:
-        decoded, planes = {}, {_COUNTER, *checkpoint.MASTERS}
+        decoded, planes = {}, {_COUNTER, *MASTERS}
         for key, value in each.state.items():
             if key in planes:
                 continue
@@ -226,7 +227,7 @@ class OwnStepOptimizer(BF16Optimizer):
 
     def _complete(self, state, parameter, group, label, changes) -> dict[str, Any]:
         complete: dict[str, Any] = {}
-        planes = {_COUNTER, *checkpoint.MASTERS}
+        planes = {_COUNTER, *MASTERS}
         for key, value in state.items():
             if key in planes:
                 continue

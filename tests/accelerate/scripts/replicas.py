@@ -25,7 +25,7 @@ exact = None
 while (step := optimizer.state.get(bias, {}).get("step", 0)) < 50:
     if step == 1 and exact is None:
         # The first step, at a rate of 0, made the masters and left them as they were seeded.
-        exact = join16(bias.detach(), optimizer.state[bias]["remainder"]).tolist()
+        exact = join16(bias.detach(), optimizer.state[bias]["remainder16"]).tolist()
         optimizer.param_groups[0]["lr"] = 1e-3
     x = torch.randn(16, 8)
     with accelerator.accumulate(model):

@@ -1,0 +1,85 @@
+"""The exact halves of weights as a state dict shows them: the same memory, called bf16.
+
+Kernels read 16 bits that are no number, as int16. torch's collectives (gloo, NCCL) know no 16-bit
+integers, so that nothing could gather, scatter or broadcast such a state. What only moves tensors
+keeps all patterns of a bf16 tensor, NaNs included. A key says which bits it holds, because
+``torch.distributed.checkpoint`` copies into what is there and converts numbers where dtypes differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import ROLES
+from .sharding import is_dtensor, local, place_like
+
+__all__ = ["MASTERS", "REMAINDERS", "masters_in", "same_memory", "shown"]
+
+_PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
+_BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
+
+# Of schema 1: either remainder, told apart by the dtype alone.
+_OLD = "remainder"
+
+REMAINDERS = frozenset(suffix for suffix, dtype in _PLANES.items() if not dtype.is_floating_point)
+"""Those that mean nothing beside another parameter than the one they were made with."""
+
+MASTERS = sorted([*_PLANES, _OLD])
+"""The keys under which a state may hold what a weight has beyond the parameter."""
+
+
+def shown(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter's state as state dicts show it; no bit is copied."""
+    if not any(key in state for key in _BITS):
+        return state
+    return {key: _as_bf16(v) if key in _BITS else v for key, v in state.items()}
+
+
+def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state holds of a weight beyond the parameter, as kernels read it.
+
+    Args:
+        state: in memory, or saved by any version; of plain tensors.
+    """
+    found = {}
+    for key in MASTERS:
+        value = state.get(key)
+        if value is None:
+            continue
+        dtype = getattr(value, "dtype", None)
+        if key == _OLD:
+            key = next((k for k, d in _PLANES.items() if k.startswith(_OLD) and d == dtype), key)
+        if key in _BITS and dtype == torch.bfloat16:
+            value = value.view(torch.int16)
+        found[key] = value
+    return found
+
+
+def same_memory(given: Any, own: Any) -> bool:
+    """Whether a tensor of a state dict is what :func:`shown` made of one's own tensor."""
+    if not isinstance(given, Tensor) or not isinstance(own, Tensor):
+        return False
+    if given is own:
+        return True
+    if is_dtensor(given) != is_dtensor(own) or given.shape != own.shape:
+        return False
+    if is_dtensor(given) and given.placements != own.placements:  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    one, other = local(given), local(own)
+    return (
+        one.dtype in (other.dtype, torch.bfloat16 if other.dtype == torch.int16 else other.dtype)
+        and one.device == other.device
+        and one.device.type != "meta"
+        and (one.data_ptr(), one.shape, one.stride())
+        == (other.data_ptr(), other.shape, other.stride())
+    )
+
+
+def _as_bf16(tensor: Any) -> Any:
+    if getattr(tensor, "dtype", None) != torch.int16:
+        return tensor
+    return place_like(tensor, local(tensor).view(torch.bfloat16))
