@@ -40,7 +40,7 @@ def test_a_state_dict_shows_lower_halves_as_bf16_in_the_same_memory():
 
 
 def test_every_pattern_survives_a_file_and_a_load(tmp_path):
-    module, optimizer, patterns = with_every_pattern()
+    _, optimizer, patterns = with_every_pattern()
     saved = through_file(optimizer.state_dict(), tmp_path)
     _, other, _ = with_every_pattern()
     for state in other.state.values():
@@ -108,6 +108,6 @@ def test_a_distributed_checkpoint_of_other_bits_is_refused_and_not_converted(old
     module, optimizer = trained(RECIPES["remainder16"])
     before = everything(optimizer)
     states = get_optimizer_state_dict(module, optimizer)
-    with pytest.raises(CheckpointException, match="Missing key .*o.state.weight.remainder16"):
+    with pytest.raises(CheckpointException, match=r"Missing key .*o\.state\.weight\.remainder16"):
         dcp.load({"o": states}, checkpoint_id=tmp_path)
     assert everything(optimizer) == before

@@ -84,5 +84,7 @@ def masters_start_from_the_fp32_weights_of_rank_0(folder, package):
     other.pop("first")
     assert differences(one, other) == []
     weight = next(value for name, value in one.items() if name.endswith("0.weight"))
-    master = (weight.view(torch.int16).int() << 16) + one["state 0 remainder16"].int()
+    master = (weight.view(torch.int16).int() << 16) + one["state 0 remainder16"].view(
+        torch.int16
+    ).int()
     assert torch.equal(master.view(torch.float32), fp32)
