@@ -21,6 +21,15 @@ from contextlib import contextmanager
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ._host_sharding import choosing_the_policy, groups_of_their_own
+from ._host_training import (
+    autocast,
+    clip_grad_norm_,
+    clip_grad_value_,
+    init_trackers,
+    log,
+    mode_of,
+)
 from .enum_members import add_alias, add_member
 from .modes import ALIASES, MODES, canonical, canonical_or_refuse
 from .refusals import PARALLELISM, refuse_engine
@@ -59,12 +68,12 @@ def _extend_dataclasses(module: Any) -> None:
         add_member(module.PrecisionType, _identifier(mode), mode)
     for alias, mode in ALIASES.items():
         add_alias(module.PrecisionType, _identifier(alias), alias, module.PrecisionType(mode))
-    for plugin, engine in (
-        ("DeepSpeedPlugin", "DEEPSPEED"),
-        ("MegatronLMPlugin", "MEGATRON_LM"),
-        ("FullyShardedDataParallelPlugin", "FSDP"),
+    for plugin, make in (
+        ("DeepSpeedPlugin", _refusing("DEEPSPEED")),
+        ("MegatronLMPlugin", _refusing("MEGATRON_LM")),
+        ("FullyShardedDataParallelPlugin", choosing_the_policy),
     ):
-        _replace(getattr(module, plugin), "set_mixed_precision", _refusing(engine))
+        _replace(getattr(module, plugin), "set_mixed_precision", make)
 
 
 def _extend_state(module: Any) -> None:
@@ -89,10 +98,10 @@ def _extend_accelerator() -> None:
     if accelerator is not None:
         _replace(accelerator, "__init__", _with_handlers)
         for make in (
-            *(_prepare, _prepare_model, _prepare_optimizer, _autocast),
-            *(_clip_grad_norm_, _clip_grad_value_, _init_trackers, _log),
+            *(_prepare, _prepare_model, _prepare_optimizer),
+            *(autocast, clip_grad_norm_, clip_grad_value_, init_trackers, log),
         ):
-            _replace(accelerator, make.__name__[1:], make)
+            _replace(accelerator, make.__name__.removeprefix("_"), make)
 
 
 def accept_handlers() -> None:
@@ -181,7 +190,7 @@ def _with_our_choices(original: Any) -> Any:
 def _mode_of(accelerator: Any) -> str | None:
     if _current is not None:
         return _current.mode
-    return canonical(accelerator.state._mixed_precision)
+    return mode_of(accelerator)
 
 
 @contextmanager
@@ -195,7 +204,8 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     from .preparation import Preparation
     from .proof import announce
 
-    refuse_engine(mode, accelerator.distributed_type.value)
+    if not _shards(accelerator):
+        refuse_engine(mode, accelerator.distributed_type.value)
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled):
         refuse_engine(mode, PARALLELISM)
@@ -217,6 +227,13 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     watch(accelerator)
 
 
+def _shards(accelerator: Any) -> bool:
+    """Whether ``prepare`` shards a model by FSDP2, between two passes over everything else."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    sharded = accelerator.distributed_type.value == "FSDP"
+    return sharded and getattr(plugin, "fsdp_version", 1) == 2
+
+
 def _wrapped(accelerator: Any) -> Any:
     """The models that ``prepare_model`` has returned; the accelerator's own list has bare ones."""
     return accelerator.__dict__.setdefault("_bf16_wrapped", weakref.WeakSet())
@@ -235,10 +252,42 @@ def _prepare(original: Any) -> Any:
             models = [each for each in args if isinstance(each, Module)]
             optimizers = [each for each in args if isinstance(each, Optimizer)]
             # All at once, because Accelerate goes by the order of the arguments.
+            if _shards(self):
+                return _sharded(self, preparation, models, optimizers, original, args, kwargs)
             preparation.run(models, optimizers)
             return original(self, *args, **kwargs)
 
     return prepare
+
+
+def _sharded(
+    accelerator: Any,
+    preparation: Preparation,
+    models: list[Any],
+    optimizers: list[Any],
+    original: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """``prepare`` with FSDP2, which goes past ``prepare_model``.
+
+    Models are sharded while they are fp32 and cast then, so that exact masters start from fp32
+    shards, also where only the first rank has loaded the weights and the others get theirs from it.
+    """
+    from .models import autocast as bf16_autocast
+    from .models import bare
+
+    new = [each for each in models if each not in _wrapped(accelerator)]
+    preparation.convert(models, optimizers)
+    context = bf16_autocast(accelerator.device.type, accelerator.autocast_handler)
+    for model in new:
+        _wrap_forward(model, context)
+    with groups_of_their_own(preparation.fp32_groups(new)):
+        result = original(accelerator, *args, **kwargs)
+    prepared = [each for each in accelerator._models if each not in _wrapped(accelerator)]
+    preparation.cast(map(bare, prepared))
+    _wrapped(accelerator).update(prepared)
+    return result
 
 
 def _prepare_model(original: Any) -> Any:
@@ -246,13 +295,14 @@ def _prepare_model(original: Any) -> Any:
         mode = _mode_of(self)
         if mode is None:
             return original(self, model, *args, **kwargs)
-        from .models import autocast, is_wrapped, share_masters
+        from .models import autocast as bf16_autocast
+        from .models import is_wrapped, share_masters
 
         with _preparing(self, mode) as preparation:
             preparation.run([model], [])
             if is_wrapped(model):
                 return original(self, model, *args, **kwargs)
-            _wrap_forward(model, autocast(self.device.type, self.autocast_handler))
+            _wrap_forward(model, bf16_autocast(self.device.type, self.autocast_handler))
             prepared = original(self, model, *args, **kwargs)
             share_masters(prepared)
             _wrapped(self).add(prepared)
@@ -271,76 +321,6 @@ def _prepare_optimizer(original: Any) -> Any:
             return original(self, optimizer, *args, **kwargs)
 
     return prepare_optimizer
-
-
-def _refuse_released(accelerator: Any, parameters: Any) -> list[Any]:
-    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    if _mode_of(accelerator) is not None and all(p.grad is None for p in parameters):
-        import torch_bf16
-
-        # Raises where gradients are gone because they were released: nothing would be clipped.
-        torch_bf16.total_norm(parameters)
-    return parameters
-
-
-def _clip_grad_value_(original: Any) -> Any:
-    def clip_grad_value_(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, _refuse_released(self, parameters), *args, **kwargs)
-
-    return clip_grad_value_
-
-
-def _autocast(original: Any) -> Any:
-    @contextmanager
-    def autocast(self: Any, autocast_handler: Any = None) -> Iterator[None]:
-        if _mode_of(self) is None:
-            context = original(self, autocast_handler)
-        else:
-            from .models import autocast as bf16_autocast
-
-            context = bf16_autocast(self.device.type, autocast_handler or self.autocast_handler)
-        with context:
-            yield
-
-    return autocast
-
-
-def _clip_grad_norm_(original: Any) -> Any:
-    def clip_grad_norm_(
-        self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2, *args: Any, **kwargs: Any
-    ) -> Any:
-        from .clipping import clip_by_norm, is_plain
-
-        parameters = _refuse_released(self, parameters)
-        if _mode_of(self) is None or norm_type != 2 or not is_plain(parameters):
-            return original(self, parameters, max_norm, norm_type, *args, **kwargs)
-        return clip_by_norm(parameters, max_norm, self._optimizers)
-
-    return clip_grad_norm_
-
-
-def _init_trackers(original: Any) -> Any:
-    def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if _mode_of(self) is not None:
-            from .monitoring import watch
-
-            watch(self)
-        return result
-
-    return init_trackers
-
-
-def _log(original: Any) -> Any:
-    def log(self: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-        if _mode_of(self) is not None:
-            from .monitoring import fresh_metrics
-
-            # The script's own names win, and its step numbers are those of the monitor.
-            values = {**fresh_metrics(self), **values}
-        return original(self, values, *args, **kwargs)
-
-    return log
 
 
 def _wrap_forward(model: Any, context: Any) -> None:

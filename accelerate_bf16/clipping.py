@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ __all__ = ["clip_by_norm", "is_plain"]
 
 
 def is_plain(parameters: Iterable[Tensor]) -> bool:
-    """Whether no gradient is sharded: the norm of those is for Accelerate to put together.
+    """Whether none is a part of FSDP1's, whose norm is for that to put together.
 
     Example:
         >>> is_plain(model.parameters())
         True
     """
-    return not any(isinstance(p, (DTensor, FlatParameter)) for p in parameters)
+    return not any(isinstance(p, FlatParameter) for p in parameters)
 
 
 def clip_by_norm(
@@ -67,5 +68,7 @@ def clip_by_norm(
             for key in own:
                 del left[key]
     for parameter in left.values():
-        parameter.grad.mul_(coefficient.to(parameter.grad.device))  # pyright: ignore
+        gradient: Any = parameter.grad
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        part.mul_(coefficient.to(part.device))
     return norm

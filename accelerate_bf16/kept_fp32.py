@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["fp32_adapters", "fp32_parts"]
 
@@ -79,7 +80,7 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
 
 
 def _is_plain_fp32(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.dtype == torch.float32
+    return type(parameter) in (nn.Parameter, DTensor) and parameter.dtype == torch.float32
 
 
 def _gathered(model: nn.Module, kept: set[str]) -> Iterator[str]:

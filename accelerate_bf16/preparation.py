@@ -15,6 +15,7 @@ from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
 from .recipe_options import BF16RecipeKwargs, from_environment
 from .refusals import refuse_wrapped
+from .sharding import fp32_groups
 
 __all__ = ["Preparation"]
 
@@ -51,6 +52,7 @@ class Preparation:
         self._cast: list[nn.Module] = []
         self._converted: list[Optimizer] = []
         self._adapted: list[nn.Module] = []
+        self._recipes: dict[int, torch_bf16.Recipe] = {}
 
     def run(self, new_models: Iterable[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Convert optimizers and cast models, in place. What was done before is not done again.
@@ -59,10 +61,15 @@ class Preparation:
         models in fp32. State that they have already follows the cast at their next step.
 
         Raises:
-            NotImplementedError: an optimizer has no fused update, or a model is sharded.
+            NotImplementedError: an optimizer has no fused update.
             ValueError: a parameter cannot be trained, or a model is wrapped by DDP.
         """
         new_models = list(new_models)
+        self.convert(new_models, new_optimizers)
+        self.cast(new_models)
+
+    def convert(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
+        """The first half of :meth:`run`, after which models can be sharded while they are fp32."""
         for model in new_models:
             if not is_wrapped(model) or not _has_bf16(bare(model)):
                 refuse_wrapped(self.mode, model)
@@ -71,6 +78,9 @@ class Preparation:
         for optimizer in self._optimizers:
             if optimizers.convert(optimizer, self._recipe, self._models):
                 self._converted.append(optimizer)
+
+    def cast(self, new_models: Iterable[nn.Module]) -> None:
+        """The second half of :meth:`run`."""
         for model in _unique(each for each in new_models if not is_wrapped(each)):
             again = getattr(model, "_is_accelerate_prepared", False)
             model = bare(model)
@@ -79,6 +89,18 @@ class Preparation:
                 self._cast_model(model)
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
+
+    def fp32_groups(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
+        """The modules of unsharded models that FSDP2 shall shard by themselves.
+
+        Raises:
+            NotImplementedError: a parameter stays in fp32 within a module that does not.
+        """
+        found = []
+        for model in map(bare, new_models):
+            staying = torch_bf16.fp32_parameters(model, self._recipe_for(model))
+            found += fp32_groups(self.mode, model, staying)
+        return found
 
     def attach(self, wrapped: Sequence[nn.Module], accumulation_steps: int) -> None:
         """Let gradients of what is new be summed or released as asked.
@@ -110,12 +132,18 @@ class Preparation:
             yield self._line(torch_bf16.describe(model, self._recipe))
 
     def _cast_model(self, model: nn.Module) -> None:
-        recipe = torch_bf16.get_recipe(self._recipe_of(model))
-        adapters = fp32_adapters(model)
-        keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
-        torch_bf16.cast_module(model, torch_bf16.get_recipe(recipe, keep_fp32=keep))
-        if adapters:
-            self._adapted.append(model)
+        torch_bf16.cast_module(model, self._recipe_for(model))
+
+    def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
+        """Its recipe with all that stays fp32, looked up before sharding."""
+        if id(model) not in self._recipes:
+            recipe = torch_bf16.get_recipe(self._recipe_of(model))
+            adapters = fp32_adapters(model)
+            keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
+            self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
+            if adapters:
+                self._adapted.append(model)
+        return self._recipes[id(model)]
 
     def _line(self, described: str) -> str:
         # The recipe's own name is news only where the user's optimizer brought another one.

@@ -17,7 +17,9 @@ _ENGINES = {
     "it would train in fp32 under this name",
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own and knows fp16 and bf16 "
     "only, so that it would train in fp32 under this name",
-    "FSDP": "sharded parameters are not supported yet",
+    "FSDP": "FSDP1 trains flat parameters, which are not supported yet, and its successor is: "
+    "fsdp_version=2, that is FullyShardedDataParallelPlugin(fsdp_version=2) or the option "
+    "--fsdp_version 2 of accelerate launch, trains in this mode",
     "XLA": "the updates have no XLA backend",
     PARALLELISM: "sharded parameters are not supported yet",
 }
@@ -45,7 +47,7 @@ def refuse_engine(mode: str, engine: str) -> None:
 
 
 def refuse_wrapped(mode: str, model: nn.Module) -> None:
-    """Raise if a model was wrapped or sharded before it came to ``prepare``.
+    """Raise if a model was wrapped before it came to ``prepare``.
 
     Args:
         mode: the mode that was asked for.
@@ -53,25 +55,16 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
 
     Raises:
         ValueError: it is wrapped by DDP.
-        NotImplementedError: a parameter is a DTensor.
 
     Example:
         >>> refuse_wrapped("bf16-stochastic", nn.Linear(2, 2))
     """
-    from torch.distributed.tensor import DTensor
-
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"mixed_precision={mode!r} was given a model that is already wrapped in "
             "DistributedDataParallel; its gradient hooks would not survive the cast to bf16. Pass "
             "the bare model: prepare wraps it"
         )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"mixed_precision={mode!r} cannot train parameter {name!r}, a DTensor: sharded "
-                "parameters are not supported yet. Pass the unsharded model"
-            )
 
 
 def refuse_arguments(mode: str, arguments: Any, launched: str | None = None) -> None:

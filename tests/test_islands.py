@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
 import torch_bf16
@@ -363,6 +364,21 @@ def test_a_pattern_of_parameter_names_keeps_them_and_leaves_their_module_to_auto
     assert "forward" in vars(module[1])
     assert kept(module[0].weight)
     assert not kept(module[0].bias)
+
+
+def test_wrappers_in_a_name_change_no_match_and_what_stays_is_known_beforehand():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
+    inner[0] = checkpoint_wrapper(inner[0])
+    assert sorted(name for name, _ in inner.named_parameters())[0].startswith("0._checkpoint")
+    recipe = keeping("0", "1.bias")
+    stay = torch_bf16.fp32_parameters(inner, recipe)
+    cast_module(inner, recipe)
+    found = {name for name, p in inner.named_parameters() if p.dtype == torch.float32}
+    assert found == set(stay)
+    assert {name.replace("_checkpoint_wrapped_module.", "") for name in found} == {
+        *("0.weight", "0.bias", "1.bias"),
+        *("2.weight", "2.bias"),
+    }
 
 
 @pytest.mark.parametrize("key", ["haed", nn.GRU], ids=str)

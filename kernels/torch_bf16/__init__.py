@@ -10,7 +10,7 @@ from .checkpoint_files import load_checkpoint, save_checkpoint
 from .diagnostics import describe
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .export import fp32_optimizer_state_dict, fp32_state_dict
-from .islands import cast_module
+from .islands import cast_module, fp32_parameters
 from .lost_bits import sync_masters
 from .monitor import LayerUpdate, UpdateMonitor
 from .optim import (
@@ -69,6 +69,7 @@ __all__ = [
     "describe",
     "ema_multi_avg_fn",
     "fp32_optimizer_state_dict",
+    "fp32_parameters",
     "fp32_state_dict",
     "get_recipe",
     "load_checkpoint",

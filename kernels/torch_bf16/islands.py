@@ -26,7 +26,10 @@ from .cpu_autocast import fill_gaps
 from .recipe import Recipe, get_recipe
 from .sharding import is_dtensor, local
 
-__all__ = ["cast_module", "kept"]
+__all__ = ["WRAPPERS", "cast_module", "fp32_parameters", "kept"]
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+"""Parts that wrappers put into the names of what is inside them."""
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that somebody asked to keep in fp32."""
@@ -69,9 +72,7 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     if not isinstance(module, nn.Module):
         raise ValueError(f"cast_module takes a torch.nn.Module, not {type(module).__name__}")
     islands, asked = _islands(module, recipe.keep_fp32)
-    kept = {id(p) for p in asked}
-    kept.update(id(p) for metric in _metrics(module) for p in metric.parameters())
-    kept.update(id(p) for norm in _running_norms(module) for p in norm.parameters())
+    kept = _staying(module, asked)
     named = [(n, p) for n, p in module.named_parameters() if id(p) not in kept and _is_plain(p)]
     for name, parameter in named:
         if parameter.dtype in (torch.float16, torch.float64):
@@ -114,6 +115,38 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     return module
 
 
+def fp32_parameters(
+    module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
+) -> dict[str, nn.Parameter]:
+    """The fp32 parameters that :func:`cast_module` leaves in fp32.
+
+    Args:
+        module: only read.
+        recipe: name or :class:`Recipe`.
+
+    Returns:
+        Parameters by name.
+
+    Raises:
+        ValueError: a pattern of ``keep_fp32`` matches nothing.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        >>> sorted(fp32_parameters(net))
+        ['1.bias', '1.weight']
+    """
+    staying = _staying(module, _islands(module, get_recipe(recipe).keep_fp32)[1])
+    named = module.named_parameters()
+    return {name: p for name, p in named if id(p) in staying and p.dtype == torch.float32}
+
+
+def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
+    staying = {id(p) for p in asked}
+    for each in itertools.chain(_metrics(module), _running_norms(module)):
+        staying.update(id(p) for p in each.parameters())
+    return staying
+
+
 def _check_wrappers(module: nn.Module) -> None:
     for sub in module.modules():
         if isinstance(sub, DistributedDataParallel):
@@ -154,16 +187,17 @@ def _islands(
     """The modules that compute in fp32, and the parameters that stay in it, theirs included."""
     islands: list[nn.Module] = []
     asked: list[nn.Parameter] = []
+    modules = [(_unwrapped(name), sub) for name, sub in module.named_modules()]
     for key in keep_fp32:
         matches = [
             sub
-            for name, sub in module.named_modules()
+            for name, sub in modules
             if (isinstance(sub, key) if isinstance(key, type) else fnmatchcase(name, key))
         ]
         named = () if isinstance(key, type) else module.named_parameters()
-        parameters = [p for name, p in named if fnmatchcase(name, str(key))]
+        parameters = [p for name, p in named if fnmatchcase(_unwrapped(name), str(key))]
         if not matches and not parameters:
-            known = [name for name, _ in module.named_modules() if name]
+            known = [name for name, _ in modules if name]
             raise ValueError(
                 f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
                 "parameters; its modules are "
@@ -173,6 +207,10 @@ def _islands(
         islands += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
     return islands, asked
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -149,7 +149,7 @@ def test_megatron_is_refused_with_the_reason(mode):
 
 def test_fsdp_is_refused_with_what_works(mode):
     plugin = FullyShardedDataParallelPlugin()
-    with pytest.raises(NotImplementedError, match=r"FSDP: sharded .* What works: one process, or"):
+    with pytest.raises(NotImplementedError, match=r"FSDP: FSDP1 .* --fsdp_version 2 .* What works"):
         plugin.set_mixed_precision(mode)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy is not None

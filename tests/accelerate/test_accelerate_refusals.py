@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_bf16.preparation import Preparation
@@ -28,10 +29,16 @@ def test_model_wrapped_in_ddp_is_refused_untouched(mode):
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_sharded_model_is_refused_with_the_parameters_name(mode):
-    model = nn.Linear(2, 2)
-    mesh = DeviceMesh("cpu", [0])
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(NotImplementedError, match="cannot train parameter 'weight', a DTensor"):
-        Preparation(mode).run([model], [])
-    assert model.bias.dtype == torch.float32
+def test_sharded_model_is_cast_where_it_stands_and_trains(mode):
+    """As transformers hands one over that it has sharded while it loaded it."""
+    model = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh("cpu", [0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    parameters = list(model.parameters())
+    Preparation(mode).run([model], [optimizer])
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    before = model.weight.full_tensor().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(1, 2)).float().sum().backward()
+    optimizer.step()
+    assert model.weight.dtype == model.weight.grad.dtype == torch.bfloat16
+    assert not torch.equal(model.weight.full_tensor(), before)

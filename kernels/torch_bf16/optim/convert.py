@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from torch_bf16.islands import WRAPPERS
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
@@ -36,8 +37,6 @@ CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
 """For each ``torch.optim`` class, ours."""
 
 _T = TypeVar("_T", bound=torch.optim.Optimizer)
-
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
 def convert(
@@ -176,7 +175,7 @@ def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
     for name, child in module.named_children():
         # Wrappers put themselves into the names; the noise must not depend on them.
         ddp = name == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
-        inner = prefix if ddp or name in _WRAPPERS else f"{prefix}{name}."
+        inner = prefix if ddp or name in WRAPPERS else f"{prefix}{name}."
         yield from _named_parameters(child, inner)
 
 

@@ -1,0 +1,74 @@
+"""Models that FSDP2 shards: which of their modules need a group of their own.
+
+A group of FSDP2 gathers parameters of one dtype. What stays in fp32 beside bf16 weights is sharded
+by itself before the module that it lies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["fp32_groups", "policy"]
+
+
+def policy() -> Any:
+    """FSDP2's policy for bf16 weights whose gradients are reduced in fp32.
+
+    Inputs are not cast: the forward runs under autocast, as it does under DDP, and a norm that is
+    given fp32 inputs sees all of them.
+
+    Example:
+        >>> policy().reduce_dtype
+        torch.float32
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:
+    """The outermost modules all of whose parameters stay in fp32, beside others that do not.
+
+    Args:
+        mode: the mode that was asked for.
+        model: not sharded yet; only read.
+        fp32: the parameters that stay in fp32, by name.
+
+    Raises:
+        NotImplementedError: a parameter stays in fp32 beside a bf16 one of the same module.
+
+    Example:
+        >>> fp32_groups("bf16-stochastic", model, {})
+        []
+    """
+    if not fp32:
+        return []
+    staying = {id(p) for p in fp32.values()}
+    groups = list(_outermost(model, staying))
+    inside = {id(p) for group in groups for p in group.parameters()}
+    for name, parameter in fp32.items():
+        if id(parameter) not in inside:
+            raise NotImplementedError(
+                f"mixed_precision={mode!r} keeps parameter {name!r} in float32 beside bfloat16 "
+                "parameters of the same module, and FSDP2 gathers both together, in one dtype. "
+                "Put it into a module of its own, keep its whole module in float32 "
+                "(keep_fp32), or train with DDP. Nothing was sharded"
+            )
+    return groups
+
+
+def _outermost(module: nn.Module, staying: set[int]) -> Iterator[nn.Module]:
+    own = [id(p) for p in module.parameters()]
+    # A container is never called, so that nothing would gather what is in it.
+    callable_ = type(module).forward is not nn.Module.forward
+    if own and callable_ and staying.issuperset(own):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, staying)

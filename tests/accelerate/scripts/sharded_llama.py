@@ -1,0 +1,127 @@
+"""A tiny Llama that Accelerate shards over CPUs, its training, and checks that report what failed.
+
+Imported by the scripts that run on several ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import Model
+from tiny_llm import llama, sequences
+
+__all__ = ["Model", "PartialState", "llama", "sequences"]
+
+TOKENS = torch.tensor([each["input_ids"] for each in sequences()])
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+_make_state = PartialState.__init__
+_sharding = True
+
+
+def _sharding_state(self, *args, **kwargs):
+    _make_state(self, *args, timeout=timedelta(seconds=60), **kwargs)
+    found = PartialState._shared_state
+    if _sharding and found["distributed_type"] == DistributedType.MULTI_CPU:
+        found["distributed_type"] = DistributedType.MULTI_GPU
+
+
+# Accelerate shards where it has GPUs only. What it does then works on CPUs, too.
+PartialState.__init__ = _sharding_state
+
+
+def accelerator(mode=None, fsdp=True, plugin=None, **options):
+    """A fresh one; without a mode, all of it comes from the launcher."""
+    global _sharding
+    _sharding = fsdp
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if fsdp and mode is not None:
+        plugin = {"auto_wrap_policy": "transformer_based_wrap"} | (plugin or {})
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
+    os.environ["ACCELERATE_USE_FSDP"] = str(fsdp).lower()
+    return Accelerator(mixed_precision=mode, cpu=True, **options)
+
+
+def prepared(mode=None, model=llama, lr=1e-2, make=torch.optim.AdamW, **options):
+    """An accelerator, a model and its optimizer."""
+    made = accelerator(mode, **options)
+    torch.manual_seed(0)
+    model = model()
+    return (made, *made.prepare(model, make(model.parameters(), lr=lr)))
+
+
+def batch_of(accelerator, step):
+    start = (8 * step + 4 * accelerator.process_index) % 64
+    return TOKENS[start : start + 4]
+
+
+def loss_of(accelerator, model, step):
+    batch = batch_of(accelerator, step)
+    return model(input_ids=batch, labels=batch).loss
+
+
+def train(accelerator, model, optimizer, steps):
+    losses = []
+    for step in steps:
+        with accelerator.accumulate(model):
+            loss = loss_of(accelerator, model, step)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(tensor):
+    """The whole tensor, on every rank; Python carries the parts, as gloo knows no int16."""
+    if isinstance(tensor, DTensor):
+        return torch.cat(gather_object([tensor.to_local().detach()]))
+    return tensor.detach().clone()
+
+
+def contents(model, optimizer):
+    """Weights, moments and masters, whole, under the names they have without wrappers."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for part in WRAPPERS:
+            name = name.replace(part, "")
+        found[name] = whole(parameter)
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = whole(torch.as_tensor(value))
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def report(checks):
+    """Run checks on every rank; rank 0 writes what failed, of each, to the file named last."""
+    folder, result = sys.argv[1:]
+    failed = {}
+    for each in checks:
+        error = ""
+        try:
+            each(*([folder] if inspect.signature(each).parameters else []))
+        except Exception:
+            error = traceback.format_exc()
+        failed[each.__name__] = "\n".join(filter(None, gather_object([error])))
+    if PartialState().is_main_process:
+        Path(result).write_text(json.dumps(failed))
+    PartialState().destroy_process_group()
