@@ -48,6 +48,9 @@ def accelerator(mode=None, fsdp=True, plugin=None, **options):
     _sharding = fsdp
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    if mode is not None:
+        for name in [name for name in os.environ if name.startswith("FSDP_")]:
+            del os.environ[name]
     if fsdp and mode is not None:
         plugin = {"auto_wrap_policy": "transformer_based_wrap"} | (plugin or {})
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
