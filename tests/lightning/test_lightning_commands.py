@@ -1,0 +1,164 @@
+"""The precision is chosen where Lightning's users choose it, in scripts that stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning_models import MODES, TRAINERS
+
+HERE = Path(__file__).parent
+TIMEOUT = 120
+FAMILIES = {"lightning.pytorch": "lightning_bf16.pytorch"}
+
+OPTIONS = {
+    "recipe": "bf16-fp32-master",
+    "compute": "bf16",
+    "weights": "master32",
+    "exp_avg": "bf16_nearest",
+    "exp_avg_sq": "bf16_stochastic",
+    "accumulate": "bf16",
+    "keep_fp32": ["head"],
+    "seed": 11,
+    "release_gradients": True,
+    "release_max_norm": 0.5,
+    "release_norm": "last_step",
+}
+
+
+def start(*command, given=None, **environment):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("BF16_", "PL_", "LT_"))}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**clean, "OMP_NUM_THREADS": "1", **environment},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def chosen(request, tmp_path_factory):
+    """The package, and by name what a command line made of the script or what it printed."""
+    package = request.param
+    folder = tmp_path_factory.mktemp("commands")
+    plugin = f"{FAMILIES.get(package, f'lightning_bf16.{package}')}.BF16Precision"
+    as_yaml = folder / "plugin.yaml"
+    as_yaml.write_text(
+        json.dumps({"trainer": {"plugins": [{"class_path": plugin, "init_args": OPTIONS}]}})
+    )
+    precision = folder / "precision.yaml"
+    precision.write_text("trainer:\n  precision: bf16-fp32-master\n")
+    options = [
+        f"--trainer.plugins.{name}={json.dumps(value) if isinstance(value, list) else value}"
+        for name, value in OPTIONS.items()
+    ]
+    cli = [str(HERE / "cli_app.py"), "fit"]
+    lines = {
+        "flag": ([*cli, "--trainer.precision=bf16-stochastic", "--trainer.own=3"], {}),
+        "config": ([*cli, f"--config={precision}"], {}),
+        "config, overruled": (
+            [*cli, f"--config={precision}", "--trainer.precision=true-bf16-stochastic"],
+            {},
+        ),
+        "plugin flags": ([*cli, f"--trainer.plugins={plugin}", *options], {}),
+        "plugin config": ([*cli, f"--config={as_yaml}"], {}),
+        "environment of the CLI": (cli, {"PL_FIT__TRAINER__PRECISION": "bf16-stochastic"}),
+        "environment": (
+            [str(HERE / "trainer_app.py")],
+            {"PL_TRAINER_PRECISION": "bf16-stochastic"},
+        ),
+        "misspelt": ([*cli, "--trainer.precision=bf16-stochastc"], {}),
+        "stock": ([*cli, "--trainer.precision=bf16-true"], {}),
+    }
+    # What was printed is a configuration that can be read again.
+    printed = str(folder / "printed.yaml")
+    files = {"printed": printed}
+    lines["printed"] = ([*cli, f"--config={as_yaml}", "--print_config"], {})
+    lines["printed, read again"] = ([*cli, f"--config={printed}"], {})
+    given = json.dumps([[*line, files.get(name)] for name, line in lines.items()])
+    answers = json.loads(start(HERE / "command_lines.py", given=given, PACKAGE=package))
+    return plugin.rpartition(".")[0], dict(zip(lines, answers, strict=True))
+
+
+def told(chosen, name):
+    out, err = chosen[1][name]
+    assert out, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("flag", "true-bf16-stochastic"),
+        ("config", "bf16-fp32-master"),
+        ("config, overruled", "true-bf16-stochastic"),
+        ("environment of the CLI", "true-bf16-stochastic"),
+        ("environment", "true-bf16-stochastic"),
+    ],
+)
+def test_a_recipes_name_is_a_precision_on_command_lines_and_in_the_environment(
+    chosen, name, recipe
+):
+    found = told(chosen, name)
+    assert found["plugin"] == chosen[0]
+    assert found["recipe"]["name"] == recipe
+    assert found["optimizer"].startswith("torch_bf16.")
+    assert set(found["dtypes"].values()) == {"torch.bfloat16"}
+    assert found["steps"] == 2
+    assert found["own"] == {"flag": 3, "environment": None}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", ["plugin flags", "plugin config", "printed, read again"])
+def test_every_option_of_the_plugin_is_an_argument_of_lightning_cli(chosen, name):
+    found = told(chosen, name)
+    assert found["plugin"] == chosen[0]
+    recipe = {**found["recipe"], "recipe": found["recipe"]["name"], "compute": found["compute"]}
+    fields = {f"release_{name}": value for name, value in found["release"].items()}
+    fields["release_gradients"] = fields["release_release"]
+    assert {name: {**recipe, **fields}[name] for name in OPTIONS} == OPTIONS
+    assert found["dtypes"] == {
+        "body.weight": "torch.bfloat16",
+        "body.bias": "torch.bfloat16",
+        "head.weight": "torch.float32",
+        "head.bias": "torch.float32",
+    }
+    assert found["steps"] == 2
+
+
+def test_a_misspelt_precision_lists_ours_beside_the_hosts(chosen):
+    out, err = chosen[1]["misspelt"]
+    assert not out
+    assert "bf16-stochastc" in err
+    assert all(f"'{name}'" in err for name in (*MODES, "bf16-true"))
+
+
+def test_the_same_script_in_bf16_true_is_the_hosts_own(chosen):
+    found = told(chosen, "stock")
+    assert found["recipe"] is None
+    assert found["optimizer"].startswith("torch.optim")
+
+
+def test_fabric_run_takes_the_name_for_scripts_of_both_packages():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ("--accelerator=cpu", f"--main-port={port}", "--precision=bf16-stochastic")
+    # What the command ``fabric`` does.
+    command = "from lightning.fabric.cli import _main; _main()"
+    out = start("-c", command, "run", *options, HERE / "fabric_app.py")
+    assert out.splitlines() == [
+        f"{package} {plugin} torch_bf16.optim.adam torch.bfloat16 torch.float32"
+        for package, plugin in (
+            ("lightning.fabric", "lightning_bf16.fabric"),
+            ("lightning_fabric", "lightning_bf16.lightning_fabric"),
+        )
+    ]
