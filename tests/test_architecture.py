@@ -16,8 +16,8 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 # is one name: its files may import one another.
 LAYERS = (
     ("errors", "rules"),
-    ("rounding", "counter_rng", "cpu_autocast", "sharding", "watch"),
-    ("formats",),
+    ("rounding", "counter_rng", "cpu_autocast", "sharding"),
+    ("formats", "watch"),
     ("recipe",),
     ("bit_views", "lost_bits", "recoding"),
     ("islands",),

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
+from itertools import compress
+from operator import attrgetter, is_, ne
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +24,12 @@ from .bit_views import REMAINDERS
 from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
-from .sharding import Span, is_dtensor, local, local_gradient, version_of
-from .watch import Watch
+from .sharding import Span, is_dtensor, local, local_gradient
+from .watch import Watch, plain_access
 
 __all__ = ["Member", "Plan"]
+
+_VERSION, _SEEN_VERSION = attrgetter("_version"), attrgetter("seen.version")
 
 
 @dataclass(slots=True)
@@ -53,7 +56,6 @@ class Member:
     direction: Callable[[Tensor, int, Call], Tensor] | None = None
     _names: tuple[str, ...] = field(init=False)
     _tensors: tuple[Tensor, ...] = field(init=False)
-    _memory: tuple[Tensor, ...] = field(init=False)
     _planned: tuple[Any, ...] = field(init=False)
     _is_dtensor: bool = field(init=False)
     _steps: int = field(init=False, default=0)
@@ -67,7 +69,6 @@ class Member:
         """Let ``step`` count this parameter's steps, and remember all tensors as they are now."""
         self.state["step"] = step
         self._names, self._tensors = zip(*self.state.items(), strict=True)
-        self._memory = tuple(map(local, self._tensors))
         self._planned = self._look()
 
     def unchanged(self, state: Mapping[str, Any]) -> bool:
@@ -88,13 +89,9 @@ class Member:
         plain = gradient.is_contiguous() and not gradient.is_neg()
         return gradient if plain else gradient.resolve_neg().contiguous()
 
-    def is_plain(self) -> bool:
-        """Whether it is one contiguous tensor of this process."""
-        return not self._is_dtensor and self.parameter.is_contiguous()
-
-    def version(self) -> int:
-        """A number that every write to the parameter raises."""
-        return version_of(self.parameter) if self._is_dtensor else self.parameter._version
+    def is_contiguous(self) -> bool:
+        """Whether this rank's part is."""
+        return local(self.parameter).is_contiguous()
 
     def direct(self, call: Call) -> Tensor:
         """The direction that the rule takes for the gradient in this step."""
@@ -110,17 +107,18 @@ class Member:
         # No parameter.device, which takes as long as all the rest: no two share an address.
         parameter: Any = self.parameter
         gradient = parameter.grad
-        if self._is_dtensor:
+        if self._is_dtensor and is_dtensor(gradient):
             # The shards, whose attributes take half the time; the whole shape follows from them.
             return (
+                parameter.placements,
                 gradient.placements,
                 *_look_at(parameter._local_tensor, gradient._local_tensor),
-                tuple(map(Tensor.data_ptr, self._memory)),
+                tuple(map(Tensor.data_ptr, map(local, self._tensors))),
             )
         return (
             *_look_at(parameter, gradient),
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            tuple(map(Tensor.data_ptr, self._memory)),
+            tuple(map(Tensor.data_ptr, self._tensors)),
         )
 
 
@@ -154,12 +152,14 @@ class Plan:
         self._setting = setting
         # Made at the second step: by then the states are where the optimizer keeps them.
         self._watch: Watch | None = None
+        self._parameters: list[Any] = [each.parameter for each in members]
+        self._sharded = [*map(is_dtensor, self._parameters)]
         alike: dict[Any, list[_Row]] = defaultdict(list)
         for each in members:
             # A strided parameter goes through a contiguous copy. On its own, so that no more than
             # one such copy exists at a time.
             # The same goes for a direction of a whole tensor, as large as the gradient.
-            plain = local(each.parameter).is_contiguous() and each.direction is None
+            plain = each.is_contiguous() and each.direction is None
             alone = None if plain else id(each)
             for row in (_Row(each, short) for span in each.spans for short in span.short()):
                 alike[_variant(row, recipe), alone].append(row)
@@ -168,10 +168,14 @@ class Plan:
                 choose(variant.device, backend),
                 _bucket(variant, some, recipe.seed),
                 some,
-                copied=not local(some[0].member.parameter).is_contiguous(),
+                copied=not some[0].member.is_contiguous(),
             )
             for (variant, alone), some in alike.items()
         ]
+        numbers = {id(each): number for number, each in enumerate(members)}
+        for part in self._parts:
+            if all(row.is_all_here() for row in part.rows):
+                part.numbers = [numbers[id(row.member)] for row in part.rows]
         self._scalars = [_scalars(parts) for parts in _together(self._parts)]
 
     def fits(
@@ -192,9 +196,28 @@ class Plan:
             each.parameter is parameter and each.unchanged(states.get(parameter, {}))
             for each, parameter in zip(self.members, parameters, strict=True)
         )
-        if fits and all(each.is_plain() for each in self.members):
+        if fits and all(each.is_contiguous() for each in self.members):
             self._watch = Watch.over(parameters, states)
         return fits
+
+    def written(self) -> list[Member]:
+        """The members whose parameter something else has written since :meth:`note_versions`."""
+        versions = self._versions()
+        return [*compress(self.members, map(ne, map(_SEEN_VERSION, self.members), versions))]
+
+    def note_versions(self) -> None:
+        """Remember what the last step made of the parameters."""
+        for each, version in zip(self.members, self._versions(), strict=True):
+            each.seen.version = version
+
+    def _versions(self) -> list[int]:
+        with plain_access():
+            if not any(self._sharded):
+                return [*map(_VERSION, self._parameters)]
+            return [
+                each._version + each._local_tensor._version if sharded else each._version
+                for each, sharded in zip(self._parameters, self._sharded, strict=True)
+            ]
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
@@ -213,8 +236,8 @@ class Plan:
                     f"a parameter of shape {tuple(part.rows[0].member.parameter.shape)} is not "
                     "contiguous, and its step goes through a copy; make it contiguous"
                 )
-        for each in self.members:
-            if each.seen.version != each.version() and not REMAINDERS.isdisjoint(each.state):
+        for each in self.written():
+            if not REMAINDERS.isdisjoint(each.state):
                 return (
                     f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
                     "step, and replays would forget the lower half of its master each time; take "
@@ -232,13 +255,14 @@ class Plan:
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
+        gradients = None if self._watch is None else self._watch.gradients()
         # All scalars first: a bad hyperparameter must raise before anything is updated.
         for scalars in self._scalars:
             scalars.set(groups, call)
         if any(scalars.skipped for scalars in self._scalars):
             return
         for part in self._parts:
-            part.run(call)
+            part.run(call, gradients)
         for scalars in self._scalars:
             scalars.count()
 
@@ -249,11 +273,10 @@ class _Row:
 
     member: Member
     span: Span
-    whole: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        parameter = self.member.parameter
-        self.whole = not is_dtensor(parameter) and self.span.numel == parameter.numel()
+    def is_all_here(self) -> bool:
+        """Whether it is all that this rank holds of its member."""
+        return self.span.numel == local(self.member.parameter).numel()
 
     def of(self, memory: Tensor, block: int = 1) -> Tensor:
         """The span's elements of one of the member's tensors on this rank.
@@ -265,10 +288,6 @@ class _Row:
 
     def gradient(self) -> Tensor:
         """The span's elements of the gradient, contiguous."""
-        if self.whole:
-            gradient: Any = self.member.parameter.grad
-            if gradient.is_contiguous() and not gradient.is_neg():
-                return gradient
         return self.of(self.member.gradient())
 
     def like(self) -> Tensor:
@@ -285,12 +304,17 @@ class _Part:
     bucket: Bucket
     rows: list[_Row]
     copied: bool
+    # Of the members in the plan, where each row is all that is here of one.
+    numbers: list[int] | None = None
 
-    def run(self, call: Call) -> None:
-        if self.rows[0].member.direction is None:
-            self.bucket.gradients = [row.gradient() for row in self.rows]
-        else:
+    def run(self, call: Call, gradients: Sequence[Tensor] | None) -> None:
+        """Update the rows; ``gradients`` are the members', if they can be read as they are."""
+        if self.rows[0].member.direction is not None:
             self.bucket.gradients = [row.of(row.member.direct(call)) for row in self.rows]
+        elif gradients is not None and self.numbers is not None:
+            self.bucket.gradients = [gradients[number] for number in self.numbers]
+        else:
+            self.bucket.gradients = [row.gradient() for row in self.rows]
         self._update()
         self.bucket.gradients = ()
 

@@ -108,8 +108,9 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     if placed._spec is not whole._spec and placed.placements != whole.placements:
         placed = placed.redistribute(placements=whole.placements)
     memory = placed._local_tensor
-    # What a collective that is still under way leaves here must be waited for.
-    return memory if type(memory) is Tensor else placed.to_local()
+    # What a collective that is still under way leaves here has no memory yet, and to_local() does
+    # not wait for it where gradients are off.
+    return memory.wait() if hasattr(memory, "wait") else memory
 
 
 def cut_over(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.errors import StateMismatchError
-from torch_bf16.sharding import local, version_of
+from torch_bf16.sharding import is_dtensor, local, version_of
 
 __all__ = [
     "Seen",
@@ -156,6 +156,11 @@ def check_gradient(parameter: Tensor, gradient: Tensor, label: Callable[[], str]
             f"{label()} on {parameter.device} has a gradient of shape {tuple(gradient.shape)} on "
             f"{gradient.device}: it was changed after backward. Call zero_grad() and backward() "
             "again. Nothing was updated"
+        )
+    if is_dtensor(parameter) and not is_dtensor(gradient):
+        raise ValueError(
+            f"{label()} is a DTensor and has a gradient that is a plain tensor: give it one on the "
+            "same mesh, by DTensor.from_local(...) or distribute_tensor(...). Nothing was updated"
         )
     if gradient.layout != torch.strided:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes, stored_format
 from torch_bf16.sharding import local, place_like, span_of, version_of
+from torch_bf16.watch import plain_access
 
 from .accumulation import GradientAccumulation, accumulate_as
 from .admission import (
@@ -149,7 +150,8 @@ class BF16Optimizer(Checkpointed):
         groups = self.param_groups
         for number, group in enumerate(groups):
             self._check_options(group, number)
-        taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
+        with plain_access():
+            taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._release is not None:
             self._release.finish()
         if taking_part or self._release is None:
@@ -181,16 +183,16 @@ class BF16Optimizer(Checkpointed):
             self._captured += [plan] if plan is not None else []
         if plan is None or not fits:
             plan = self._make_plan(parameters, setting)
-        self._respect_writes(plan.members)
+        self._respect_writes(plan.written())
         for observer in observers:
             observer.before_update(plan.members, call.multiplier)
         plan.run(self.param_groups, call)
         for observer in observers:
             observer.after_update()
         # The kernels write through addresses, which autograd does not see.
-        torch.autograd.graph.increment_version(parameters)
-        for each in plan.members:
-            each.seen.version = each.version()
+        with plain_access():
+            torch.autograd.graph.increment_version(parameters)
+        plan.note_versions()
         return plan
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
@@ -381,9 +383,8 @@ class BF16Optimizer(Checkpointed):
                 *(self.recipe.name, len(dropped)),
             )
 
-    def _respect_writes(self, members: Sequence[Member]) -> None:
-        """Drop the lower half of a weight that something else has written since the last step."""
-        for each in members:
-            if each.seen.version != each.version():
-                for key in REMAINDERS & each.state.keys():
-                    local(each.state[key]).zero_()
+    def _respect_writes(self, written: Iterable[Member]) -> None:
+        """Drop the lower half of weights that something else has written since the last step."""
+        for each in written:
+            for key in REMAINDERS & each.state.keys():
+                local(each.state[key]).zero_()

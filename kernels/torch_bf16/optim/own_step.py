@@ -101,7 +101,8 @@ class OwnStepOptimizer(BF16Optimizer):
         if capture.capturing():
             check_capturable(self, True, "its own step runs on copies that are made every time")
         members = self._take_part(parameters)
-        self._respect_writes(cast("Any", members))
+        written = [each for each in members if each.seen.version != each.version()]
+        self._respect_writes(cast("Any", written))
         if call.found_inf is not None and float(call.found_inf) != 0:
             return None
         for observer in observers:
