@@ -143,6 +143,8 @@ def gathered(model, optimizer, group):
         for key, value in optimizer.state[parameter].items():
             found[f"{name}/{key}"] = whole(value, group)
             assert is_dtensor(value) == (is_dtensor(parameter) and key != "step")
+            # No rank keeps memory of more than its own part.
+            assert local(value).untyped_storage().nbytes() == local(value).nbytes
             if is_dtensor(value):
                 assert (value.placements, value.shape) == (parameter.placements, parameter.shape)
     return found

@@ -353,3 +353,13 @@ def test_a_state_dict_for_a_distributed_checkpoint_disturbs_no_weight_and_no_mas
         if master is None:
             master = torch_bf16.rounding.join16(parameter, state["remainder16"])
         assert bits(master) == bits(exact)
+
+
+@every_recipe
+def test_a_state_for_parameters_on_meta_is_refused(recipe):
+    saved = train(fresh("adamw", recipe), 0, 2).state_dict()
+    values = [torch.nn.Parameter(p.detach().to("meta")) for p in make_parameters().values()]
+    empty = make_optimizer("adamw", RECIPES[recipe], "cpu", values)
+    with pytest.raises(StateMismatchError, match="is on the meta device, .* to_empty"):
+        empty.load_state_dict(saved)
+    assert not empty.state

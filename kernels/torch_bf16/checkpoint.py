@@ -27,6 +27,7 @@ from .sharding import local, local_part, place_like
 
 __all__ = [
     "HEADER",
+    "check_has_memory",
     "check_header",
     "check_hyperparameters",
     "check_whole",
@@ -71,6 +72,20 @@ def check_whole(state_dict: Any) -> None:
         raise StateMismatchError(
             "this is no optimizer's state dict: it needs a dict 'state' and a list 'param_groups' "
             f"and has {found}. Pass what optimizer.state_dict() returned; nothing was changed"
+        )
+
+
+def check_has_memory(parameter: Tensor, label: str) -> None:
+    """Refuse to load into a parameter without memory, where nothing would be kept.
+
+    Raises:
+        StateMismatchError: it is on the meta device.
+    """
+    if parameter.device.type == "meta":
+        raise StateMismatchError(
+            f"{label} is on the meta device, where a state would be lost. Give the model memory "
+            "first (model.to_empty(device=...)), make the optimizer of its parameters, and load "
+            "the weights, then the state dict. Nothing was changed"
         )
 
 

@@ -127,7 +127,8 @@ def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     visible = local(parameter).detach().contiguous()
     rest = lost.rest.to(visible.device)
     if rest.shape != visible.shape:
-        rest = rest[box_of(parameter)].contiguous()
+        # A copy: a view would keep the whole tensor, and torch copies no DTensor over one.
+        rest = rest[box_of(parameter)].clone(memory_format=torch.contiguous_format)
     if dtype == torch.int8:
         halves = second_plane(parameter, torch.int16)
         # To nearest, and at the end of the range to what the visible half allows.

@@ -237,7 +237,8 @@ def local_part(tensor: Tensor, parameter: Tensor) -> Tensor:
         if placed.device_mesh == whole.device_mesh:
             return local_gradient(parameter, placed)
         tensor = placed.full_tensor()
-    return tensor[box_of(parameter)]
+    # A copy, because a view would keep the whole tensor.
+    return tensor[box_of(parameter)].clone(memory_format=torch.contiguous_format)
 
 
 def place_like(parameter: Tensor, memory: Tensor, shape: torch.Size | None = None) -> Tensor:

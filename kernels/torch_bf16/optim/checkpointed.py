@@ -145,6 +145,7 @@ class Checkpointed(torch.optim.Optimizer):
             for position, key in enumerate(saved["params"]):
                 if state := state_dict["state"].get(key):
                     parameter, label = group["params"][position], self.label(number, position)
+                    checkpoint.check_has_memory(parameter, label)
                     own = self.state.get(parameter, {})
                     # What torch.distributed.checkpoint has loaded in place needs no copy.
                     copy = {
