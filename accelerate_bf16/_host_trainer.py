@@ -1,8 +1,9 @@
 """The seam to the Hugging Face Trainer, and through its arguments to TRL.
 
 The Trainer makes its ``Accelerator`` with ``TrainingArguments.mixed_precision``, so the mode has to
-be right there; all the rest happens in ``prepare``. ``bf16_autoload`` calls :func:`on_import` right
-after one of two modules of transformers has been executed.
+be right there; all the rest happens in ``prepare``, and what the monitor sees joins the logs.
+``bf16_autoload`` calls :func:`on_import` right after each of some modules of transformers has been
+executed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ def on_import(module: ModuleType) -> None:
     """Make the modes known to transformers.
 
     Args:
-        module: ``transformers.training_args`` or ``transformers.trainer_optimizer``; mutated, once.
+        module: ``transformers.training_args``, ``transformers.trainer_optimizer`` or
+            ``transformers.trainer``; mutated, once.
     """
-    if module.__name__ == "transformers.training_args":
-        _extend_arguments(module)
-    else:
-        _extend_optimizers(module)
+    {
+        "transformers.training_args": _extend_arguments,
+        "transformers.trainer_optimizer": _extend_optimizers,
+        "transformers.trainer": _extend_reports,
+    }[module.__name__](module)
 
 
 def _extend_arguments(module: Any) -> None:
@@ -49,6 +52,20 @@ def _extend_optimizers(module: Any) -> None:
         # Both are torch.optim.AdamW until prepare converts it.
         member = add_member(names, name.upper(), name)
         module._OPTIMIZER_HANDLERS.setdefault(member, module._get_adamw_torch)
+
+
+def _extend_reports(module: Any) -> None:
+    original = module.get_reporting_integration_callbacks
+    if not hasattr(original, "_before_bf16"):
+
+        @functools.wraps(original)
+        def get_reporting_integration_callbacks(*args: Any, **kwargs: Any) -> list[Any]:
+            from .trainer_logs import around
+
+            return around(original(*args, **kwargs))
+
+        get_reporting_integration_callbacks._before_bf16 = original  # pyright: ignore
+        module.get_reporting_integration_callbacks = get_reporting_integration_callbacks
 
 
 def _naming_the_mode(original: Any) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 import torch_bf16
 
 from .optimizers import inner
 
-__all__ = ["fresh_metrics", "watch"]
+__all__ = ["PREFIX", "fresh_metrics", "metrics_of", "watch", "watch_optimizers"]
+
+PREFIX = "bf16"
+"""What the names of figures start with, before a slash."""
 
 
 def watch(accelerator: Any) -> None:
@@ -25,9 +31,24 @@ def watch(accelerator: Any) -> None:
         >>> watch(accelerator)
     """
     every = _every()
-    if every == 0 or not getattr(accelerator, "trackers", None):
-        return
-    for optimizer in _ours(accelerator):
+    if every and getattr(accelerator, "trackers", None):
+        watch_optimizers(accelerator._optimizers)
+
+
+def watch_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0.
+
+    Args:
+        optimizers: prepared or bare; others are passed over.
+
+    Raises:
+        ValueError: ``BF16_MONITOR`` is not a number of steps.
+
+    Example:
+        >>> watch_optimizers([optimizer])
+    """
+    every = _every()
+    for optimizer in _ours(optimizers) if every else ():
         if getattr(optimizer, "_release", None) is not None:
             continue  # its steps run inside backward, one parameter at a time
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
@@ -44,11 +65,21 @@ def fresh_metrics(accelerator: Any) -> dict[str, float]:
         >>> fresh_metrics(accelerator)
         {}
     """
+    return metrics_of(accelerator._optimizers)
+
+
+def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
+    """Likewise, of some optimizers.
+
+    Example:
+        >>> metrics_of([optimizer])
+        {}
+    """
     found: dict[str, float] = {}
-    for number, optimizer in enumerate(_ours(accelerator)):
+    for number, optimizer in enumerate(_ours(optimizers)):
         for each in optimizer.observers:
             if isinstance(each, _Monitor):
-                found |= each.take_metrics(f"bf16_{number}" if number else "bf16")
+                found |= each.take_metrics(f"{PREFIX}_{number}" if number else PREFIX)
     return found
 
 
@@ -56,8 +87,8 @@ class _Monitor(torch_bf16.UpdateMonitor):
     """Ours; the user may have others on the same optimizer."""
 
 
-def _ours(accelerator: Any) -> list[torch_bf16.BF16Optimizer]:
-    found = (inner(each) for each in accelerator._optimizers)
+def _ours(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch_bf16.BF16Optimizer]:
+    found = (inner(each) for each in optimizers)
     return [each for each in found if isinstance(each, torch_bf16.BF16Optimizer)]
 
 

@@ -50,6 +50,7 @@ TARGETS: dict[str, str] = {
     "accelerate.commands.config.sagemaker": _COMMANDS,
     "accelerate.commands.test": _COMMANDS,
     "accelerate.launchers": _COMMANDS,
+    "transformers.trainer": _TRAINER,
     "transformers.trainer_optimizer": _TRAINER,
     "transformers.training_args": _TRAINER,
 }

@@ -7,7 +7,15 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from accelerate.tracking import GeneralTracker
+from tiny_llm import llama, sequences
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
 
 
 class Notes(GeneralTracker):
@@ -92,3 +100,59 @@ def test_free_memory_frees_what_was_watched(make_accelerator, mode, model, notes
     prepared, wrapped = accelerator.free_memory(prepared, wrapped)
     gc.collect()
     assert alive() is None
+
+
+class Told(TrainerCallback):
+    """Stands for what reports to a service, and for the console after it."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def test_the_trainer_reports_the_figures_and_spares_the_console(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
+    monkeypatch.setenv("BF16_MONITOR", "3")
+    service, console = Told(), Told()
+    around = transformers.trainer.get_reporting_integration_callbacks([])
+    between = [around[0], service, around[1]]
+    monkeypatch.setattr(
+        transformers.trainer, "get_reporting_integration_callbacks", lambda _: between
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=6,
+        logging_steps=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        eval_strategy="steps",
+        eval_steps=3,
+        dataloader_pin_memory=False,
+    )
+    data = sequences()
+    trainer = Trainer(
+        llama(), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[console]
+    )
+    trainer.train()
+    figures = [{k for k in logs if k.startswith("bf16/")} for logs in service.logs]
+    told = [bool(each) for each in figures]
+    training = ["loss" in logs for logs in service.logs]
+    assert training == [True, False, True, True, False, False]
+    assert told == [False, False, True, True, False, False]
+    assert "bf16/survived/lm_head" in figures[2]
+    assert not any(name.startswith("bf16/") for logs in console.logs for name in logs)
+    kept = [name for each in trainer.state.log_history for name in each if "survived" in name]
+    assert len(kept) == 2 * sum("survived" in name for name in figures[2])
+
+
+def test_without_reports_the_trainer_watches_nothing(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mode)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = Trainer(llama(), arguments, train_dataset=sequences())
+    trainer.train()
+    assert trainer.optimizer.optimizer.observers == []

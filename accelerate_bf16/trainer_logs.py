@@ -1,0 +1,79 @@
+"""The monitor's figures in what the Hugging Face Trainer reports.
+
+Two callbacks, one on each side of those that report (``report_to``): the first adds the figures to
+the logs, the second takes them out again, so that the console does not fill with layers.
+``trainer.state.log_history`` keeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from transformers import TrainerCallback
+
+__all__ = ["around"]
+
+
+def around(reporters: list[Any]) -> list[Any]:
+    """The callbacks that report, between the two that add the figures and take them out.
+
+    Example:
+        >>> len(around([]))
+        2
+    """
+    return [_Figures, *reporters, _NoFigures]
+
+
+def _in_use() -> bool:
+    # Every Trainer has these callbacks; one that trains without us need not import the optimizers.
+    return "torch_bf16" in sys.modules
+
+
+class _Figures(TrainerCallback):
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        # Without anybody who is told, only somebody who asked for it.
+        asked = args.report_to or "BF16_MONITOR" in os.environ
+        if optimizer is not None and asked and _in_use():
+            from .monitoring import watch_optimizers
+
+            watch_optimizers([optimizer])
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        # Not into the figures of an evaluation or of the whole run.
+        if optimizer is None or logs is None or "loss" not in logs or not _in_use():
+            return
+        from .monitoring import metrics_of
+
+        found = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+
+class _NoFigures(TrainerCallback):
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or not _in_use():
+            return
+        from .monitoring import PREFIX
+
+        for name in [name for name in logs if name.startswith(f"{PREFIX}/")]:
+            del logs[name]
