@@ -32,7 +32,7 @@ from ._host_training import (
 )
 from .enum_members import add_alias, add_member
 from .modes import ALIASES, MODES, canonical, canonical_or_refuse
-from .refusals import PARALLELISM, refuse_engine
+from .refusals import CONTEXT_PARALLELISM, refuse_engine
 from .registration import check_version
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     if not _shards(accelerator):
         refuse_engine(mode, accelerator.distributed_type.value)
     parallelism = getattr(accelerator, "parallelism_config", None)
-    if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled):
-        refuse_engine(mode, PARALLELISM)
+    if parallelism is not None and parallelism.cp_enabled:
+        refuse_engine(mode, CONTEXT_PARALLELISM)
     state = accelerator.state
     hidden = state._mixed_precision
     options = getattr(accelerator, _OPTIONS, None)

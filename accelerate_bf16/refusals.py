@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["refuse_arguments", "refuse_engine", "refuse_wrapped"]
 
-PARALLELISM = "tensor or context parallelism"
-"""How :func:`refuse_engine` calls a ``ParallelismConfig`` that shards parameters."""
+CONTEXT_PARALLELISM = "context parallelism"
+"""How :func:`refuse_engine` calls a ``ParallelismConfig`` that cuts sequences."""
 
 _ENGINES = {
     "DEEPSPEED": "DeepSpeed brings an optimizer of its own and knows fp16 and bf16 only, so that "
@@ -21,7 +21,7 @@ _ENGINES = {
     "fsdp_version=2, that is FullyShardedDataParallelPlugin(fsdp_version=2) or the option "
     "--fsdp_version 2 of accelerate launch, trains in this mode",
     "XLA": "the updates have no XLA backend",
-    PARALLELISM: "sharded parameters are not supported yet",
+    CONTEXT_PARALLELISM: "its attention needs GPUs and has never run in this mode",
 }
 
 
@@ -30,7 +30,7 @@ def refuse_engine(mode: str, engine: str) -> None:
 
     Args:
         mode: the mode that was asked for.
-        engine: a value of Accelerate's ``DistributedType``, or :data:`PARALLELISM`.
+        engine: a value of Accelerate's ``DistributedType``, or :data:`CONTEXT_PARALLELISM`.
 
     Raises:
         NotImplementedError: with the reason and what works.

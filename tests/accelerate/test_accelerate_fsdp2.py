@@ -25,6 +25,7 @@ CHECKS = [
     "adapters_stay_fp32_beside_a_bf16_base",
     "models_that_are_sharded_already_and_ones_prepared_again",
     "a_resumed_run_repeats_itself_bit_for_bit",
+    "tensor_parallelism_trains_the_same_on_every_rank",
     "the_trainer_trains_saves_and_resumes_bit_for_bit",
 ]
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from launching import BIN, SCRIPTS, launched, run
+
+
+def installed(name):
+    return any(each.metadata["Name"] == name for each in distributions())
 
 
 def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
@@ -133,3 +139,23 @@ def test_the_package_kernels_of_hugging_face_beside_our_folder_breaks_nothing(tm
     root = Path(__file__).parents[2]
     done = run([sys.executable, "-c", script], root, PYTHONPATH=str(tmp_path))
     assert done.stdout == "Hugging Face\n", done.stderr
+
+
+@pytest.mark.skipif(not installed("kernels"), reason="Hugging Face's kernels is not installed")
+def test_with_the_package_kernels_installed_transformers_finds_it_and_trains_in_the_mode(tmp_path):
+    script = f"""
+import sys, torch, transformers, transformers.integrations.hub_kernels, kernels
+sys.path.insert(0, "tests/accelerate")
+from tiny_llm import llama, sequences
+arguments = transformers.TrainingArguments(
+    {str(tmp_path)!r}, max_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+)
+trainer = transformers.Trainer(llama(), arguments, train_dataset=sequences())
+trainer.train()
+print(kernels.__version__ is not None, trainer.model.lm_head.weight.dtype)
+"""
+    root, mode = Path(__file__).parents[2], "bf16-stochastic"
+    found = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", script]
+    done = run(command, root, ACCELERATE_MIXED_PRECISION=mode, PYTHONPATH=found)
+    assert done.stdout.endswith("True torch.bfloat16\n"), done.stderr

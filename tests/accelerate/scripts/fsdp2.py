@@ -1,16 +1,19 @@
-"""FSDP2 through Accelerate, on two ranks: ``accelerate launch ... fsdp2.py FOLDER RESULT``.
+"""FSDP2 and tensor parallelism through Accelerate: ``launch ... fsdp2.py FOLDER RESULT``.
 
-Any other number of ranks takes over what two have saved in the folder.
+Two ranks make every check, any other number of them takes over what those have saved in the folder.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from importlib.metadata import version
 
 import pytest
 import torch
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, gather_object
 from sharded_llama import (
+    TOKENS,
     Model,
     PartialState,
     accelerator,
@@ -287,6 +290,43 @@ def a_resumed_run_repeats_itself_bit_for_bit(folder):
         made.load_state(f"{folder}/{mode}-{kind}")
         step_on_given_gradients(model, optimizer)
         torch.save(contents(model, optimizer), f"{folder}/{mode}-{made.process_index}")
+
+
+@check
+def tensor_parallelism_trains_the_same_on_every_rank(folder):
+    if version("transformers") < "5":
+        return
+    losses = []
+    for mode in MODES:
+        config = ParallelismConfig(tp_size=2)
+        made = accelerator(mode, fsdp=False, parallelism_config=config)
+        torch.manual_seed(0)
+        if made.is_main_process:
+            llama().save_pretrained(f"{folder}/llama")
+        made.wait_for_everyone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model = type(llama()).from_pretrained(
+                f"{folder}/llama",
+                tp_plan="auto",
+                device_mesh=made.torch_device_mesh["tp"],
+                dtype=torch.float32,
+            )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = made.prepare(model, optimizer)
+        placed = {type(p) for p in model.parameters()}
+        assert placed == {DTensor, nn.Parameter}
+        for _ in range(3):
+            loss = model(input_ids=TOKENS[:8], labels=TOKENS[:8]).loss
+            made.backward(loss)
+            made.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert losses[-1] < losses[-3] - 0.3
+        norm = model.model.norm.weight.tolist()
+        assert gather_object([norm, losses]) == [norm, losses] * 2
 
 
 def other_ranks_take_over(folder):

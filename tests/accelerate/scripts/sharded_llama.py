@@ -45,7 +45,7 @@ PartialState.__init__ = _sharding_state
 def accelerator(mode=None, fsdp=True, plugin=None, **options):
     """A fresh one; without a mode, all of it comes from the launcher."""
     global _sharding
-    _sharding = fsdp
+    _sharding = fsdp or "parallelism_config" in options
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if mode is not None:
