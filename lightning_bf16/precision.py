@@ -153,9 +153,12 @@ class PrecisionBody(_Base):
                 continue  # an object with its own step, which the hosts allow
             if is_placeholder is not None and is_placeholder(optimizer):
                 continue
-            if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+            # ZeroRedundancyOptimizer's local optimizer takes the steps.
+            local = getattr(optimizer, "optim", optimizer)
+            if not isinstance(local, torch_bf16.BF16Optimizer):
                 torch_bf16.convert(optimizer, self.recipe, module=self._owner(optimizer))
-                converted.append(optimizer)
+                if isinstance(optimizer, torch_bf16.BF16Optimizer):
+                    converted.append(optimizer)
         return converted
 
     def clip_in_place(

@@ -18,6 +18,7 @@ from torch_bf16.recoding import Changes
 from torch_bf16.rules import Rule
 
 from .admission import check_options
+from .zero_redundancy import Whole
 
 __all__ = ["Checkpointed"]
 
@@ -37,6 +38,7 @@ class Checkpointed(torch.optim.Optimizer):
 
     recipe: Recipe
     _names: dict[tuple[int, int], str]
+    _whole: Whole | None = None
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
@@ -173,6 +175,10 @@ class Checkpointed(torch.optim.Optimizer):
         )
 
     def _name(self, group: int, position: int) -> str:
+        if self._whole is not None and (group, position) not in self._names:
+            whole = self._whole.name(self.param_groups[group]["params"][position])
+            if whole is not None:
+                return whole
         names = self.param_groups[group].get("param_names")
         if names is not None:
             return names[position]
@@ -182,6 +188,10 @@ class Checkpointed(torch.optim.Optimizer):
         return f"#{before + position}"
 
     def _known_names(self) -> list[list[str | None]]:
+        if self._whole is not None:
+            groups = enumerate(self.param_groups)
+            named = [[self._name(g, n) for n in range(len(its["params"]))] for g, its in groups]
+            return [[None if name.startswith("#") else name for name in its] for its in named]
         return [
             list(
                 group.get("param_names")

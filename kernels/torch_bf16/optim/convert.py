@@ -27,6 +27,7 @@ from .own_step import ROLES, OwnStepOptimizer, own_step_class
 from .radam import RAdam
 from .rmsprop import RMSprop
 from .sgd import SGD
+from .zero_redundancy import Whole, is_zero
 
 __all__ = ["CONVERTIBLE", "convert"]
 
@@ -59,6 +60,9 @@ def convert(
     were built on it before or will be after. State it already has is taken over: moments are
     rounded into the recipe's formats at once.
 
+    Of a ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted; its
+    noise is keyed by the places that parameters have in the whole, whichever rank updates them.
+
     Args:
         optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
@@ -84,6 +88,11 @@ def convert(
         True
     """
     recipe = get_recipe(recipe)
+    if is_zero(optimizer):
+        local: Any = _local_optimizer(optimizer)
+        convert(local, recipe, module=module, backend=backend, roles=roles)
+        local._whole = Whole(optimizer)
+        return optimizer
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
@@ -131,6 +140,17 @@ def convert(
     if wrapped:
         optimizer.__dict__["step"] = _count_steps(optimizer)
     return optimizer
+
+
+def _local_optimizer(zero: Any) -> torch.optim.Optimizer:
+    local = getattr(zero, "optim", None)
+    if not isinstance(local, torch.optim.Optimizer):
+        raise NotImplementedError(
+            "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True: it steps inside the "
+            "backward pass by functions of torch that store fp32 numbers as they are. Make it with "
+            "overlap_with_ddp=False. Nothing was changed"
+        )
+    return local
 
 
 def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:

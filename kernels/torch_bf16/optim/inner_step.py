@@ -20,6 +20,7 @@ _OURS = frozenset({"param_groups", "state", "step", "recipe", "backend", "observ
         "roles",
         "bucket_bytes",
         "_names",
+        "_whole",
         "_plan",
         "_seen",
         "_next",

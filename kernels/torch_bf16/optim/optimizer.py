@@ -34,6 +34,7 @@ from .checkpointed import Checkpointed
 from .decoupling import FULLY_DECOUPLED, settle
 from .next_step import NextStep, check_capturable
 from .release import GradientRelease
+from .zero_redundancy import whole_of_the_made
 
 __all__ = ["BF16Optimizer", "Direction"]
 
@@ -94,7 +95,7 @@ class BF16Optimizer(Checkpointed):
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
-        self._names = {}
+        self._names, self._whole = {}, whole_of_the_made()
         self.observers = []
         self._forget()
         # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.

@@ -262,6 +262,7 @@ class OwnStepOptimizer(BF16Optimizer):
             "_accumulation",
             "_release",
             "_captured",
+            "_whole",
         }
         own = {k: v for k, v in vars(self).items() if k not in left and not k.endswith("_hooks")}
         return own | super().__getstate__()

@@ -1,0 +1,165 @@
+"""ZeroRedundancyOptimizer over three gloo ranks: ``zero_training.py RANK STORE``."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_training import EVEN, RECIPES, everywhere, gradient, make_model
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_bf16
+
+WORLD, BACKWARD = 3, 5
+NOT_FUSED = type("NotFused", (torch.optim.Adadelta,), {})
+
+
+def groups_of(model):
+    """Matrices, and the rest at another rate: a share of ZeRO's is in another order."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return [
+        {"params": matrices},
+        {"params": [p for p in model.parameters() if p.ndim != 2], "lr": 0.02},
+    ]
+
+
+def ours(params, recipe, zero, model):
+    if zero is None:
+        return torch_bf16.AdamW(params, lr=0.01, recipe=recipe)
+    return zero(params, torch_bf16.AdamW, lr=0.01, recipe=recipe)
+
+
+def converted(params, recipe, zero, model):
+    make = torch.optim.AdamW
+    made = make(params, lr=0.01) if zero is None else zero(params, make, lr=0.01)
+    return torch_bf16.convert(made, recipe)
+
+
+def named(params, recipe, zero, model):
+    make = torch.optim.SGD
+    options = {"lr": 0.01, "momentum": 0.9}
+    made = make(params, **options) if zero is None else zero(params, make, **options)
+    return torch_bf16.convert(made, recipe, module=model)
+
+
+def own_step(params, recipe, zero, model):
+    made = NOT_FUSED(params, lr=0.5) if zero is None else zero(params, NOT_FUSED, lr=0.5)
+    return torch_bf16.convert(made, recipe)
+
+
+def as_bucket_views(params, kind, **options):
+    return ZeroRedundancyOptimizer(params, kind, parameters_as_bucket_view=True, **options)
+
+
+WAYS = {
+    "class": (ours, ZeroRedundancyOptimizer),
+    "bucket views": (ours, as_bucket_views),
+    "converted": (converted, ZeroRedundancyOptimizer),
+    "named": (named, ZeroRedundancyOptimizer),
+    "own step": (own_step, ZeroRedundancyOptimizer),
+}
+
+
+def make_run(way, recipe, sharded):
+    make, zero = WAYS[way]
+    model = DistributedDataParallel(torch_bf16.cast_module(make_model(EVEN), recipe))
+    torch_bf16.sync_masters(model)
+    optimizer = make(groups_of(model), recipe, zero if sharded else None, model)
+    return model, optimizer
+
+
+def train(model, optimizer, steps):
+    """On real gradients at first; later on given ones, as a new DDP sums in another order."""
+    for step in steps:
+        torch.manual_seed(100 * step + dist.get_rank())
+        if step < BACKWARD:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(6, EVEN[0])).float().square().mean()
+            loss.backward()
+        else:
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
+        torch_bf16.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bits(tensor):
+    return tensor.detach().reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_same(model, expected, context):
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert bits(one) == bits(other), (context, name)
+        replicas = everywhere(bits(one), None)
+        assert all(each == replicas[0] for each in replicas), (context, name)
+
+
+def assert_same_states(found, expected, context):
+    assert found.keys() == expected.keys(), (context, found.keys() ^ expected.keys())
+    for number, state in expected.items():
+        for key, value in state.items():
+            other = found[number][key]
+            same = bits(value) == bits(other) if torch.is_tensor(value) else value == other
+            assert same, (context, number, key)
+
+
+def run(way, recipe):
+    """As DDP by itself; consolidated, loaded into a new run and into the one that goes on."""
+    expected, plain = make_run(way, recipe, sharded=False)
+    model, zero = make_run(way, recipe, sharded=True)
+    assert len(zero.optim.state) == 0
+    train(expected, plain, range(BACKWARD))
+    train(model, zero, range(BACKWARD))
+    assert_same(model, expected, (way, recipe))
+    held = sum(p.numel() for group in zero.optim.param_groups for p in group["params"])
+    assert held < sum(p.numel() for p in model.parameters())
+    zero.consolidate_state_dict(to=0)
+    saved = [zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    # On rank 0 it holds the live tensors, and loading empties what it is given.
+    saved = copy.deepcopy(saved[0])
+    assert_same_states(saved["state"], plain.state_dict()["state"], (way, recipe))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    train(expected, plain, range(BACKWARD, 9))
+
+    again, other = make_run(way, recipe, sharded=True)
+    train(model, zero, range(2))
+    for its, optimizer in ((again, other), (model, zero)):
+        its.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        train(its, optimizer, range(BACKWARD, 9))
+        assert_same(its, expected, (way, recipe, "resumed"))
+
+
+def refusals():
+    model = torch_bf16.cast_module(make_model(EVEN))
+    bare = list(model.parameters())
+    with pytest.raises(ValueError, match="no supported functional optimizer"):
+        ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, overlap_with_ddp=True, lr=0.01)
+    overlapping = ZeroRedundancyOptimizer(bare, torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    with pytest.raises(NotImplementedError, match="overlap_with_ddp=False"):
+        torch_bf16.convert(overlapping)
+
+
+def main(rank, store):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    refusals()
+    for way in WAYS:
+        for recipe in RECIPES:
+            run(way, recipe)
+            print("same", way, recipe, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
