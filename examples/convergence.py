@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from corpus import load_corpus
-from paired_runs import CONTROL, MIXED, REFERENCE, Interval, Run, run_all, train
+from paired_runs import CONTROL, MIXED, REFERENCE, Interval, Run, final_loss, run_all
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +57,7 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
     kinds = {REFERENCE: REFERENCE, MIXED: MIXED, **RECIPES}
     jobs = {
         (name, seed): functools.partial(
-            train,
+            final_loss,
             Run(
                 seed=seed,
                 steps=args.steps,
@@ -72,7 +72,7 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
         for name, recipe in kinds.items()
     }
     results = run_all(jobs.items(), args.workers, "runs")
-    return {name: [results[name, seed][0] for seed in range(args.seeds)] for name in kinds}
+    return {name: [results[name, seed] for seed in range(args.seeds)] for name in kinds}
 
 
 def intervals(found: dict[str, list[float]], reference: str) -> dict[str, Interval]:

@@ -19,7 +19,7 @@ from pydoc_data.topics import topics
 
 import torch
 from corpus import Corpus, load_corpus
-from paired_runs import CONTROL, REFERENCE, Run, run_all, train
+from paired_runs import CONTROL, REFERENCE, Run, final_loss, run_all, train
 from rich.console import Console
 from rich.table import Table
 
@@ -78,7 +78,7 @@ def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, 
 
     jobs = {
         (name, lr, seed): functools.partial(
-            train, fine_tuning(seed, args.steps, lr), recipe, second
+            final_loss, fine_tuning(seed, args.steps, lr), recipe, second
         )
         for name, recipe in {REFERENCE: REFERENCE, **RECIPES}.items()
         for lr in RATES
@@ -86,14 +86,14 @@ def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, 
     }
     jobs |= {
         ("before", 0.0, seed): functools.partial(
-            train, fine_tuning(seed, 0, 0.0), REFERENCE, second
+            final_loss, fine_tuning(seed, 0, 0.0), REFERENCE, second
         )
         for seed in seeds
     }
     results = run_all(jobs.items(), args.workers, "fine-tuning")
-    before = [results["before", 0.0, seed][0] for seed in seeds]
+    before = [results["before", 0.0, seed] for seed in seeds]
     after = {
-        name: {lr: [results[name, lr, seed][0] for seed in seeds] for lr in RATES}
+        name: {lr: [results[name, lr, seed] for seed in seeds] for lr in RATES}
         for name in (REFERENCE, *RECIPES)
     }
     return before, after

@@ -95,6 +95,11 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
     return statistics.fmean(losses), weights
 
 
+def final_loss(run: Run, recipe: Recipe | str, corpus: Corpus) -> float:
+    """The loss of :func:`train` alone: weights that a process returns hold a file open each."""
+    return train(run, recipe, corpus)[0]
+
+
 def _autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
