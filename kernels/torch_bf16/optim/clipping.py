@@ -106,6 +106,10 @@ def _over_ranks(norm: Tensor, placed: tuple[DeviceMesh, tuple[int, ...]] | None)
     return squared.sqrt().float()
 
 
+def _owned(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def clip_grad_norm_(
     what: BF16Optimizer | Tensor | Iterable[Any],
     max_norm: float,
@@ -116,7 +120,8 @@ def clip_grad_norm_(
     """Clip gradients to a 2-norm of at most ``max_norm``, all of them together, in fp32.
 
     Given optimizers, no gradient is written: their next step multiplies by the coefficient as it
-    reads, and nothing waits for the device. Given parameters, as
+    reads, and nothing waits for the device. What ``scale_next_step`` was told counts as done; where
+    all gradients are replaced before that step, it warns and scales nothing. Given parameters, as
     ``torch.nn.utils.clip_grad_norm_`` is, their gradients are scaled in place.
 
     Args:
@@ -155,17 +160,24 @@ def clip_grad_norm_(
             "clip_grad_norm_: skip_nonfinite=True needs the optimizers, whose step is to be "
             "skipped, and was given parameters"
         )
-    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = [p for each in optimizers for p in _owned(each)]
     parameters = parameters if optimizers else given
-    norm = total_norm(parameters)
+    told = [each._next.coefficient for each in optimizers]
+    if any(isinstance(each, Tensor) or each != 1.0 for each in told):
+        # What the next step is told already counts, as if the gradients were scaled by now.
+        each_norm = [total_norm(_owned(o)) * c for o, c in zip(optimizers, told, strict=True)]
+        norm = torch.linalg.vector_norm(torch.stack([n.to(each_norm[0].device) for n in each_norm]))
+    else:
+        norm = total_norm(parameters)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
             f"{max_norm}; pass error_if_nonfinite=False to go on with them"
         )
     coefficient = clip_coefficient(norm, max_norm)
-    for each in optimizers:
-        each.scale_next_step(coefficient)
+    for each, before in zip(optimizers, told, strict=True):
+        each.scale_next_step(coefficient * before)
+        each._next.only_for(p.grad for p in _owned(each) if p.grad is not None)
         if skip_nonfinite:
             each.skip_next_step_where(~norm.isfinite())
     if not optimizers:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import Call
 
@@ -22,12 +24,13 @@ class NextStep:
 
     def __init__(self) -> None:
         self.coefficient: float | Tensor = 1.0
+        self._clipped: list[TensorWeakRef] = []
         self._found_inf: Tensor | None = None
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
         """Forget what was told."""
-        self.coefficient, self._found_inf = 1.0, None
+        self.coefficient, self._found_inf, self._clipped = 1.0, None, []
 
     def scale(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient``.
@@ -42,6 +45,24 @@ class NextStep:
                 "which the next step multiplies every gradient"
             )
         self.coefficient = coefficient
+
+    def only_for(self, gradients: Iterable[Tensor]) -> None:
+        """Keep what was told as long as any of these gradients is there."""
+        self._clipped = [TensorWeakRef(each) for each in gradients]
+
+    def drop_if_stale(self, gradients: Iterable[Tensor]) -> None:
+        """Forget what was told of gradients none of which is there any more, and say so."""
+        if not self._clipped:
+            return
+        there = {id(each) for each in gradients}
+        if not any(id(each()) in there for each in self._clipped):
+            self.reset()
+            warnings.warn(
+                "gradients were clipped and then replaced before a step read them, by "
+                "model.zero_grad() or p.grad = None, say: this step scales nothing and skips "
+                "nothing. Clip after the last backward() before the step",
+                stacklevel=3,
+            )
 
     def skip_where(self, found_inf: Tensor) -> None:
         """Leave everything as it is where ``found_inf``, a tensor with one element, is not 0."""

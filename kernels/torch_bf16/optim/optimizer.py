@@ -156,6 +156,7 @@ class BF16Optimizer(Checkpointed):
         if self._release is not None:
             self._release.finish()
         if taking_part or self._release is None:
+            self._next.drop_if_stale(p.grad for p in taking_part)  # pyright: ignore
             call = self._next.call(
                 getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             )
@@ -218,6 +219,8 @@ class BF16Optimizer(Checkpointed):
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
+
+        A second call replaces what the first one said.
 
         This is how clipping by norm costs no pass over the gradients: they stay as they are in
         memory. ``zero_grad`` and ``step`` reset it to 1.
