@@ -111,3 +111,31 @@ def test_a_distributed_checkpoint_of_other_bits_is_refused_and_not_converted(old
     with pytest.raises(CheckpointException, match=r"Missing key .*o\.state\.weight\.remainder16"):
         dcp.load({"o": states}, checkpoint_id=tmp_path)
     assert everything(optimizer) == before
+
+
+def test_codes_of_moments_are_refused_where_bf16_moments_are_and_load_into_codes(tmp_path):
+    """They share a key; -127 to 127 would become moments, in silence."""
+    int8 = torch_bf16.Recipe("int8", weights="remainder8", exp_avg="int8", exp_avg_sq="int8")
+
+    def made(recipe):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(64, 4, bias=False, dtype=torch.bfloat16)
+        return module, train(torch_bf16.AdamW(module.parameters(), recipe=recipe), 0, 2)
+
+    module, optimizer = made(int8)
+    expected = snapshot(optimizer.state_dict())
+    dcp.save({"o": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=tmp_path)
+    train(optimizer, 5, 6)
+    states = get_optimizer_state_dict(module, optimizer)
+    dcp.load({"o": states}, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(module, optimizer, states)
+    assert snapshot(optimizer.state_dict()) == expected
+    assert optimizer.state[module.weight]["exp_avg"].shape == module.weight.shape
+
+    bf16 = torch_bf16.Recipe("bf16", weights="remainder8")
+    module, optimizer = made(bf16)
+    before = everything(optimizer)
+    states = get_optimizer_state_dict(module, optimizer)
+    with pytest.raises(CheckpointException, match=r"[Ss]ize mismatch .*exp_avg"):
+        dcp.load({"o": states}, checkpoint_id=tmp_path)
+    assert everything(optimizer) == before

@@ -1,26 +1,31 @@
-"""The exact halves of weights as a state dict shows them: the same memory, called bf16.
+"""Bits that are no number, as a state dict shows them: the same memory, under another name.
 
 Kernels read 16 bits that are no number, as int16. torch's collectives (gloo, NCCL) know no 16-bit
 integers, so that nothing could gather, scatter or broadcast such a state. What only moves tensors
 keeps all patterns of a bf16 tensor, NaNs included. A key says which bits it holds, because
 ``torch.distributed.checkpoint`` copies into what is there and converts numbers where dtypes differ.
+Codes of moments go by the moment's key, which other formats have, too: there a dimension more says
+it, for shapes it does compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .formats import ROLES
+from .formats import INT8, ROLES, UINT8
 from .sharding import is_dtensor, local, place_like
 
-__all__ = ["MASTERS", "REMAINDERS", "masters_in", "same_memory", "shown"]
+__all__ = ["MASTERS", "REMAINDERS", "held", "masters_in", "same_memory", "shown"]
 
 _PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
 _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
+
+_CODES = {INT8.planes[0].dtype, UINT8.planes[0].dtype}
+_SCALE = INT8.planes[1].suffix
 
 # Of schema 1: either remainder, told apart by the dtype alone.
 _OLD = "remainder"
@@ -34,9 +39,29 @@ MASTERS = sorted([*_PLANES, _OLD])
 
 def shown(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parameter's state as state dicts show it; no bit is copied."""
-    if not any(key in state for key in _BITS):
+    if not any(key in _BITS or _is_code(state, key) for key in state):
         return state
-    return {key: _as_bf16(v) if key in _BITS else v for key, v in state.items()}
+    return {
+        key: _as_bf16(v)
+        if key in _BITS
+        else _reshaped(v, (*v.shape, 1))
+        if _is_code(state, key)
+        else v
+        for key, v in state.items()
+    }
+
+
+def held(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
+    """A saved state with codes in the shape of their moments, as :func:`shown` found them.
+
+    Args:
+        state: saved by any version.
+        dims: how many dimensions the parameter has.
+    """
+    return {
+        key: _reshaped(v, v.shape[:-1]) if _is_code(state, key) and v.ndim == dims + 1 else v
+        for key, v in state.items()
+    }
 
 
 def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +85,7 @@ def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_memory(given: Any, own: Any) -> bool:
-    """Whether a tensor of a state dict is what :func:`shown` made of one's own tensor."""
+    """Whether two tensors are one and the same, seen through two objects."""
     if not isinstance(given, Tensor) or not isinstance(own, Tensor):
         return False
     if given is own:
@@ -71,7 +96,7 @@ def same_memory(given: Any, own: Any) -> bool:
         return False
     one, other = local(given), local(own)
     return (
-        one.dtype in (other.dtype, torch.bfloat16 if other.dtype == torch.int16 else other.dtype)
+        one.dtype == other.dtype
         and one.device == other.device
         and one.device.type != "meta"
         and (one.data_ptr(), one.shape, one.stride())
@@ -83,3 +108,13 @@ def _as_bf16(tensor: Any) -> Any:
     if getattr(tensor, "dtype", None) != torch.int16:
         return tensor
     return place_like(tensor, local(tensor).view(torch.bfloat16))
+
+
+def _is_code(state: Mapping[str, Any], key: str) -> bool:
+    return getattr(state[key], "dtype", None) in _CODES and f"{key}_{_SCALE}" in state
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    memory = local(tensor)
+    memory = memory.unsqueeze(-1) if len(shape) > tensor.ndim else memory.squeeze(-1)
+    return place_like(tensor, memory, torch.Size(shape))

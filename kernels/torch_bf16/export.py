@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bit_views import MASTERS, masters_in
+from .bit_views import MASTERS, held, masters_in
 from .checkpoint import HEADER
 from .checkpoint_files import check_if_ours
 from .errors import CheckpointError
@@ -72,7 +72,14 @@ def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
     """
     state_dict = optimizer.state_dict()
     state_dict.pop(HEADER, None)
-    state_dict["state"] = {key: _plain(each) for key, each in state_dict["state"].items()}
+    dims = {
+        key: parameter.ndim
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        for parameter, key in zip(group["params"], saved["params"], strict=True)
+    }
+    state_dict["state"] = {
+        key: _plain(held(each, dims[key])) for key, each in state_dict["state"].items()
+    }
     return state_dict
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16 import checkpoint
-from torch_bf16.bit_views import same_memory, shown
+from torch_bf16.bit_views import held, same_memory, shown
 from torch_bf16.errors import StateMismatchError
 from torch_bf16.recipe import Recipe
 from torch_bf16.recoding import Changes
@@ -149,15 +149,17 @@ class Checkpointed(torch.optim.Optimizer):
                     parameter, label = group["params"][position], self.label(number, position)
                     checkpoint.check_has_memory(parameter, label)
                     own = self.state.get(parameter, {})
+                    seen = shown(own)
                     # What torch.distributed.checkpoint has loaded in place needs no copy.
                     copy = {
                         k: own[k]
-                        if same_memory(v, own.get(k))
+                        if same_memory(v, seen.get(k))
                         else v.clone()
                         if isinstance(v, Tensor)
                         else v
                         for k, v in state.items()
                     }
+                    copy = held(copy, parameter.ndim)
                     options = {**group, **saved}
                     yield parameter, self._complete(copy, parameter, options, label, changes)
 
