@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import torch_bf16
 from torch_bf16 import AdamW, Recipe
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FP32, INT8, UINT8
 from torch_bf16.recoding import recode
@@ -204,31 +203,3 @@ def test_a_gradient_that_is_not_finite_makes_no_finite_weight(backend):
     block[2, 64:] = True
     assert parameter[block].isnan().all()
     assert parameter[~block].isfinite().all()
-
-
-RECIPES = {
-    14: Recipe("exact", weights="remainder16", exp_avg="fp32", exp_avg_sq="fp32"),
-    12: Recipe("exact, bf16 second", weights="remainder16", exp_avg="fp32"),
-    10: Recipe("exact, bf16 moments", weights="remainder16"),
-    9: Recipe("24 bits", weights="remainder8"),
-    8: Recipe("bf16"),
-    7.2: Recipe("24 bits, bytes", weights="remainder8", exp_avg="int8", exp_avg_sq="int8"),
-    6.2: BYTES,
-}
-
-
-@pytest.mark.parametrize("size", [16, *RECIPES])
-def test_allocated_bytes_per_parameter(size):
-    """Of weights, gradients and states of a small transformer's shapes."""
-    shapes = [(1024, 128), (512, 128), (128, 512), (384, 128), (128, 128), (128,), (128,)]
-    dtype = torch.float32 if size == 16 else torch.bfloat16
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch_bf16.AdamW(parameters, recipe=RECIPES.get(size, RECIPES[14]))
-    optimizer.step()
-    tensors = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
-    each = sum(t.nbytes for t in tensors) / sum(p.numel() for p in parameters)
-    assert each == pytest.approx(size, rel=0.02)
-    if size != 16:
-        assert RECIPES[size].bytes_per_parameter + 2 == pytest.approx(size, rel=0.02)
