@@ -17,18 +17,20 @@ def block_scales(x):
 
 def encode_int8(x):
     scales = block_scales(x)
-    square = np.abs(in_blocks(x)) * (np.float32(127 * 127) / scales)
-    root = np.round(np.sqrt(np.nan_to_num(square, nan=0.0)))
+    root = np.sqrt(np.abs(in_blocks(x))) * np.sqrt(np.float32(127 * 127) / scales)
+    root = np.round(np.nan_to_num(root, nan=0.0))
     codes = np.where(np.signbit(in_blocks(x)), -root, root)
     return codes.astype(np.int8).reshape(x.shape), scales[:, 0]
 
 
 def encode_uint8(x, r):
     scales = block_scales(x)
-    square = in_blocks(x) * (np.float32(255 * 255) / scales)
-    # 1 is the least that a number above zero is stored as.
-    square = np.fmax(square, np.float32(1))
-    below = np.floor(np.sqrt(square))
+    per_scale = np.float32(255 * 255) / scales
+    square = in_blocks(x) * per_scale
+    root = np.sqrt(in_blocks(x)) * np.sqrt(per_scale)
+    # 1 is the least that a number above zero is stored as. An odd whole root counts as just below.
+    root = np.fmax(root, np.float32(1.25))
+    below = np.where(root % 2 == 1, root - 1, np.floor(root))
     # In fp64, where all of this is exact: the share of the way to the next code's number, rounded
     # to 14 bits, is that many of the draws.
     share = (square.astype(np.float64) - np.float64(below) ** 2) / (2 * np.float64(below) + 1)

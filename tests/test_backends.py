@@ -172,7 +172,7 @@ def test_numba_without_its_compiler_leaves_the_step_to_eager(monkeypatch):
 def test_a_place_without_a_writable_cache_still_compiles(monkeypatch):
     from torch_bf16.backends.cpu import kernel
 
-    real, calls = kernel._jit, []
+    real, calls = kernel.jit, []
 
     def jit(*args, **kwargs):
         calls.append(kwargs)
@@ -180,7 +180,7 @@ def test_a_place_without_a_writable_cache_still_compiles(monkeypatch):
             raise RuntimeError("cannot cache function: no locator available")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(kernel, "_jit", jit)
+    monkeypatch.setattr(kernel, "jit", jit)
     variant = make_bucket("sgd", "nearest", torch.bfloat16, [0], sizes=(3,)).variant
     kernel.compile_step.__wrapped__(variant, 3)
     assert calls[-2].get("cache")

@@ -44,12 +44,21 @@ def _scales(x):
     return torch.where(scale >= _INFINITY, scale | _QUIET, scale).view(torch.float32)
 
 
-def _in_codes(x, scales, top):
-    """``x`` in units in which the largest of a block is ``top``; NaN where the scale is no number.
+def _sqrt(x):
+    # Taken in fp64 and rounded once more it is exact, which torch's in fp32 is not on CPUs.
+    return x.double().sqrt().float()
+
+
+def _per_scale(scales, top):
+    """What makes the largest of a block ``top``; NaN where the scale is no number.
 
     A tensor on the left, because torch multiplies by the reciprocal where a number is there.
     """
-    return (x.view(-1, BLOCK) * (torch.full_like(scales, top) / scales)[:, None]).view(-1)
+    return torch.full_like(scales, top) / scales
+
+
+def _times(x, of_blocks):
+    return (x.view(-1, BLOCK) * of_blocks[:, None]).view(-1)
 
 
 def _decode(square, scales, top):
@@ -64,10 +73,10 @@ def _decode_int8(planes):
 def _encode_int8(x, r, planes):
     flat = x.contiguous().view(-1)
     scales = _scales(flat)
-    square = _in_codes(flat.abs(), scales, 127.0**2)
+    root = _times(_sqrt(flat.abs()), _sqrt(_per_scale(scales, 127.0**2)))
     # Not of a NaN, which no integer is.
-    root = torch.where(square > 0, square, 0).double().sqrt().float().round()
-    planes[0].copy_(torch.where(flat < 0, -root, root).view(x.shape))
+    code = torch.where(root > 0, root, 0).round()
+    planes[0].copy_(torch.where(flat < 0, -code, code).view(x.shape))
     planes[1].copy_(scales.view(planes[1].shape))
 
 
@@ -79,12 +88,14 @@ def _decode_uint8(planes):
 def _encode_uint8(x, r, planes):
     flat = x.contiguous().view(-1)
     scales = _scales(flat)
-    square = _in_codes(flat, scales, 255.0**2)
-    square = torch.where(square >= 1, square, 1)
-    code = square.double().sqrt().float().floor()
+    per_scale = _per_scale(scales, 255.0**2)
+    # Two roots and a product, so that a rule that takes the root of its second moment shares it.
+    root = _times(_sqrt(flat), _sqrt(per_scale))
+    # Down to a whole number, or from a whole number to the one below, from where it goes up again.
+    code = (torch.where(root > 1.25, root, 1.25) + 8388607.5) - 8388608.0
     # The odd multiples of 2**-15: none is 0, and no code but a hair below one is taken for it.
     threshold = ((r.view(-1) & 0xFFFC) | 2).float() * 2.0**-15
-    up = square - code * code > threshold * (code + 0.5)
+    up = _times(flat, per_scale) - code * code > threshold * (code + 0.5)
     planes[0].copy_(torch.where(flat > 0, code + up, 0).view(x.shape))
     planes[1].copy_(scales.view(planes[1].shape))
 

@@ -11,10 +11,10 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils
 
 __all__ = [
     "ROOM",
+    "TILE",
     "add32",
     "address_as_pointer",
     "and32",
@@ -28,14 +28,17 @@ __all__ = [
     "room_on_stack",
     "shl32",
     "shr32",
+    "wide_vectors",
     "xor32",
 ]
 
 # Its functions are called without their first argument, which no type checker knows.
 intrinsic: Any = extending.intrinsic
 
-# Floats: for each of at most four states of a rule, a block of 64 and its noise.
-ROOM = 512
+# Elements whose numbers in blocks are on the stack together.
+TILE = 512
+# Floats: for each of at most four states of a rule, a tile, its roots and its noise.
+ROOM = 12 * TILE
 
 _I32 = ir.IntType(32)
 _F32 = ir.FloatType()
@@ -109,10 +112,25 @@ def room_on_stack(typingctx):
     """``void*`` to ROOM floats that live until the calling function returns."""
 
     def codegen(context, builder, signature, arguments):
-        room = cgutils.alloca_once(builder, ir.ArrayType(_F32, ROOM))
+        # In the entry block, lest a loop take more each time; Numba's own way fills it with zeros.
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(_F32, ROOM))
+        room.align = 64
         return builder.bitcast(room, ir.IntType(8).as_pointer())
 
     return types.voidptr(), codegen
+
+
+@intrinsic
+def wide_vectors(typingctx):
+    """Have LLVM use vectors of 512 bits in the calling function where the processor has them."""
+
+    def codegen(context, builder, signature, arguments):
+        # llvmlite knows the names of attributes that it takes; a set takes any.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.none(), codegen
 
 
 @intrinsic

@@ -1,10 +1,10 @@
-"""The formats of whole blocks in Numba's dialect: 64 numbers are decoded and encoded together.
+"""The formats of whole blocks in Numba's dialect: a tile of blocks is decoded and encoded together.
 
-``decode(planes, i, scale)`` reads element ``i`` of a block whose scale it is given.
-``encode(planes, first, room, at)`` writes the block that starts at element
-``first``, from 64 numbers in ``room``, from ``at`` on, and behind them, where the format is
-stochastic, what ``threshold`` made of their noise. These are short loops over memory on the stack,
-each of which becomes vector instructions.
+``decode(planes, first, count, room, at)`` puts the ``count`` numbers from element ``first`` on into
+``room``, from ``at`` on. ``encode``, with the same arguments, writes what has taken their places
+there; a tile behind them it finds their roots, and another behind, where the format is stochastic,
+what ``threshold`` made of their noise. These are short loops over memory on the stack, each of
+which becomes vector instructions; a root that a rule takes, too, is taken once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import numpy as np
 
 from torch_bf16.formats import BLOCK
 
-from .bits import add32, and32, float_from_bits, float_to_bits, max32, or32, shl32, xor32
+from .bits import (
+    TILE,
+    add32,
+    and32,
+    float_from_bits,
+    float_to_bits,
+    max32,
+    or32,
+    shl32,
+    wide_vectors,
+    xor32,
+)
 
 __all__ = ["BLOCK_CODECS", "threshold"]
 
@@ -28,37 +39,48 @@ _UNIT_INT8, _UNIT_UINT8 = _f32(1 / 127.0**2), _f32(1 / 255.0**2)
 
 
 @numba.njit
-def _scale(room, at):
-    largest = _u32(0)
-    # As integers, NaN is above infinity and that above all numbers.
-    for j in range(BLOCK):
-        largest = max32(largest, and32(float_to_bits(room[at + j]), _MAGNITUDE))
-    if largest == _u32(0):
-        return _f32(0.0)
-    bits = max32(largest, _SMALLEST_SCALE)
-    return float_from_bits(or32(bits, _QUIET) if bits >= _INFINITY else bits)
+def _store_scales(scales, first, count, room, at):
+    wide_vectors()
+    for block in range(count // BLOCK):
+        start = np.uintp(at + block * BLOCK)
+        largest = _u32(0)
+        # As integers, NaN is above infinity and that above all numbers.
+        for j in range(BLOCK):
+            largest = max32(largest, and32(float_to_bits(room[start + np.uintp(j)]), _MAGNITUDE))
+        bits = max32(largest, _SMALLEST_SCALE) if largest > _u32(0) else largest
+        bits = or32(bits, _QUIET) if bits >= _INFINITY else bits
+        scales[np.uintp(first // BLOCK + block)] = float_from_bits(bits)
 
 
 @numba.njit
-def decode_int8(planes, i, scale):
-    bits = or32(xor32(_u32(planes[0][i]), _u32(0x80)), _u32(0x4B000000))
-    code = float_from_bits(bits) - _f32(8388736.0)
-    return code * abs(code) * _UNIT_INT8 * scale
+def decode_int8(planes, first, count, room, at):
+    wide_vectors()
+    codes, scales = planes
+    for block in range(count // BLOCK):
+        scale = scales[np.uintp(first // BLOCK + block)]
+        for j in range(BLOCK):
+            i = np.uintp(block * BLOCK + j)
+            bits = or32(xor32(_u32(codes[np.uintp(first) + i]), _u32(0x80)), _u32(0x4B000000))
+            code = float_from_bits(bits) - _f32(8388736.0)
+            room[np.uintp(at) + i] = code * abs(code) * _UNIT_INT8 * scale
 
 
 @numba.njit(error_model="numpy")
-def encode_int8(planes, first, room, at):
-    scale = _scale(room, at)
-    planes[1][first // BLOCK] = scale
-    per_scale = _TOP_INT8 / scale
-    for j in range(BLOCK):
-        x = room[at + j]
-        square = abs(x) * per_scale
-        # Not of a NaN, which no integer is.
-        root = np.sqrt(square if square > _f32(0.0) else _f32(0.0))
-        signed = or32(float_to_bits(root), and32(float_to_bits(x), _SIGN))
-        code = float_to_bits(float_from_bits(signed) + _SIGNED_ONES)
-        planes[0][np.uintp(first + j)] = np.uint8(and32(code, _u32(0xFF)))
+def encode_int8(planes, first, count, room, at):
+    wide_vectors()
+    codes, scales = planes
+    _store_scales(scales, first, count, room, at)
+    for block in range(count // BLOCK):
+        per_root = np.sqrt(_TOP_INT8 / scales[np.uintp(first // BLOCK + block)])
+        for j in range(BLOCK):
+            i = np.uintp(block * BLOCK + j)
+            x = float_to_bits(room[np.uintp(at) + i])
+            root = room[np.uintp(at + TILE) + i] * per_root
+            # A NaN, which no integer is, becomes 0.
+            root = root if root > _f32(0.0) else _f32(0.0)
+            signed = or32(float_to_bits(root), and32(x, _SIGN))
+            code = float_to_bits(float_from_bits(signed) + _SIGNED_ONES)
+            codes[np.uintp(first) + i] = np.uint8(and32(code, _u32(0xFF)))
 
 
 @numba.njit
@@ -69,27 +91,39 @@ def threshold(r):
 
 
 @numba.njit
-def decode_uint8(planes, i, scale):
-    code = float_from_bits(or32(_u32(planes[0][i]), _u32(0x4B000000))) - _ONES
-    return code * code * _UNIT_UINT8 * scale
+def decode_uint8(planes, first, count, room, at):
+    wide_vectors()
+    codes, scales = planes
+    for block in range(count // BLOCK):
+        scale = scales[np.uintp(first // BLOCK + block)]
+        for j in range(BLOCK):
+            i = np.uintp(block * BLOCK + j)
+            bits = or32(_u32(codes[np.uintp(first) + i]), _u32(0x4B000000))
+            code = float_from_bits(bits) - _ONES
+            room[np.uintp(at) + i] = code * code * _UNIT_UINT8 * scale
 
 
 @numba.njit(error_model="numpy")
-def encode_uint8(planes, first, room, at):
-    scale = _scale(room, at)
-    planes[1][first // BLOCK] = scale
-    per_scale = _TOP_UINT8 / scale
-    for j in range(BLOCK):
-        x = room[at + j]
-        square = x * per_scale
-        square = square if square >= _f32(1.0) else _f32(1.0)
-        # Down to a whole number, but to the one below where a tie goes there; then it goes up.
-        bits = float_to_bits(np.sqrt(square) + _f32(8388607.5))
-        code = float_from_bits(bits) - _ONES
-        up = square - code * code > room[at + BLOCK + j] * (code + _f32(0.5))
-        byte = add32(bits, _u32(1)) if up else bits
-        byte = byte if x > _f32(0.0) else _u32(0)
-        planes[0][np.uintp(first + j)] = np.uint8(and32(byte, _u32(0xFF)))
+def encode_uint8(planes, first, count, room, at):
+    wide_vectors()
+    codes, scales = planes
+    _store_scales(scales, first, count, room, at)
+    for block in range(count // BLOCK):
+        per_scale = _TOP_UINT8 / scales[np.uintp(first // BLOCK + block)]
+        per_root = np.sqrt(per_scale)
+        for j in range(BLOCK):
+            i = np.uintp(block * BLOCK + j)
+            x = room[np.uintp(at) + i]
+            root = room[np.uintp(at + TILE) + i] * per_root
+            root = root if root > _f32(1.25) else _f32(1.25)
+            # Down to a whole number, but to the one below where a tie goes there; then it goes up.
+            bits = float_to_bits(root + _f32(8388607.5))
+            code = float_from_bits(bits) - _ONES
+            limit = room[np.uintp(at + 2 * TILE) + i] * (code + _f32(0.5))
+            up = x * per_scale - code * code > limit
+            byte = add32(bits, _u32(1)) if up else bits
+            byte = byte if x > _f32(0.0) else _u32(0)
+            codes[np.uintp(first) + i] = np.uint8(and32(byte, _u32(0xFF)))
 
 
 BLOCK_CODECS = {

@@ -142,17 +142,21 @@ def _scales(x):
 
 
 @triton.jit
-def _in_codes(x, scale, TOP: tl.constexpr):
-    per_scale = tl.div_rn(tl.full(scale.shape, TOP, tl.float32), scale)
-    return (_in_blocks(x) * per_scale[:, None]).reshape(x.shape[0])
+def _per_scale(scale, TOP: tl.constexpr):
+    return tl.div_rn(tl.full(scale.shape, TOP, tl.float32), scale)
+
+
+@triton.jit
+def _times(x, of_blocks):
+    return (_in_blocks(x) * of_blocks[:, None]).reshape(x.shape[0])
 
 
 @triton.jit
 def _int8(x):
     scale = _scales(x)
-    square = _in_codes(tl.abs(x), scale, 16129.0)
-    # The root of 0 would take a slow path, and of a NaN there is no code; both are 0.
-    root = tl.sqrt_rn(tl.where(square > 0.0625, square, 0.0625))
+    root = _times(tl.sqrt_rn(tl.abs(x)), tl.sqrt_rn(_per_scale(scale, 16129.0)))
+    # Of a NaN there is no code: 0.
+    root = tl.where(root > 0, root, 0.0)
     signed = _float(_bits(root) | (_bits(x) & 0x80000000))
     # Beside 1.5 * 2**23 the last bits count ones.
     return _bits(signed + 12582912.0) << 24, scale
@@ -161,13 +165,15 @@ def _int8(x):
 @triton.jit
 def _uint8(x, r):
     scale = _scales(x)
-    square = _in_codes(x, scale, 65025.0)
-    square = tl.where(square >= 1, square, 1.0)
+    per_scale = _per_scale(scale, 65025.0)
+    # Two roots and a product, so that a rule that takes the root of its second moment shares it.
+    root = _times(tl.sqrt_rn(x), tl.sqrt_rn(per_scale))
+    root = tl.where(root > 1.25, root, 1.25)
     # Down to a whole number, but to the one below where a tie goes there; then it goes up.
-    bits = _bits(tl.sqrt_rn(square) + 8388607.5)
+    bits = _bits(root + 8388607.5)
     code = _float(bits) - 8388608.0
     threshold = _float((((r & 0xFFFC) | 2) << 7) | 0x40000000) - 2.0
-    up = square - code * code > threshold * (code + 0.5)
+    up = _times(x, per_scale) - code * code > threshold * (code + 0.5)
     byte = tl.where(up, bits + 1, bits) << 24
     return tl.where(x > 0, byte, 0), scale
 
