@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,12 +27,15 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
+from torch_bf16 import Recipe
 from torch_bf16.sharding import box_of, is_dtensor, local, place_like
 
 WORLD = 4
 STEPS = 20
 RECIPES = ("true-bf16-stochastic", "bf16-fp32-master")
-EVEN, UNEVEN = (8, 24, 4), (5, 7, 3)
+# Bytes that blocks of a row share scales of, and rows of whole blocks.
+BYTES = Recipe("bytes", weights="remainder8", exp_avg="int8", exp_avg_sq="int8")
+EVEN, UNEVEN, WIDE = (8, 24, 4), (5, 7, 3), (128, 256, 66)
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,13 @@ class Case:
 
     @property
     def id(self):
-        return (
-            f"{self.way}-{'x'.join(map(str, self.mesh))}{'' if self.sizes == EVEN else '-uneven'}"
-        )
+        kind = {EVEN: "", WIDE: "-wide"}.get(self.sizes, "-uneven")
+        return f"{self.way}-{'x'.join(map(str, self.mesh))}{kind}"
+
+    @property
+    def recipes(self):
+        """Names of what is tried."""
+        return ("bytes",) if self.sizes == WIDE else RECIPES
 
 
 CASES = [
@@ -60,7 +68,14 @@ CASES = [
     Case("tp", (3,), UNEVEN),
     Case("fsdp2+tp", (2, 2)),
     Case("fsdp2+tp", (2, 2), (6, 10, 6)),
+    *(Case("fsdp2", (n,), WIDE) for n in (2, 3, 4)),
+    Case("fsdp2-columns", (2,), WIDE),
+    Case("hsdp", (2, 2), WIDE),
+    *(Case("tp", (n,), WIDE) for n in (2, 4)),
+    Case("fsdp2+tp", (2, 2), WIDE),
 ]
+# A rank would hold pieces of blocks.
+SPLIT = [Case("tp", (3,), WIDE), Case("fsdp2-columns", (4,), WIDE)]
 
 
 class Model(nn.Module):
@@ -146,7 +161,10 @@ def gathered(model, optimizer, group):
             # No rank keeps memory of more than its own part.
             assert local(value).untyped_storage().nbytes() == local(value).nbytes
             if is_dtensor(value):
-                assert (value.placements, value.shape) == (parameter.placements, parameter.shape)
+                shape = parameter.shape
+                if key.endswith("_scale"):
+                    shape = torch.Size((shape[0], shape[1:].numel() // 64))
+                assert (value.placements, value.shape) == (parameter.placements, shape)
     return found
 
 
@@ -155,7 +173,7 @@ def assert_same(expected, found, context):
     for name, want in expected.items():
         got = found[name]
         assert (got.dtype, got.shape) == (want.dtype, want.shape), (context, name)
-        raw = torch.int16 if want.itemsize == 2 else torch.int32
+        raw = {1: torch.int8, 2: torch.int16, 4: torch.int32}[want.itemsize]
         assert torch.equal(got.view(raw), want.view(raw)), (context, name, got, want)
 
 
@@ -168,15 +186,21 @@ def train_on_given_gradients(model, optimizer, steps=range(STEPS)):
         optimizer.step()
 
 
+def recipe_of(name):
+    return BYTES if name == "bytes" else torch_bf16.get_recipe(name)
+
+
 def optimizer_for(model, recipe, backend="eager"):
-    optimizer = torch_bf16.AdamW(names_of(model), lr=0.01, weight_decay=0.1, recipe=recipe)
+    optimizer = torch_bf16.AdamW(
+        names_of(model), lr=0.01, weight_decay=0.1, recipe=recipe_of(recipe)
+    )
     optimizer.backend = backend
     return optimizer
 
 
 def reference(sizes, recipe):
     """What one process makes of the same gradients."""
-    model = torch_bf16.cast_module(make_model(sizes), recipe)
+    model = torch_bf16.cast_module(make_model(sizes), recipe_of(recipe))
     optimizer = optimizer_for(model, recipe)
     train_on_given_gradients(model, optimizer)
     return gathered(model, optimizer, None)
@@ -187,11 +211,11 @@ def given_gradients(case, recipe, expected, mesh, group):
     for cast_first in (True, False) if case.way != "ddp" else (True,):
         model = make_model(case.sizes)
         if cast_first:
-            torch_bf16.cast_module(model, recipe)
+            torch_bf16.cast_module(model, recipe_of(recipe))
         model = shard(model, case, mesh)
         identities = [id(p) for p in model.parameters()]
         if not cast_first:
-            torch_bf16.cast_module(model, recipe)
+            torch_bf16.cast_module(model, recipe_of(recipe))
         assert identities == [id(p) for p in model.parameters()]
         optimizer = optimizer_for(model, recipe, "eager" if cast_first else "cpu")
         train_on_given_gradients(model, optimizer)
@@ -200,8 +224,11 @@ def given_gradients(case, recipe, expected, mesh, group):
 
 def resharded_resumes(folder, expected, group):
     """Ten steps one way and ten another, with a distributed checkpoint between them."""
-    ways = [Case("fsdp2", (4,)), Case("fsdp2+tp", (2, 2)), Case("hsdp", (2, 2)), Case("tp", (4,))]
-    for recipe in RECIPES:
+    for recipe, sizes in ((RECIPES[0], EVEN), (RECIPES[1], EVEN), ("bytes", WIDE)):
+        ways = [
+            Case(way, mesh, sizes)
+            for way, mesh in (("fsdp2", (4,)), ("fsdp2+tp", (2, 2)), ("hsdp", (2, 2)), ("tp", (4,)))
+        ]
         for number, (before, after) in enumerate(zip(ways, ways[1:] + ways[:1], strict=True)):
             model, optimizer = cast_and_sharded(before, recipe)
             train_on_given_gradients(model, optimizer, range(STEPS // 2))
@@ -215,12 +242,26 @@ def resharded_resumes(folder, expected, group):
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
             train_on_given_gradients(model, optimizer, range(STEPS // 2, STEPS))
             context = (before.id, after.id, recipe)
-            assert_same(expected[EVEN, recipe], gathered(model, optimizer, group), context)
+            assert_same(expected[sizes, recipe], gathered(model, optimizer, group), context)
 
 
 def cast_and_sharded(case, recipe):
-    model = shard(torch_bf16.cast_module(make_model(case.sizes), recipe), case, mesh_of(case))
+    model = shard(
+        torch_bf16.cast_module(make_model(case.sizes), recipe_of(recipe)), case, mesh_of(case)
+    )
     return model, optimizer_for(model, recipe)
+
+
+def split_blocks(case):
+    """Refused on every rank, those with whole blocks too, and nothing is updated."""
+    model, optimizer = cast_and_sharded(case, "bytes")
+    before = [local(parameter).detach().clone() for parameter in model.parameters()]
+    for backend in ("eager", "cpu"):
+        optimizer.backend = backend
+        with pytest.raises(NotImplementedError, match="blocks of 64 of a row, and a rank would"):
+            train_on_given_gradients(model, optimizer, range(1))
+    assert all(map(torch.equal, before, map(local, model.parameters())))
+    assert not optimizer.state
 
 
 def real_gradients(group):
@@ -267,8 +308,7 @@ def main(rank, store, folder):
     groups = {n: dist.new_group(list(range(n))) for n in range(1, WORLD + 1)}
     references = {
         (sizes, recipe): reference(sizes, recipe)
-        for sizes in {case.sizes for case in CASES}
-        for recipe in RECIPES
+        for sizes, recipe in {(case.sizes, recipe) for case in CASES for recipe in case.recipes}
     }
     real_gradients(groups[WORLD])
     resharded_resumes(folder, references, groups[WORLD])
@@ -277,9 +317,13 @@ def main(rank, store, folder):
         mesh, group = mesh_of(case), groups[torch.Size(case.mesh).numel()]
         if mesh.get_coordinate() is None:
             continue
-        for recipe in RECIPES:
+        for recipe in case.recipes:
             given_gradients(case, recipe, references[case.sizes, recipe], mesh, group)
             print("same", case.id, recipe, flush=True)
+    for case in SPLIT:
+        if mesh_of(case).get_coordinate() is not None:
+            split_blocks(case)
+            print("refused", case.id, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

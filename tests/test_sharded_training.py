@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from sharded_training import CASES, RECIPES, WORLD, Case
+from sharded_training import CASES, SPLIT, WORLD, Case
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
 
@@ -15,8 +15,12 @@ def logs(tmp_path_factory):
     return run_ranks(SCRIPT, WORLD, tmp_path_factory.mktemp("sharded"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+PAIRS = [(case, recipe) for case in CASES for recipe in case.recipes]
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe"), PAIRS, ids=[f"{case.id}-{recipe}" for case, recipe in PAIRS]
+)
 def test_weights_and_states_equal_one_process_bit_for_bit(logs, case, recipe):
     ranks = [rank for rank, text in enumerate(logs) if f"same {case.id} {recipe}\n" in text]
     expected = 1
@@ -34,3 +38,10 @@ def test_replicas_stay_identical_through_backward_passes_and_clipping(logs, case
 
 def test_a_checkpoint_continues_bit_for_bit_when_it_is_sharded_in_another_way(logs):
     assert all("resumed\n" in text for text in logs)
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
+def test_a_cut_through_blocks_is_refused_on_every_rank(logs, case):
+    assert [f"refused {case.id}\n" in text for text in logs] == [
+        rank < case.mesh[0] for rank in range(WORLD)
+    ]

@@ -19,11 +19,11 @@ from torch import Tensor
 from . import lost_bits
 from .bit_views import masters_in
 from .errors import StateMismatchError
-from .formats import FP32, Format
+from .formats import FP32, INT8, Format
 from .recipe import Recipe
 from .recoding import Changes, recode, recode_weight, stored_format
 from .rules import Rule, State
-from .sharding import local, local_part, place_like
+from .sharding import check_blocks, local, local_part, place_like
 
 __all__ = [
     "HEADER",
@@ -193,6 +193,8 @@ def complete_state(
             complete[each.name] = _factor(state.get(each.name), each, parameter, label)
             continue
         format_ = recipe.format_of(each.role, like)
+        if format_.block > 1 and memory is not parameter:
+            check_blocks(parameter, format_.block)
         planes = complete_moment(state, each.name, format_, memory, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, parameter, recipe, label, changes, like)
@@ -204,7 +206,7 @@ def complete_state(
         if key == "step"
         else given[key]
         if key in given and local(given[key]) is each
-        else place_like(parameter, each)
+        else place_like(parameter, each, _whole_shape(key, parameter))
         for key, each in complete.items()
     }
 
@@ -356,8 +358,15 @@ def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def _local(key: str, saved: Any, parameter: Tensor, label: str) -> Any:
     if key == "step" or not isinstance(saved, Tensor):
         return saved
-    _check_shape(saved, parameter, key, label)
+    _check_shape(saved, parameter, key, label, _whole_shape(key, parameter))
     return local_part(saved, parameter)
+
+
+def _whole_shape(key: str, parameter: Tensor) -> torch.Size:
+    """The shape of a state of the whole parameter: scales are fewer than numbers."""
+    (scale,) = (plane for plane in INT8.planes if plane.suffix)
+    fewer = key.endswith(f"_{scale.suffix}")
+    return torch.Size(scale.shape(parameter.shape)) if fewer else parameter.shape
 
 
 def _check_shape(saved, parameter, key, label, shape=None) -> None:

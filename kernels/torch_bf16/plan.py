@@ -24,7 +24,7 @@ from .bit_views import REMAINDERS
 from .counter_rng import stream_base, tensor_key
 from .recipe import Recipe
 from .rules import Rule
-from .sharding import Span, is_dtensor, local, local_gradient
+from .sharding import Span, check_whole_blocks, is_dtensor, local, local_gradient
 from .watch import Watch, plain_access
 
 __all__ = ["Member", "Plan"]
@@ -354,10 +354,13 @@ def _scalars(parts: Sequence[_Part]) -> Any:
 def _variant(row: _Row, recipe: Recipe) -> Variant:
     each, like = row.member, row.like()
     gradient: Any = each.parameter.grad
+    states = tuple(recipe.format_of(s.role, like) for s in each.rule.states)
+    for stored in states:
+        check_whole_blocks(row.span, stored.block)
     return Variant(
         rule=each.rule,
         weights=recipe.format_of("weights", like),
-        states=tuple(recipe.format_of(s.role, like) for s in each.rule.states),
+        states=states,
         gradient=gradient.dtype if each.direction is None else torch.float32,
         device=each.parameter.device,
         strided=row.span.strided,

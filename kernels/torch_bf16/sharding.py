@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -20,6 +21,8 @@ __all__ = [
     "Span",
     "box_at",
     "box_of",
+    "check_blocks",
+    "check_whole_blocks",
     "cut_over",
     "is_dtensor",
     "local",
@@ -223,13 +226,62 @@ def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:
     return offset, width, pitch
 
 
+def check_blocks(parameter: Tensor, block: int) -> None:
+    """Refuse a DTensor that is cut within the blocks of a format; every rank comes to the same.
+
+    Args:
+        parameter: a DTensor whose rows are whole blocks.
+        block: numbers per block.
+
+    Raises:
+        NotImplementedError: a rank's part has a piece of a block; the message says what works.
+    """
+    placed: Any = parameter
+    mesh, placements, shape = placed.device_mesh.shape, placed.placements, tuple(parameter.shape)
+    inner = [dim for dim, each in enumerate(placements) if getattr(each, "dim", 0) > 0]
+    if not inner:
+        return
+    of_blocks = (shape[0], prod(shape[1:]) // block)
+    for coordinate in product(*(range(n if d in inner else 1) for d, n in enumerate(mesh))):
+        box = box_at(shape, mesh, coordinate, placements)
+        if any(each.stop == each.start for each in box):
+            continue
+        offset, width, _ = runs_of(shape[1:], box[1:])
+        count = prod(each.stop - each.start for each in box[1:])
+        beyond = any(placements[dim].dim > 1 for dim in inner)
+        expected = slice(offset // block, (offset + count) // block)
+        split = beyond or width < count or offset % block or count % block
+        if split or box_at(of_blocks, mesh, coordinate, placements)[1] != expected:
+            raise NotImplementedError(
+                f"int8 moments of a parameter of shape {shape} placed as {tuple(placements)} on a "
+                f"mesh of {tuple(mesh)} cannot be kept: they are encoded in blocks of {block} of a "
+                f"row, and a rank would hold pieces of some. What works: Shard(0), pieces of whole "
+                f"blocks in Shard(1), or a recipe with exp_avg and exp_avg_sq in bf16. Nothing was "
+                "updated"
+            )
+
+
+def check_whole_blocks(span: Span, block: int) -> None:
+    """Refuse elements of a tensor that do not start and end with a block.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
+    if span.numel and (span.offset % block or span.width % block or span.pitch % block):
+        raise NotImplementedError(
+            f"int8 moments of {span.name!r} cannot be kept: they are encoded in blocks of {block}, "
+            f"and this rank holds {span.width} elements from {span.offset} on, which cuts some. "
+            "Use a recipe with exp_avg and exp_avg_sq in bf16. Nothing was updated"
+        )
+
+
 def local_part(tensor: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor that belongs to a DTensor parameter.
 
     Args:
         tensor: whole, or a DTensor; placed in another way than the parameter it is brought into
             place, which communicates on every rank.
-        parameter: a DTensor of the same shape.
+        parameter: a DTensor of the same shape, or of one with as many rows.
     """
     whole: Any = parameter
     if is_dtensor(tensor):
@@ -237,8 +289,12 @@ def local_part(tensor: Tensor, parameter: Tensor) -> Tensor:
         if placed.device_mesh == whole.device_mesh:
             return local_gradient(parameter, placed)
         tensor = placed.full_tensor()
+    box = box_of(parameter)
+    if tensor.shape != parameter.shape:
+        mesh: Any = whole.device_mesh
+        box = box_at(tensor.shape, mesh.shape, mesh.get_coordinate(), whole.placements)
     # A copy, because a view would keep the whole tensor.
-    return tensor[box_of(parameter)].clone(memory_format=torch.contiguous_format)
+    return tensor[box].clone(memory_format=torch.contiguous_format)
 
 
 def place_like(parameter: Tensor, memory: Tensor, shape: torch.Size | None = None) -> Tensor:
