@@ -24,6 +24,7 @@ from .plot import can_plot, plot
 from .record import describe, record
 from .report import table
 from .rounds import Measured, measure
+from .rules import BASE, every_rule
 
 __all__ = ["add_arguments", "file_to_write", "run"]
 
@@ -65,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backend", choices=BACKENDS, help="ours (default: the one chosen for the device)"
+    )
+    parser.add_argument(
+        "--rules",
+        action="store_true",
+        help=f"every elementwise rule in every format, beside AdamW in {BASE}, and nothing else",
     )
     parser.add_argument(
         "--patience",
@@ -118,7 +124,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     device, shapes = options.device, _shapes(options)
-    contenders, missing = _contenders(options)
+    contenders, missing, baseline = _contenders(options)
     failures = {
         each.name: f"needs {each.only_on.upper()}"
         for each in contenders
@@ -140,10 +146,12 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
         "threads": options.threads,
         "rounds": options.rounds,
         "backend": name_of_chosen(device, options.backend),
-        "baseline": options.baseline,
+        "baseline": baseline,
+        "rules": "every elementwise rule" if options.rules else "AdamW",
         "ours": [each.name for each in contenders if each.target.startswith("torch_bf16:")],
     }
-    peaks = _peaks(measured, shapes, options) if device.type == "cpu" else {}
+    # Of a hundred kinds, what is held says enough.
+    peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
     cache = clock_for(device).cache_bytes()
     notes = []
     if device.type == "cuda" and setting["backend"] == "eager":
@@ -153,8 +161,10 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     return found
 
 
-def _contenders(options: argparse.Namespace) -> tuple[list[Contender], dict[str, str]]:
-    """The baseline first; and the libraries that are missing."""
+def _contenders(options: argparse.Namespace) -> tuple[list[Contender], dict[str, str], str]:
+    """The baseline first; the libraries that are missing; the baseline's name."""
+    if options.rules:
+        return list(every_rule(options.backend)), {}, BASE
     asked = [name for names in options.against for name in names]
     peers = {name: PEERS[name] for name in asked}
     known = {each.name: each for peer in PEERS.values() for each in peer.contenders}
@@ -165,7 +175,7 @@ def _contenders(options: argparse.Namespace) -> tuple[list[Contender], dict[str,
     found = [each for peer in peers.values() if peer.installed for each in peer.contenders]
     missing = {name: peer.pip for name, peer in peers.items() if not peer.installed}
     chosen = {each.name: each for each in (known[options.baseline], *found, *recipes)}
-    return list(chosen.values()), missing
+    return list(chosen.values()), missing, options.baseline
 
 
 def _peaks(

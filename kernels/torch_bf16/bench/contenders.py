@@ -19,10 +19,10 @@ from torch_bf16.recipe import RECIPES, get_recipe
 
 from .models import Shapes
 
-__all__ = ["BASELINE", "OURS", "PEERS", "Contender", "Peer", "ours"]
+__all__ = ["BASELINE", "OPTIONS", "OURS", "PEERS", "Contender", "Peer", "ours"]
 
 # The same for all, so that no one gains by skipping a term.
-_OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Contender:
     Attributes:
         name: in tables.
         stores: what it keeps of weights and moments, in words.
-        target: its class, ``"module:name"``, called with parameters, lr, betas, eps and
-            weight_decay.
+        target: its class, ``"module:name"``, called with parameters, ``arguments`` and
+            ``options``.
         estimate: bytes per parameter, weights and gradients included, by which it is decided what
             fits into memory together. Generous: what is reported is measured.
         options: more arguments of the class.
+        arguments: hyperparameters; those that all share unless told otherwise.
         attributes: set on the optimizer.
         dtype: of weights and gradients.
         scratch: bytes per element of the largest tensor that a step needs for a moment, likewise.
@@ -49,6 +50,7 @@ class Contender:
     target: str
     estimate: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     scratch: float = 32
@@ -69,7 +71,7 @@ class Contender:
             parameters.append(parameter)
         module, name = self.target.split(":")
         cls = getattr(importlib.import_module(module), name)
-        optimizer = cls(parameters, **_OPTIONS, **self.options)
+        optimizer = cls(parameters, **self.arguments, **self.options)
         for attribute, value in self.attributes.items():
             setattr(optimizer, attribute, value)
         return optimizer

@@ -48,8 +48,8 @@ def plot(record: Mapping[str, Any], file: Path) -> None:
     hardware = record["hardware"]
     place = hardware.get("device", hardware["processor"])
     figure.suptitle(
-        f"One AdamW step, {record['model']}, {record['parameters'] / 1e6:,.0f} M parameters, "
-        f"{place}, {record['date']}",
+        f"One step, {record.get('rules', 'AdamW')}, {record['model']}, "
+        f"{record['parameters'] / 1e6:,.0f} M parameters, {place}, {record['date']}",
         fontsize=10,
     )
     figure.savefig(file, dpi=150)

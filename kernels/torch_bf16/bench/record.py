@@ -42,8 +42,9 @@ def record(
         notes: sentences to add.
     """
     copy = _spread(np.array(measured.copy_rates) / 1e9)
+    base = next(e.moved for e in measured.results if e.contender.name == setting["baseline"])
     rows = [
-        _row(each, setting["parameters"], copy["median"], peaks.get(each.contender.name))
+        _row(each, setting["parameters"], copy["median"], peaks.get(each.contender.name), base)
         for each in measured.results
     ]
     return {
@@ -62,7 +63,9 @@ def record(
     }
 
 
-def _row(result: Result, parameters: int, copy: float, peak: int | None) -> dict[str, Any]:
+def _row(
+    result: Result, parameters: int, copy: float, peak: int | None, base: int
+) -> dict[str, Any]:
     median = float(np.median(result.seconds))
     rate = result.moved / median / 1e9
     peak = result.peak if peak is None else peak
@@ -71,6 +74,7 @@ def _row(result: Result, parameters: int, copy: float, peak: int | None) -> dict
         "stores": result.contender.stores,
         "ms": _spread(result.seconds * 1e3),
         "ratio": _spread(result.ratios),
+        "ratio_per_byte": _spread(result.ratios * base / result.moved),
         "interleaved": result.interleaved,
         "ns_per_element": median / parameters * 1e9,
         "moved_bytes_per_parameter": result.moved / parameters,

@@ -10,6 +10,7 @@ __all__ = ["LEGEND", "table"]
 _WIDTHS = {
     "ms per step": 23,
     "ratio": 22,
+    "per byte": 10,
     "ns/elem": 9,
     "moved": 8,
     "GB/s": 9,
@@ -22,11 +23,11 @@ _WIDTHS = {
 
 LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
-time of {baseline!r} in the same round. moved: bytes per parameter that a step must read and write
-(gradients read, weights and states read and written, once each). GB/s: moved over time, which is
-less than what really went through memory where temporaries did. of copy: GB/s as a share of a
-device copy in the same rounds. host ms: until the call returns. held, peak: bytes per parameter of
-weights, gradients and states, as allocated, and at the peak."""
+time of {baseline!r} in the same round; per byte: that of times per byte moved. moved: bytes per
+parameter that a step must read and write (gradients read, weights and states read and written, once
+each). GB/s: moved over time, which is less than what really went through memory where temporaries
+did. of copy: GB/s as a share of a device copy in the same rounds. host ms: until the call returns.
+held, peak: bytes per parameter of weights, gradients and states, as allocated, and at the peak."""
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -40,7 +41,10 @@ def table(record: Mapping[str, Any]) -> str:
         lines.append(f"{row['name']:{first}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
     copy = record["copy_gb_per_second"]
     lines += ["", f"device copy: {_bracket(copy)} GB/s, read and written"]
-    lines += [f"{row['name']}: {row['stores']}" for row in rows]
+    storing: dict[str, list[str]] = {}
+    for row in rows:
+        storing.setdefault(row["stores"], []).append(row["name"])
+    lines += [f"{', '.join(names)}: {stores}" for stores, names in storing.items()]
     lines += [f"failed: {name}: {why}" for name, why in record["failed"].items()]
     lines += [f"missing: {name} (pip install {pip})" for name, pip in record["missing"].items()]
     lines += [f"note: {note}" for note in record["notes"]]
@@ -52,8 +56,9 @@ def _heading(record: Mapping[str, Any]) -> str:
     place = hardware.get("device", hardware["processor"])
     threads = "" if "device" in hardware else f", {record['threads']} threads"
     return (
-        f"AdamW, {record['model']}: {record['parameters']:,} parameters in {record['tensors']} "
-        f"tensors, on {place}{threads}, {record['rounds']} interleaved rounds, "
+        f"{record.get('rules', 'AdamW')}, {record['model']}: {record['parameters']:,} parameters "
+        f"in {record['tensors']} tensors, on {place}{threads}, "
+        f"{record['rounds']} interleaved rounds, "
         f"our backend {record['backend']!r}"
     )
 
@@ -63,6 +68,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [
         _bracket(row["ms"]),
         _bracket(row["ratio"]),
+        _number(per_byte["median"]) if (per_byte := row.get("ratio_per_byte")) else "-",
         _number(row["ns_per_element"], 4),
         f"{row['moved_bytes_per_parameter']:.2f}",
         f"{row['gb_per_second']:.1f}",
