@@ -264,6 +264,17 @@ def split_blocks(case):
     assert not optimizer.state
 
 
+def averages(case):
+    """Refused on every rank."""
+    model, _ = cast_and_sharded(case, RECIPES[0])
+    with pytest.raises(NotImplementedError, match="an average of sharded parameters"):
+        torch_bf16.EMA(model)
+    ema = torch_bf16.EMA(make_model(case.sizes))
+    with pytest.raises(NotImplementedError, match="Nothing was averaged"):
+        ema.update_parameters(model)
+    assert not ema.n_averaged
+
+
 def real_gradients(group):
     """Replicas stay bit-identical through backward passes and clipping; the norm is the whole's."""
     for case in (Case("ddp", (4,)), Case("hsdp", (2, 2)), Case("fsdp2+tp", (2, 2), (8, 12, 4))):
@@ -320,6 +331,9 @@ def main(rank, store, folder):
         for recipe in case.recipes:
             given_gradients(case, recipe, references[case.sizes, recipe], mesh, group)
             print("same", case.id, recipe, flush=True)
+    for case in (Case("fsdp2", (4,)), Case("tp", (4,))):
+        averages(case)
+    print("no averages", flush=True)
     for case in SPLIT:
         if mesh_of(case).get_coordinate() is not None:
             split_blocks(case)

@@ -234,3 +234,25 @@ def test_what_is_asked_wrongly_is_refused():
         torch_bf16.accumulate_gradients(model, torch.optim.SGD(model.parameters()), "fp32")
     with pytest.raises(ValueError, match="accumulate='fp16' is no format for a sum of gradients"):
         Recipe("mine", accumulate="fp16")
+
+
+def test_a_cuda_graph_cannot_record_a_sum_that_counts_on_the_host(monkeypatch):
+    model, _ = model_and_optimizer("bf16_stochastic")
+    gradient = torch.tensor(TINY).bfloat16()
+    add(model.w, gradient)
+    before = model.w.grad.clone()
+    monkeypatch.setattr("torch_bf16.backends.capture.capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"Accumulate in 'fp32'.*this gradient was not added"):
+        add(model.w, gradient)
+    assert torch.equal(model.w.grad, before)
+    monkeypatch.undo()
+    add(model.w, gradient)
+    assert (model.w.grad.double() - 2 * before.double()).abs().max() <= 2**-16
+
+    wide, _ = model_and_optimizer("fp32")
+    monkeypatch.setattr("torch_bf16.backends.capture.capturing", lambda: True)
+    for _ in range(2):
+        add(wide.w, gradient)
+    assert torch.equal(
+        wide.w.grad, torch.full_like(wide.w, 2 * gradient.item(), dtype=torch.float32)
+    )

@@ -139,7 +139,7 @@ def test_buffers_are_copied_and_torchs_update_bn_works():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"decay=1\.5 must be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"decay=1\.5 must be a number between 0 and 1"):
         EMA(model(), 1.5)
     with pytest.raises(ValueError, match=r"dtype=torch.float16 must be torch.float32"):
         EMA(model(), dtype=torch.float16)

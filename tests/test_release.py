@@ -248,7 +248,7 @@ def test_what_cannot_be_released_is_refused():
         torch_bf16.release_gradients(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match="norm='global' is unknown; use one of parameter, last"):
         torch_bf16.release_gradients(model, optimizer, max_norm=1.0, norm="global")
-    with pytest.raises(ValueError, match="max_norm=0 must be positive"):
+    with pytest.raises(ValueError, match="max_norm=0 must be a positive number"):
         torch_bf16.release_gradients(model, optimizer, max_norm=0)
     torch_bf16.accumulate_gradients(model, optimizer, "fp32")
     with pytest.raises(NotImplementedError, match="accumulated in 'fp32'"):

@@ -45,3 +45,7 @@ def test_a_cut_through_blocks_is_refused_on_every_rank(logs, case):
     assert [f"refused {case.id}\n" in text for text in logs] == [
         rank < case.mesh[0] for rank in range(WORLD)
     ]
+
+
+def test_averages_of_sharded_parameters_are_refused(logs):
+    assert all("no averages\n" in text for text in logs)

@@ -35,8 +35,8 @@ SPILL = {"rmsprop_centered_momentum"}
 # multiprocessors, 4 schedulers each, 32 lanes, 1.98 GHz; 4.8 TB/s. Two thirds of them may be used.
 PER_BYTE = 132 * 4 * 32 * 1.98e9 / 4.8e12 * 2 / 3
 
-# A second root, the maximum over a block, codes and back: see the README.
-PER_BLOCKED_NUMBER = 40
+# A root, the maximum over a block, codes and back: see the README.
+PER_BLOCKED_NUMBER = 36
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 

@@ -55,7 +55,7 @@ class Recipe:
         8
     """
 
-    name: str
+    name: str = "custom"
     weights: str = "bf16_stochastic"
     exp_avg: str = "bf16_nearest"
     exp_avg_sq: str = "bf16_stochastic"
@@ -64,6 +64,8 @@ class Recipe:
     accumulate: str = "bf16"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r} must be a string")
         for role, known in ROLES.items():
             name = getattr(self, role)
             # What no role knows raises here, with a list of all that is known.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.backends import Bucket, Variant, choose
+from torch_bf16.backends import Bucket, Variant, capture, choose
 from torch_bf16.counter_rng import GRADIENT, stream_base, sum_base, tensor_key
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
@@ -26,6 +26,7 @@ from torch_bf16.sharding import Span, is_dtensor, local, span_of
 
 from .backward import ForwardOutputs, at_end_of_backward, own_parameters, sharded_modules
 from .fp32_reduction import Fp32Reduction
+from .ranges import check_module
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 
@@ -76,6 +77,7 @@ def accumulate_gradients(
             f"accumulate_gradients was given a {type(optimizer).__name__}, which has no recipe; "
             "make it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
         )
+    check_module("accumulate_gradients", model)
     ours: Any = optimizer
     format = ours.recipe.accumulate if format is None else format
     if format not in ACCUMULATIONS:
@@ -236,6 +238,15 @@ class GradientAccumulation:
         with torch.no_grad():
             if total.dtype == torch.float32:
                 local(total).add_(local(new))
+            elif capture.capturing():
+                parameter.grad = total
+                raise RuntimeError(
+                    "a CUDA graph cannot record the sum of a second micro-batch in "
+                    "'bf16_stochastic': the number of the micro-batch is counted on the host, and "
+                    "every replay would draw the same noise. Accumulate in 'fp32', or capture "
+                    "passes with one micro-batch each. The sum so far is in p.grad; this gradient "
+                    "was not added"
+                )
             else:
                 self._add(parameter, local(total), local(new))
         parameter.grad = total

@@ -8,8 +8,9 @@ At a decay of 0.9999 an average in bf16, rounded to nearest, never moves at all:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
+from torch_bf16.sharding import is_dtensor
 
+from .ranges import check_module
 from .running_average import move_averages
 
 __all__ = ["EMA", "ema_multi_avg_fn"]
@@ -50,9 +53,23 @@ def _move(averages, values, names, rate: float, step: int, seed: int, backend: s
                 averages[n].copy_(copy)
 
 
-def _check_decay(decay: float) -> None:
-    if not 0.0 <= decay <= 1.0:
-        raise ValueError(f"decay={decay} must be between 0 and 1")
+def _check_decay(decay: float, seed: int) -> None:
+    number = isinstance(decay, Real) and not isinstance(decay, bool)
+    if not (number and 0.0 <= float(decay) <= 1.0):
+        raise ValueError(f"decay={decay!r} must be a number between 0 and 1")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed={seed!r} must be an int")
+
+
+def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
+    if any(map(is_dtensor, tensors)):
+        raise NotImplementedError(
+            "an average of sharded parameters (DTensors) cannot be kept: each rank has a part of "
+            "them. What works: an EMA of a whole copy of the model, made before it is sharded, and "
+            "update_parameters() with another whole copy, into which "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) was loaded. Nothing was averaged"
+        )
 
 
 def ema_multi_avg_fn(
@@ -71,9 +88,10 @@ def ema_multi_avg_fn(
         ...     model, multi_avg_fn=torch_bf16.ema_multi_avg_fn(0.9999))
         >>> average.update_parameters(model)
     """
-    _check_decay(decay)
+    _check_decay(decay, seed)
 
     def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
+        _refuse_sharded([*averages, *values])
         names = [f"#{number}" for number in range(len(averages))]
         _move(averages, values, names, 1.0 - decay, int(n_averaged), seed, backend)
 
@@ -98,7 +116,8 @@ class EMA(AveragedModel):
         backend: name of the backend; None for the best that works.
 
     Raises:
-        ValueError: ``decay`` or ``dtype`` is not one of those.
+        ValueError: ``model`` is no module, or ``decay``, ``dtype`` or ``seed`` not one of those.
+        NotImplementedError: ``model`` is sharded.
 
     Example:
         >>> ema = torch_bf16.EMA(model, decay=0.9999)
@@ -118,7 +137,9 @@ class EMA(AveragedModel):
         seed: int = 0,
         backend: str | None = None,
     ) -> None:
-        _check_decay(decay)
+        check_module("EMA", model)
+        _check_decay(decay, seed)
+        _refuse_sharded(model.parameters())
         if dtype is not None and dtype not in _FORMATS:
             raise ValueError(f"dtype={dtype} must be torch.float32, torch.bfloat16 or None")
         move = ema_multi_avg_fn(decay, seed=seed, backend=backend)
@@ -132,6 +153,8 @@ class EMA(AveragedModel):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards the weights that ``model`` has now."""
+        check_module("update_parameters", model)
+        _refuse_sharded(model.parameters())
         ours, theirs = dict(self.module.named_parameters()), dict(model.named_parameters())
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
         if self.use_buffers:

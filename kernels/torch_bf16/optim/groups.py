@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .ranges import check_module
+
 __all__ = ["param_groups"]
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -43,7 +45,8 @@ def param_groups(
         Groups with different options, for any optimizer of torch 2.6 or newer.
 
     Raises:
-        ValueError: a key fits no parameter, or there is none to train.
+        ValueError: a key fits no parameter, there is none to train, or an argument has another
+            type.
 
     Example:
         >>> groups = torch_bf16.param_groups(model, weight_decay=0.1)
@@ -51,6 +54,14 @@ def param_groups(
         [['weight'], ['bias']]
         >>> optimizer = torch_bf16.AdamW(groups, lr=1e-3)
     """
+    check_module("param_groups", module)
+    if isinstance(no_decay, (str, type)):
+        raise ValueError(f"no_decay={no_decay!r} must be a sequence of keys: ({no_decay!r},)")
+    if not isinstance(groups or {}, Mapping):
+        raise ValueError(
+            f"groups={groups!r} must map keys to options of a group, for example "
+            '{"*.bias": {"lr": 1e-4}}'
+        )
     groups = groups or {}
     owners: dict[int, list[nn.Module]] = {}
     for owner in module.modules():

@@ -1,10 +1,39 @@
-"""The ranges of hyperparameters, for optimizers whose constructor torch does not have."""
+"""What functions and optimizers of this package accept, where torch does not say it for them."""
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
-__all__ = ["check_ranges"]
+from torch import nn
+
+__all__ = ["check_max_norm", "check_module", "check_ranges"]
+
+
+def check_module(function: str, module: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{function} was given a {type(module).__name__} and takes a torch.nn.Module: the "
+            "model itself, not its parameters"
+        )
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Refuse a bound of a norm that is no positive number.
+
+    Raises:
+        ValueError: it is neither that nor None.
+    """
+    number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (number and float(max_norm) > 0.0):
+        raise ValueError(
+            f"max_norm={max_norm!r} must be a positive number, or None to clip nothing"
+        )
 
 
 def check_ranges(**given: Any) -> None:

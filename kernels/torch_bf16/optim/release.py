@@ -20,6 +20,7 @@ from torch_bf16.sharding import is_dtensor, local_gradient
 
 from .backward import released
 from .next_step import clip_coefficient
+from .ranges import check_max_norm, check_module
 
 __all__ = ["GradientRelease", "release_gradients"]
 
@@ -80,8 +81,8 @@ def release_gradients(
         )
     if norm not in _NORMS:
         raise ValueError(f"norm={norm!r} is unknown; use one of {', '.join(_NORMS)}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm!r} must be positive, or None to clip nothing")
+    check_module("release_gradients", model)
+    check_max_norm(max_norm)
     ours: Any = optimizer
     parameters = [p for group in ours.param_groups for p in group["params"]]
     why = None
