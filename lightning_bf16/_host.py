@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -19,7 +18,14 @@ from typing import Any
 
 import torch_bf16
 
-__all__ = ["is_placeholder", "keep_averages_exact", "logs_this_step", "on_import", "stage_of"]
+__all__ = [
+    "is_placeholder",
+    "keep_averages_exact",
+    "logs_this_step",
+    "on_import",
+    "stage_of",
+    "wrap_fabric",
+]
 
 _PLUGINS = {
     "lightning.pytorch": "lightning_bf16.pytorch",
@@ -129,8 +135,6 @@ def _wrap_connector(
         elif not isinstance(given, PrecisionBody):
             return original()
         _refuse(self.strategy, given, module)
-        if family.endswith("fabric"):
-            _wrap_fabric(sys.modules[f"{family}.fabric"].Fabric)
         return given
 
     _wrap(connector, "_check_and_init_precision", make)
@@ -147,7 +151,12 @@ def _refuse(strategy: Any, plugin: Any, module: ModuleType) -> None:
             )
 
 
-def _wrap_fabric(fabric: type) -> None:
+def wrap_fabric(fabric: type) -> None:
+    """Let Fabric's methods do for our plugins what it has no ``connect`` for; once.
+
+    Called where the plugin's class is defined, so that spawned processes, which unpickle a Fabric
+    and make none, have it too.
+    """
     # Not by a hook on its module: lightning.fabric.fabric is often the one that imports torch.
     from .precision import PrecisionBody
 

@@ -1,7 +1,9 @@
 """The plugin for Fabric of ``lightning_fabric``."""
 
+from lightning_fabric import Fabric
 from lightning_fabric.plugins.precision import FSDPPrecision, HalfPrecision, Precision
 
+from ._host import wrap_fabric
 from .precision import PrecisionBody
 
 __all__ = ["BF16Precision"]
@@ -28,3 +30,6 @@ class BF16Precision(PrecisionBody, FSDPPrecision, HalfPrecision):
 
     # FSDPPrecision has one for its gradient scaler; with it Fabric would refuse loss.backward().
     backward = Precision.backward
+
+
+wrap_fabric(Fabric)
