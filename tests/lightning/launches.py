@@ -80,6 +80,9 @@ def in_trainer(folder, strategy, package, mode):
     trainer.fit(module, batches(3))
     # Also where others trained it, the module of this process has what they learned.
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert all(torch.equal(p, p.bfloat16().to(p.dtype)) for p in module.parameters())
+    dtype = torch.bfloat16 if strategy == "ddp" else torch.float32
+    assert {p.dtype for p in module.parameters()} == {dtype}
 
 
 def in_fabric(fabric, folder, run):
