@@ -17,10 +17,11 @@ PLUGINS = ("lightning_bf16", "accelerate_bf16")
 LAYERS = (
     ("errors", "rules"),
     ("rounding", "counter_rng", "cpu_autocast", "sharding"),
+    ("flat_parameters",),
     ("formats", "watch"),
     ("recipe",),
     ("bit_views", "lost_bits", "recoding"),
-    ("islands",),
+    ("fp32_states", "islands"),
     ("backends",),
     ("plan",),
     ("checkpoint",),

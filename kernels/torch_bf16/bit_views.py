@@ -19,7 +19,7 @@ from torch import Tensor
 from .formats import INT8, ROLES, UINT8
 from .sharding import is_dtensor, local, place_like
 
-__all__ = ["MASTERS", "REMAINDERS", "held", "masters_in", "same_memory", "shown"]
+__all__ = ["AS_NUMBERS", "MASTERS", "REMAINDERS", "held", "masters_in", "same_memory", "shown"]
 
 _PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
 _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
@@ -33,7 +33,10 @@ _OLD = "remainder"
 REMAINDERS = frozenset(suffix for suffix, dtype in _PLANES.items() if not dtype.is_floating_point)
 """Those that mean nothing beside another parameter than the one they were made with."""
 
-MASTERS = sorted([*_PLANES, _OLD])
+AS_NUMBERS = {suffix: f"{suffix}_fp32" for suffix in sorted(REMAINDERS)}
+"""The keys of remainders as integers in fp32, which FSDP1 can gather beside fp32 moments."""
+
+MASTERS = sorted([*_PLANES, _OLD, *AS_NUMBERS.values()])
 """The keys under which a state may hold what a weight has beyond the parameter."""
 
 
@@ -76,6 +79,12 @@ def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         dtype = getattr(value, "dtype", None)
+        if key in AS_NUMBERS.values():
+            # NaN stands for a format that has none.
+            if not value.isnan().any():
+                suffix = key.removesuffix("_fp32")
+                found[suffix] = value.to(_PLANES[suffix])
+            continue
         if key == _OLD:
             key = next((k for k, d in _PLANES.items() if k.startswith(_OLD) and d == dtype), key)
         if key in _BITS and dtype == torch.bfloat16:

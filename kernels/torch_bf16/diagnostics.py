@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .backends import name_of_chosen
+from .flat_parameters import whole_numel
 from .optim import BF16Optimizer
 from .recipe import Recipe, get_recipe
 from .rules import ADAMW, State
@@ -42,17 +43,18 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
     sizes: defaultdict[str, float] = defaultdict(float)
     trained = 0
     for p in parameters:
-        dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()
+        numel = whole_numel(p)
+        dtypes[str(p.dtype).removeprefix("torch.")] += numel
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32):
-            trained += p.numel()
-            sizes["weights"] += p.numel() * recipe.format_of("weights", p).bytes_per_element
-            gradient = p.numel() * (4 if recipe.accumulate == "fp32" else p.element_size())
+            trained += numel
+            sizes["weights"] += numel * recipe.format_of("weights", p).bytes_per_element
+            gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
             # Of released gradients one lives at a time.
             before = sizes["gradients"]
             sizes["gradients"] = max(before, gradient) if released else before + gradient
             for state in states:
                 size = recipe.format_of(state.role, p).bytes_per_element
-                sizes[state.name] += p.numel() * size
+                sizes[state.name] += numel * size
     line = f"{recipe.name}: {_count(sum(dtypes.values()))} parameters ("
     line += ", ".join(f"{_count(n)} {dtype}" for dtype, n in dtypes.items()) + ")"
     if trained:

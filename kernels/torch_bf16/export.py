@@ -14,6 +14,8 @@ from .bit_views import MASTERS, held, masters_in
 from .checkpoint import HEADER
 from .checkpoint_files import check_if_ours
 from .errors import CheckpointError
+from .flat_parameters import is_flattened
+from .fp32_states import fp32_numbers
 from .optim import BF16Optimizer
 from .recoding import stored_format
 
@@ -43,7 +45,18 @@ def fp32_state_dict(
         >>> fp32 = torch.nn.Linear(4, 4)
         >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
         <All keys matched successfully>
+
+    Raises:
+        NotImplementedError: FSDP1 has flattened the module; the message says what works.
     """
+    if any(map(is_flattened, module.parameters())):
+        raise NotImplementedError(
+            "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
+            "flattened: its weights are in pieces on all ranks. Gather {'model': "
+            "model.state_dict(), 'optimizer': FSDP.optim_state_dict(model, optimizer)} with "
+            "FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT), torch.save it, and "
+            "export that file: python -m torch_bf16 export FILE TARGET"
+        )
     weights = dict(module.state_dict(keep_vars=True))
     for name, value in weights.items():
         if not isinstance(value, Tensor):
@@ -78,7 +91,7 @@ def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
         for parameter, key in zip(group["params"], saved["params"], strict=True)
     }
     state_dict["state"] = {
-        key: _plain(held(each, dims[key])) for key, each in state_dict["state"].items()
+        key: fp32_numbers(held(each, dims[key])) for key, each in state_dict["state"].items()
     }
     return state_dict
 
@@ -195,6 +208,8 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         for name, key in zip(its, group["params"], strict=False)
         if name is not None
     }
+    # FSDP1 and torch.distributed.checkpoint put names in the place of numbers.
+    named |= {key: key for key in states if isinstance(key, str)}
     nameless = [state for key, state in states.items() if key not in named]
     if not any(key in MASTERS for state in nameless for key in state):
         return {name: states[key] for key, name in named.items() if key in states}
@@ -203,22 +218,6 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         "be assigned. Export from the program: torch_bf16.fp32_state_dict(model, optimizer); and "
         "give the optimizer model.named_parameters(), or convert() its module, for the next time"
     )
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    plain, planes = {}, set(MASTERS)
-    for key in state:
-        if key in planes:
-            continue
-        format_ = stored_format(state, key, None)
-        if format_ is not None:
-            keys = format_.plane_names(key)
-            # A copy: torch's load_state_dict would go on with this optimizer's own tensor.
-            plain[key] = format_.decode([state[each] for each in keys]).clone()
-            planes.update(keys[1:])
-        else:
-            plain[key] = state[key]
-    return {key: value for key, value in plain.items() if key not in planes}
 
 
 def _write(weights: dict[str, Tensor], target: Path) -> None:

@@ -6,8 +6,10 @@ the user had and not from the rounded ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +18,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .flat_parameters import is_flattened, is_part, owners_of, shapes_of
 from .recipe import Recipe
 from .rounding import bf16_nearest, join16, split16
-from .sharding import box_of, is_dtensor, local, place_like, span_of, version_of
+from .sharding import Span, box_of, is_dtensor, local, place_like, span_of, version_of
 
-__all__ = ["forget", "remember", "remembered", "second_plane", "split", "sync_masters"]
+__all__ = [
+    "forget",
+    "forget_absent",
+    "remember",
+    "remembered",
+    "second_plane",
+    "split",
+    "sync_masters",
+]
 
 
 @dataclass
@@ -33,12 +44,19 @@ class _Lost:
         version: the parameter's; a write since then makes ``rest`` stale.
         sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``).
         sharded: whether it was a DTensor.
+        witness: shares the parameter's version and not its memory, and outlives it where FSDP1 puts
+            a flat one in its place; None for a DTensor.
     """
 
     rest: Tensor
     version: int
     sums: Tensor
     sharded: bool
+    witness: Tensor | None
+
+    def moved(self) -> bool:
+        """Whether the parameter was written to, as far as its version tells."""
+        return self.witness is not None and self.witness._version != self.version
 
 
 _lost: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -79,17 +97,27 @@ def remember(module: nn.Module, rests: Mapping[int, Tensor]) -> None:
                 continue
             lost = kept.get(id(parameter))
             if lost is None:
-                lost = kept[id(parameter)] = _Lost(
-                    rest, version_of(parameter), _sums(parameter), is_dtensor(parameter)
-                )
-                if not is_dtensor(parameter):
+                sharded = is_dtensor(parameter)
+                witness = None if sharded else parameter.detach()
+                if witness is not None:
+                    witness.data = witness.data.new_empty(0)
+                version, sums = version_of(parameter), _sums(parameter)
+                lost = kept[id(parameter)] = _Lost(rest, version, sums, sharded, witness)
+                if not sharded:
                     _lost[parameter] = lost
             _owned.setdefault(owner, {})[name] = lost
 
 
 def remembered(parameter: Tensor) -> bool:
     """Whether a cast kept bits of this parameter that no master has taken over yet."""
+    if is_flattened(parameter) and is_part(parameter):
+        return any(lost is not None for lost, _ in _of_part(parameter))
     return _find(parameter) is not None
+
+
+def _of_part(parameter: Tensor) -> list[tuple[_Lost | None, Span | None]]:
+    """What a cast took from each whole tensor in a part that FSDP1 has made."""
+    return [(_owned.get(o, {}).get(name), span) for o, name, span in owners_of(parameter)]
 
 
 def _find(parameter: Tensor) -> _Lost | None:
@@ -118,6 +146,8 @@ def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     Returns:
         This rank's part, or None if it was not cast or was written to since.
     """
+    if is_flattened(parameter) and is_part(parameter):
+        return _second_plane_of_part(parameter, dtype)
     lost = _find(parameter)
     if lost is None or not _unwritten(parameter, lost):
         return None
@@ -129,10 +159,38 @@ def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     if rest.shape != visible.shape:
         # A copy: a view would keep the whole tensor, and torch copies no DTensor over one.
         rest = rest[box_of(parameter)].clone(memory_format=torch.contiguous_format)
+    return _plane(visible, rest, dtype)
+
+
+def _second_plane_of_part(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+    memory = parameter.detach()
+    if memory.dtype != torch.bfloat16:
+        return None
+    known = [
+        (lost, span, _same_bits(memory[span.start : span.start + span.numel], span, lost))
+        for lost, span in _of_part(parameter)
+        if lost is not None and span is not None and not lost.moved()
+    ]
+    written = any(same is False for _, _, same in known)
+    # Of a few elements their own sums say nothing; what writes one tensor mostly writes all.
+    intact = [(lost, span) for lost, span, same in known if same or (same is None and not written)]
+    if not intact:
+        return None
+    zeros = torch.zeros(memory.shape, dtype=dtype, device=memory.device)
+    plane = memory.to(dtype) if dtype.is_floating_point else zeros
+    for lost, span in intact:
+        here = slice(span.start, span.start + span.numel)
+        rest = lost.rest.view(-1)[span.offset : span.offset + span.numel].to(memory.device)
+        plane[here] = _plane(memory[here], rest, dtype)
+    return plane
+
+
+def _plane(visible: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The second plane from the bf16 weight and what was remembered of it."""
     if dtype == torch.int8:
-        halves = second_plane(parameter, torch.int16)
+        halves = _plane(visible, rest, torch.int16)
         # To nearest, and at the end of the range to what the visible half allows.
-        return None if halves is None else ((halves.int() + 0x80) >> 8).clamp_(max=127).to(dtype)
+        return ((halves.int() + 0x80) >> 8).clamp_(max=127).to(dtype)
     if rest.dtype == dtype:
         return rest
     # The two formats round ties differently. Where that matters the master moves by one unit of
@@ -148,7 +206,12 @@ def second_plane(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
 def forget(parameter: Tensor) -> None:
     """Free what is remembered of a parameter; its master exists by now."""
     lost = _lost.pop(parameter, None)
-    if is_dtensor(parameter):
+    if is_flattened(parameter) and is_part(parameter):
+        taken = {id(each) for each, _ in _of_part(parameter)}
+        for each in _owned.values():
+            for name in [name for name, other in each.items() if id(other) in taken]:
+                del each[name]
+    elif is_dtensor(parameter):
         for each, name in _places(parameter):
             del each[name]
     elif lost is not None:
@@ -157,47 +220,102 @@ def forget(parameter: Tensor) -> None:
                 del each[name]
 
 
+def forget_absent(parameters: Iterable[Tensor]) -> None:
+    """Free what is remembered of those that FSDP1 has left nothing of on this rank.
+
+    They take part in no step, so that nothing else would.
+    """
+    for parameter in parameters:
+        if is_flattened(parameter) and not parameter.numel():
+            forget(parameter)
+
+
 def sync_masters(module: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Give every replica the exact masters of one rank; call it right after wrapping with DDP.
+    """Give every replica the exact masters of one rank; call it right after wrapping.
 
     DDP broadcasts the bf16 weights of rank 0 when it wraps a module, which counts as a write on
     every rank: exact masters would start from the bf16 weights. This broadcasts what the cast took
     from the weights of ``src``, so that all start from its fp32 weights. Where replicas are made
     equal by other means than DDP (``dist.broadcast(p.data, 0)``), it is needed for more than that:
-    without it each keeps lower halves of its own, and the replicas drift apart.
+    without it each keeps lower halves of its own, and the replicas drift apart. The same goes for
+    FSDP1 with ``sync_module_states=True``.
 
     Args:
         module: the wrapped module, or the one inside; the same on every rank.
         src: global rank whose masters count.
         group: process group; the default one if None.
     """
-    # What is sharded is no replica: each rank has cast what it holds.
-    parameters = [p for p in module.parameters() if p.dtype == torch.bfloat16 and not is_dtensor(p)]
-    if not parameters:
-        return
-    # What there is to send is for src to say: 0 nothing, 1 halves, 2 whole weights.
-    kinds = torch.zeros(len(parameters), dtype=torch.uint8)
-    for number, parameter in enumerate(parameters):
-        lost = _lost.get(parameter)
-        if lost is not None and _unwritten(parameter, lost):
-            kinds[number] = 1 if lost.rest.dtype == torch.int16 else 2
-    kinds = kinds.to(parameters[0].device)
-    dist.broadcast(kinds, src=src, group=group)
-    rests = {}
-    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
-        lost = _lost.get(parameter)
-        forget(parameter)
-        if kind == 0:
+    # Of what is sharded by DTensors each rank has cast what it holds.
+    given = [p for p in module.parameters() if p.dtype == torch.bfloat16 and not is_dtensor(p)]
+    parts = [p for p in given if is_flattened(p) and is_part(p)]
+    apart = {id(p) for p in parts}
+    plain = [p for p in given if id(p) not in apart]
+    send = functools.partial(_send, src=src, group=group)
+    if plain:
+        losts = [_lost.get(p) for p in plain]
+        intact = [x if x and _unwritten(p, x) else None for p, x in zip(plain, losts, strict=True)]
+        rests = {}
+        for p, x, kind in zip(plain, intact, _kinds(intact, plain[0], src, group), strict=True):
+            forget(p)
+            if kind is not None:
+                rests[id(p)] = send(x and x.rest, p.shape, kind, p.device)
+        remember(module, rests)
+    if parts:
+        _sync_parts(parts, send, src, group)
+
+
+def _sync_parts(
+    parts: Sequence[Tensor], send: Any, src: int, group: dist.ProcessGroup | None
+) -> None:
+    """The same for what FSDP1 has flattened, which ``sync_module_states=True`` makes equal."""
+    owned, intact = [], []
+    for part in parts:
+        for (owner, name, span), shape in zip(owners_of(part), shapes_of(part), strict=True):
+            lost = _owned.get(owner, {}).get(name)
+            owned.append((part.device, owner, name, shape, lost))
+            held = part[:0] if span is None else part[span.start : span.start + span.numel]
+            same = lost and (span is None or _same_bits(held.detach(), span, lost) is not False)
+            intact.append(lost if same else None)
+    kinds = _kinds(intact, parts[0], src, group)
+    for (device, owner, name, shape, old), lost, kind in zip(owned, intact, kinds, strict=True):
+        if kind is None:
+            _owned.get(owner, {}).pop(name, None)
             continue
-        dtype = torch.int16 if kind == 1 else torch.float32
-        if dist.get_rank() == src and lost is not None:
-            rest = lost.rest.to(parameter.device)
-        else:
-            rest = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        # As bytes, because NCCL knows no 16-bit integers.
-        dist.broadcast(rest.view(-1).view(torch.uint8), src=src, group=group)
-        rests[id(parameter)] = rest
-    remember(module, rests)
+        rest = send(lost and lost.rest, shape, kind, device)
+        size = -(-rest.numel() // _summed(rest.numel()))
+        sums = send(lost and lost.sums, (size,), torch.int32, device)
+        witness = None if old is None else old.witness
+        version = 0 if witness is None else witness._version
+        _owned.setdefault(owner, {})[name] = _Lost(rest, version, sums, False, witness)
+
+
+def _kinds(
+    losts: list[_Lost | None], like: Tensor, src: int, group: dist.ProcessGroup | None
+) -> list[torch.dtype | None]:
+    """What there is to send, which is for ``src`` to say: nothing, halves or whole weights."""
+    known = [None, torch.int16, torch.float32]
+    numbers = [0 if each is None else known.index(each.rest.dtype) for each in losts]
+    kinds = torch.tensor(numbers, dtype=torch.uint8, device=like.device)
+    dist.broadcast(kinds, src=src, group=group)
+    return [known[kind] for kind in kinds.tolist()]
+
+
+def _send(
+    given: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    src: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    if dist.get_rank() == src and given is not None:
+        sent = given.to(device)
+    else:
+        sent = torch.empty(tuple(shape), dtype=dtype, device=device)
+    # As bytes, because NCCL knows no 16-bit integers.
+    dist.broadcast(sent.view(-1).view(torch.uint8), src=src, group=group)
+    return sent
 
 
 def _sums(parameter: Tensor) -> Tensor:
@@ -220,7 +338,14 @@ def _unwritten(parameter: Tensor, lost: _Lost) -> bool:
     if parameter.shape != lost.rest.shape:
         return False
     bits = local(parameter).detach().reshape(-1).view(torch.int16)
-    span, size = span_of(parameter, ""), _summed(lost.rest.numel())
+    same = _same_bits(bits, span_of(parameter, ""), lost)
+    return version_of(parameter) == 0 if same is None else same
+
+
+def _same_bits(bits: Tensor, span: Span, lost: _Lost) -> bool | None:
+    """Whether a part has the bits that the cast made; None where it has no whole sum."""
+    size = _summed(lost.rest.numel())
+    bits = bits.view(torch.int16)
     e = torch.arange(bits.numel(), device=bits.device)
     places = (span.offset + e // span.width * span.pitch + e % span.width) // size
     numbers, at, counts = places.unique_consecutive(return_inverse=True, return_counts=True)
@@ -228,5 +353,5 @@ def _unwritten(parameter: Tensor, lost: _Lost) -> bool:
     found.index_add_(0, at, bits.to(torch.int32))
     complete = counts == size
     if not complete.any():
-        return version_of(parameter) == 0
-    return torch.equal(found[complete], sums[numbers[complete]])
+        return None
+    return torch.equal(found[complete], lost.sums.to(bits.device)[numbers[complete]])

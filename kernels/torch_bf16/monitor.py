@@ -170,7 +170,8 @@ class UpdateMonitor:
         self._asked = False
         groups = self._optimizer.param_groups
         layers = self._layer_names()
-        self._norm = total_norm([each.parameter for each in members])
+        # All of them: what FSDP1 has left nothing of on this rank is a part of the norm, too.
+        self._norm = total_norm([p for group in groups for p in group["params"]])
         scale, recipe = float(scale), self._optimizer.recipe
         self._samples = [
             _take(each, layers[each.parameter], groups[each.group], scale, self.sample, recipe)

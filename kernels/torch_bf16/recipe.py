@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .flat_parameters import is_flattened, is_part, shapes_of
 from .formats import FP32, REMAINDER16, ROLES, Format, get_format
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
@@ -102,12 +103,44 @@ class Recipe:
 
     def format_of(self, role: str, parameter: Tensor) -> Format:
         """The format of one parameter's ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``, or
-        ``"exact"``, which is fp32 always."""
+        ``"exact"``, which is fp32 always.
+
+        Of a part that FSDP1 has made of a parameter it is the whole one's.
+
+        Raises:
+            NotImplementedError: a flat parameter would need several, or blocks would be cut.
+        """
         if role == "exact" or parameter.dtype == torch.float32:
             return FP32
-        if parameter.ndim <= 1:
+        if is_flattened(parameter) and is_part(parameter):
+            return self._format_of_part(role, shapes_of(parameter))
+        return self.format_for(role, parameter.shape)
+
+    def format_for(self, role: str, shape: Sequence[int]) -> Format:
+        """The format of a number of bf16 parameters of that shape; see :meth:`format_of`."""
+        if len(shape) <= 1:
             return _exact_weights(self) if role == "weights" else FP32
-        return ROLES[role][getattr(self, role)].fitting(parameter.shape)
+        return ROLES[role][getattr(self, role)].fitting(shape)
+
+    def _format_of_part(self, role: str, shapes: Sequence[Sequence[int]]) -> Format:
+        formats = {self.format_for(role, shape).name: shape for shape in shapes}
+        if len(formats) > 1:
+            kinds = " and ".join(f"{name} for shape {shape}" for name, shape in formats.items())
+            raise NotImplementedError(
+                f"recipe {self.name!r} keeps {role} in {kinds}, and FSDP1 has flattened both into "
+                "one parameter, whose state is one tensor. Wrap with FullyShardedDataParallel("
+                "..., use_orig_params=True), which keeps them apart, or use 'bf16-fp32-master', "
+                "which has one format for all. Nothing was updated"
+            )
+        format_ = self.format_for(role, shapes[0])
+        if format_.block > 1:
+            raise NotImplementedError(
+                f"recipe {self.name!r} keeps {role} in {format_.name}, in blocks of "
+                f"{format_.block} numbers, and FSDP1 cuts tensors anywhere. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2), which cuts between rows, or choose "
+                "a format without blocks. Nothing was updated"
+            )
+        return format_
 
 
 def _exact_weights(recipe: Recipe) -> Format:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torch_bf16.backends import Bucket, Variant, capture, choose
 from torch_bf16.counter_rng import GRADIENT, stream_base, sum_base, tensor_key
+from torch_bf16.flat_parameters import is_flattened
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.rules import ACCUMULATE
@@ -63,7 +64,7 @@ def accumulate_gradients(
     Raises:
         ValueError: the format is unknown, the optimizer is not one of ours, or the wrapper of the
             model has an option that would undo the format.
-        NotImplementedError: gradients are released.
+        NotImplementedError: gradients are released, or FSDP1 sums them.
 
     Example:
         >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "fp32")
@@ -116,6 +117,8 @@ class GradientAccumulation:
     """
 
     def __init__(self, optimizer: Any, format: str, model: nn.Module | None = None) -> None:
+        if format != "bf16":
+            _check_parts(optimizer, format)
         if optimizer._accumulation is not None:
             optimizer._accumulation.remove()
         self.format = format
@@ -314,6 +317,16 @@ class GradientAccumulation:
         self._numbers.clear()
         if len(self._hooked) < sum(len(g["params"]) for g in self._optimizer().param_groups):  # pyright: ignore
             self.hook_parameters()
+
+
+def _check_parts(optimizer: Any, format: str) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(map(is_flattened, parameters)):
+        raise NotImplementedError(
+            f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "
+            "beside bf16 parameters, and shows a parameter only the sum. Shard with "
+            "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16'"
+        )
 
 
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:

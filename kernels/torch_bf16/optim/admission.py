@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.errors import StateMismatchError
+from torch_bf16.flat_parameters import is_flattened, is_part, obstacle
 from torch_bf16.sharding import is_dtensor, local, version_of
 
 __all__ = [
     "Seen",
+    "check_formats",
     "check_gradient",
     "check_group",
     "check_options",
@@ -84,7 +86,7 @@ def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
 
     Raises:
         ValueError: it is neither bf16 nor fp32, or its elements are no numbers in memory.
-        NotImplementedError: it is a part of what FSDP1 has flattened.
+        NotImplementedError: FSDP1 has flattened it, and where its elements belong is not known.
     """
     if parameter.dtype not in _TRAINABLE:
         raise ValueError(
@@ -92,13 +94,8 @@ def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
             f"{_remedy(parameter.dtype)}"
         )
     kind = None
-    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-        raise NotImplementedError(
-            f"{label()}, belongs to FullyShardedDataParallel (FSDP1), which does not leave to a "
-            "parameter the shape that formats follow from, nor the places of its elements in the "
-            "whole tensor that the noise follows. Shard with torch.distributed.fsdp.fully_shard "
-            "(FSDP2), which keeps both. Nothing was updated"
-        )
+    if is_flattened(parameter) and (why := obstacle(parameter)):
+        raise NotImplementedError(f"{label()}, {why}. Nothing was updated")
     memory = local(parameter)
     if parameter.layout != torch.strided:
         kind = f"{parameter.layout}"
@@ -114,6 +111,20 @@ def check_parameter(parameter: Tensor, label: Callable[[], str]) -> None:
             "written as it is read. Make it dense: torch.nn.Parameter(p.to_dense()) or "
             "torch.nn.Parameter(p.clone()), outside of inference_mode"
         )
+
+
+def check_formats(optimizer: Any) -> None:
+    """Refuse a recipe that has no format for what FSDP1 has made of parameters.
+
+    Raises:
+        NotImplementedError: a flat parameter would need several, or blocks would be cut.
+    """
+    own_step = hasattr(optimizer, "roles")
+    for group in optimizer.param_groups:
+        for parameter in filter(is_flattened, group["params"]):
+            states = () if own_step else optimizer.rule_for(group, parameter).states
+            for role in ("weights", *(state.role for state in states)):
+                optimizer.recipe.format_of(role, parameter)
 
 
 def _overlaps(parameter: Tensor) -> bool:
@@ -181,7 +192,7 @@ def check_whole(parameter: Tensor, label: Callable[[], str]) -> None:
     Raises:
         NotImplementedError: the parameter is distributed.
     """
-    if hasattr(parameter, "placements"):
+    if hasattr(parameter, "placements") or is_part(parameter):
         raise NotImplementedError(
             f"{label()}, is sharded, and this optimizer needs the whole matrix at once. Use DDP, "
             "or AdamW or Lion over the shards. Nothing was updated"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from torch_bf16.flat_parameters import is_flattened
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.sharding import is_dtensor
 
@@ -117,7 +118,7 @@ class EMA(AveragedModel):
 
     Raises:
         ValueError: ``model`` is no module, or ``decay``, ``dtype`` or ``seed`` not one of those.
-        NotImplementedError: ``model`` is sharded.
+        NotImplementedError: ``model`` is sharded, or FSDP1 has flattened it.
 
     Example:
         >>> ema = torch_bf16.EMA(model, decay=0.9999)
@@ -142,6 +143,12 @@ class EMA(AveragedModel):
         _refuse_sharded(model.parameters())
         if dtype is not None and dtype not in _FORMATS:
             raise ValueError(f"dtype={dtype} must be torch.float32, torch.bfloat16 or None")
+        if any(map(is_flattened, model.parameters())):
+            raise NotImplementedError(
+                f"EMA was given a {type(model).__name__} that FullyShardedDataParallel (FSDP1) has "
+                "flattened, which cannot be copied: its process groups cannot. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
         move = ema_multi_avg_fn(decay, seed=seed, backend=backend)
         super().__init__(model, device, multi_avg_fn=move, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch_bf16 import checkpoint
 from torch_bf16.bit_views import held, same_memory, shown
 from torch_bf16.errors import StateMismatchError
+from torch_bf16.flat_parameters import clean_name, is_flattened
+from torch_bf16.fp32_states import gatherable
 from torch_bf16.recipe import Recipe
 from torch_bf16.recoding import Changes
 from torch_bf16.rules import Rule
@@ -25,8 +27,13 @@ __all__ = ["Checkpointed"]
 _logger = logging.getLogger("torch_bf16")
 
 
-def _show(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {**state_dict, "state": {k: shown(v) for k, v in state_dict["state"].items()}}
+def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = {key: shown(each) for key, each in state_dict["state"].items()}
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            if key in states and is_flattened(parameter):
+                states[key] = gatherable(state_dict["state"][key], parameter, optimizer.recipe)
+    return {**state_dict, "state": states}
 
 
 class Checkpointed(torch.optim.Optimizer):
@@ -57,7 +64,11 @@ class Checkpointed(torch.optim.Optimizer):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe."""
+        """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.
+
+        What FSDP1 has flattened has all its numbers in fp32 there: it gathers the states of a unit
+        only if they have one dtype and the same names.
+        """
         # Before the user's own hooks, which see what is saved.
         hook = self.register_state_dict_post_hook(_show, prepend=True)
         try:
@@ -183,7 +194,7 @@ class Checkpointed(torch.optim.Optimizer):
                 return whole
         names = self.param_groups[group].get("param_names")
         if names is not None:
-            return names[position]
+            return clean_name(names[position])
         if (known := self._names.get((group, position))) is not None:
             return known
         before = sum(len(each["params"]) for each in self.param_groups[:group])
@@ -195,9 +206,7 @@ class Checkpointed(torch.optim.Optimizer):
             named = [[self._name(g, n) for n in range(len(its["params"]))] for g, its in groups]
             return [[None if name.startswith("#") else name for name in its] for its in named]
         return [
-            list(
-                group.get("param_names")
-                or [self._names.get((number, n)) for n in range(len(group["params"]))]
-            )
+            [clean_name(name) for name in group.get("param_names") or ()]
+            or [self._names.get((number, n)) for n in range(len(group["params"]))]
             for number, group in enumerate(self.param_groups)
         ]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_bf16.flat_parameters import is_flattened, shard_group
 from torch_bf16.sharding import cut_over, is_dtensor, local, local_gradient
 
 from .backward import released
@@ -32,9 +33,10 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients together.
 
     torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %; here squares
-    are summed in fp32. Of DTensors (FSDP2, tensor parallelism, both; meshes may differ) every rank
-    sums its own part, and the sums are added up over the ranks that hold other parts: call it on
-    all of them. The result is the same on every rank; its last bits depend on how tensors are cut.
+    are summed in fp32. Of DTensors (FSDP2, tensor parallelism, both; meshes may differ) and of what
+    FSDP1 has flattened every rank sums its own part, and the sums are added up over the ranks that
+    hold other parts: call it on all of them. The result is the same on every rank; its last bits
+    depend on how tensors are cut.
 
     Args:
         parameters: those without a gradient are passed over; the gradients are only read.
@@ -53,7 +55,13 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     parameters = [parameters] if isinstance(parameters, Tensor) else _listed(parameters, Tensor)
     # Of one dtype each: torch reads a mixed list tensor by tensor.
     alike: dict[Any, list[Tensor]] = defaultdict(list)
+    # FSDP1's groups of ranks; one that holds nothing of any parameter takes part in the sum.
+    flat: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
+        group = shard_group(parameter) if is_flattened(parameter) else None
+        if group is not None:
+            none = torch.zeros((), device=parameter.device)
+            flat.setdefault(group, [none])
         if parameter.grad is not None:
             if parameter.grad.layout != torch.strided or parameter.grad.is_complex():
                 raise ValueError(
@@ -64,8 +72,8 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
             gradient, placed = parameter.grad, None
             if is_dtensor(parameter):
                 gradient, placed = local_gradient(parameter, gradient), cut_over(parameter)
-            alike[gradient.device, gradient.dtype, placed].append(gradient)
-    if not alike:
+            alike[gradient.device, gradient.dtype, placed, group].append(gradient)
+    if not alike and not flat:
         if any(parameter in released for parameter in parameters):
             raise NotImplementedError(
                 "total_norm: the gradients were released inside backward(), so that nothing is "
@@ -74,9 +82,15 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
             )
         return torch.zeros(())
     norms = []
-    for (_, _, placed), gradients in alike.items():
+    for (_, _, placed, group), gradients in alike.items():
         each = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        norms.append(_over_ranks(torch.linalg.vector_norm(torch.stack(each)), placed))
+        norm = torch.linalg.vector_norm(torch.stack(each))
+        if group is None:
+            norms.append(norm if placed is None else _over_ranks(norm, _groups_of(*placed)))
+        else:
+            flat[group].append(norm.to(flat[group][0].device))
+    for group, some in flat.items():
+        norms.append(_over_ranks(torch.linalg.vector_norm(torch.stack(some)), [group]))
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
@@ -94,15 +108,16 @@ def _listed(what: Any, kinds: Any) -> list[Any]:
     return given
 
 
-def _over_ranks(norm: Tensor, placed: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
+def _groups_of(mesh: DeviceMesh, dims: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    return [mesh.get_group(dim) for dim in dims]
+
+
+def _over_ranks(norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
     """The norm of tensors from that of this rank's part; replicas of it do not count."""
-    if placed is None:
-        return norm
-    mesh, dims = placed
     # In fp64, where squares cannot overflow.
     squared = norm.double().square()
-    for dim in dims:
-        dist.all_reduce(squared, group=mesh.get_group(dim))
+    for group in groups:
+        dist.all_reduce(squared, group=group)
     return squared.sqrt().float()
 
 

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from torch_bf16.flat_parameters import register
 from torch_bf16.islands import WRAPPERS
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes
@@ -101,6 +102,8 @@ def convert(
         )
     if module is not None and not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if module is not None:
+        register(module)
     if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
         raise ValueError(
             f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "

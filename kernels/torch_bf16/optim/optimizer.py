@@ -13,16 +13,18 @@ from torch import Tensor
 from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import BACKENDS, Call, capture
 from torch_bf16.bit_views import REMAINDERS, masters_in
+from torch_bf16.flat_parameters import shapes_of, spans_of
 from torch_bf16.islands import kept
 from torch_bf16.plan import Member, Plan
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.recoding import Changes, stored_format
-from torch_bf16.sharding import local, place_like, span_of, version_of
+from torch_bf16.sharding import local, place_like, version_of
 from torch_bf16.watch import plain_access
 
 from .accumulation import GradientAccumulation, accumulate_as
 from .admission import (
     Seen,
+    check_formats,
     check_gradient,
     check_group,
     check_parameter,
@@ -95,6 +97,7 @@ class BF16Optimizer(Checkpointed):
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
+        check_formats(self)
         self._names, self._whole = {}, whole_of_the_made()
         self.observers = []
         self._forget()
@@ -346,7 +349,7 @@ class BF16Optimizer(Checkpointed):
             state = checkpoint.complete_state(
                 self.state.get(parameter, {}), parameter, rule, self.recipe, label(), changes
             )
-            spans = [span_of(parameter, self._name(number, position))]
+            spans = spans_of(parameter, self._name(number, position))
             seen = self._seen.get(parameter) or Seen.of(parameter)
             direction = None
             if rule.stage_states:
@@ -365,11 +368,12 @@ class BF16Optimizer(Checkpointed):
             self.state[each.parameter] = each.state
             self._seen[each.parameter] = each.seen
             lost_bits.forget(each.parameter)
+        lost_bits.forget_absent(p for group in self.param_groups for p in group["params"])
         return plan
 
     def _point_out(self, members: list[Member]) -> None:
         """Say, once, what cannot have been meant but is no error: a cast that was forgotten."""
-        matrices = [e.parameter for e in members if e.parameter.ndim > 1]
+        matrices = [e.parameter for e in members if max(map(len, shapes_of(e.parameter))) > 1]
         if any(self.state.get(parameter) for parameter in matrices):
             return
         if matrices and all(p.dtype == torch.float32 and not kept(p) for p in matrices):

@@ -18,6 +18,7 @@ from torch_bf16 import checkpoint, lost_bits
 from torch_bf16.backends import Bucket, Call, Variant, capture, choose
 from torch_bf16.bit_views import MASTERS
 from torch_bf16.counter_rng import WEIGHT, draw16, noise, stream_base, tensor_key
+from torch_bf16.flat_parameters import is_part
 from torch_bf16.formats import FP32, Format
 from torch_bf16.recipe import get_recipe
 from torch_bf16.recoding import Changes
@@ -126,7 +127,7 @@ class OwnStepOptimizer(BF16Optimizer):
         self.recipe = get_recipe(self.recipe)
         members, changes = [], Changes()
         for parameter, number, position, label in self._places(parameters):
-            if is_dtensor(parameter):
+            if is_dtensor(parameter) or is_part(parameter):
                 raise NotImplementedError(
                     f"{label()} is sharded, and {self.torch_class.__name__} steps on whole tensors "
                     "here; train it with DDP, or use an optimizer of torch_bf16. Nothing was "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.backends import Call
+from torch_bf16.flat_parameters import is_flattened
 from torch_bf16.plan import Plan
 from torch_bf16.sharding import is_dtensor, local_gradient
 
@@ -97,6 +98,11 @@ def release_gradients(
         why = "another optimizer has released those of the same parameters. Remove that one first"
     elif any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         why = _DDP
+    elif any(map(is_flattened, parameters)):
+        why = (
+            "FSDP1 reduces them together, into the gradient of a flat parameter. Shard the model "
+            "with fully_shard, whose gradients can be released, or step after the backward pass"
+        )
     elif ours._accumulation is not None and ours._accumulation.format != "bf16":
         why = (
             f"they are accumulated in {ours._accumulation.format!r}, which is for several backward "
