@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,7 +24,9 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictTy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import torch_bf16
+from torch_bf16.export import export_file
 from torch_bf16.flat_parameters import spans_of
+from torch_bf16.rounding import join16
 
 WORLD = 4
 EVEN, UNEVEN = (8, 24, 4), (5, 7, 3)
@@ -181,13 +184,14 @@ def resumes(folder, references, groups):
     ways = [
         Case("FULL_SHARD", 4),
         Case("FULL_SHARD", 3),
-        Case("SHARD_GRAD_OP", 2),
+        Case("SHARD_GRAD_OP", 2, False),
         Case("HYBRID_SHARD", 4),
         Case("FULL_SHARD", 1),
     ]
     meshes = [mesh_of(case) for case in ways]
     for recipe in RECIPES:
-        for number, case in enumerate(ways):
+        for number, way in enumerate(ways):
+            case = replace(way, original=way.original or recipe != "bf16-fp32-master")
             if dist.get_rank() < case.ranks:
                 group = groups[case.ranks]
                 before = f"{folder}/{recipe}-{number - 1}" if number else None
@@ -211,6 +215,142 @@ def resumes(folder, references, groups):
             assert_same(references[EVEN, True, recipe], found, recipe)
 
 
+def real_gradients(group):
+    """Clipped training on real batches: the norm is the whole's, and replicas stay identical."""
+    rank = dist.get_rank()
+    for case in (Case("FULL_SHARD", 4), Case("HYBRID_SHARD", 4), Case("NO_SHARD", 4)):
+        model = wrap(make_model(case.sizes, True, RECIPES[0]), case, mesh_of(case))
+        # Nothing names the module: how FSDP1 laid out the parameters is found all the same.
+        optimizer = torch_bf16.AdamW(model.parameters(), lr=0.01, recipe=RECIPES[0])
+        monitor = torch_bf16.UpdateMonitor(optimizer, every=1)
+        for step in range(4):
+            torch.manual_seed(100 * step + rank)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(6, case.sizes[0])).float().square().mean()
+            loss.backward()
+            norm = torch_bf16.clip_grad_norm_(optimizer, 0.05)
+            mine = [
+                (span, p.grad.detach().reshape(-1)[span.start : span.start + span.numel])
+                for p, spans in parts(optimizer)
+                for span in spans
+                if p.grad is not None
+            ]
+            held = {(s.name, s.offset): g for its in everywhere(mine, group) for s, g in its}
+            exact = torch.cat([g.double() for g in held.values()]).norm()
+            torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0.0)
+            assert len(set(everywhere(norm.item(), group))) == 1
+            optimizer.step()
+            assert monitor.gradient_norm == norm.item()
+            optimizer.zero_grad()
+        bits = {
+            (span.name, span.offset, span.numel, key): tensor.reshape(-1).view(torch.uint8).tolist()
+            for p, spans in parts(optimizer)
+            for span in spans
+            for key, tensor in {"": p.detach(), **optimizer.state.get(p, {})}.items()
+        }
+        for other in everywhere(bits, group):
+            assert all(bits.get(place, held) == held for place, held in other.items()), case.id
+        print("clipped", case.id, flush=True)
+
+
+def names_by_module():
+    """The bits are the same however the optimizer came by names: given, or from the module."""
+    found = []
+    for original in (True, False):
+        for converted in (True, False):
+            case = Case("FULL_SHARD", 4, original)
+            model = wrap(make_model(EVEN, True, RECIPES[1]), case, mesh_of(case))
+            if converted:
+                plain = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+                optimizer = torch_bf16.convert(plain, RECIPES[1], module=model, backend="eager")
+            else:
+                optimizer = optimizer_for(model, RECIPES[1])
+            train_on_given_gradients(optimizer, range(3))
+            found.append(gathered(optimizer, dist.group.WORLD))
+    for other in found[1:]:
+        assert_same(found[0], other, "names")
+    print("named", flush=True)
+
+
+def masters_of_rank_0():
+    """Where rank 0's weights are made everybody's, so are its masters."""
+    for original in (True, False):
+        case = Case("HYBRID_SHARD", 4, original)
+        torch.manual_seed(3 + dist.get_rank())
+        model = torch_bf16.cast_module(Model(EVEN, True), RECIPES[1])
+        for parameter in model.parameters():
+            # What sync_module_states=True does, which torch refuses on CPUs.
+            dist.broadcast(parameter.detach(), 0)
+        model = wrap(model, case, mesh_of(case))
+        torch_bf16.sync_masters(model)
+        optimizer = optimizer_for(model, RECIPES[1])
+        torch.manual_seed(3)
+        fp32 = dict(Model(EVEN, True).named_parameters())
+        for parameter, spans in parts(optimizer):
+            exact = optimizer.exact_weight(parameter)
+            for span in spans:
+                held = fp32[span.name].detach().reshape(-1)[span.offset :][: span.numel]
+                assert torch.equal(exact[span.start : span.start + span.numel], held), span
+    print("synced", flush=True)
+
+
+def whole_file(folder):
+    """A file of gathered state dicts exports the exact weights."""
+    case = Case("FULL_SHARD", 4)
+    model, optimizer = prepared(case, RECIPES[0], mesh_of(case))
+    train_on_given_gradients(optimizer, range(3))
+    expected = gathered(optimizer, dist.group.WORLD)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save({"model": weights, "optimizer": states}, f"{folder}/whole.pt")
+        export_file(f"{folder}/whole.pt", f"{folder}/fp32.pt")
+        for name, weight in torch.load(f"{folder}/fp32.pt", weights_only=True).items():
+            exact = expected[name].float()
+            if weight.ndim < 2:
+                exact = join16(expected[name], expected[f"{name}/remainder16"])
+            assert torch.equal(weight, exact), name
+    dist.barrier()
+    print("exported", flush=True)
+
+
+def refusals():
+    """What cannot be right says so before anything is updated, and what works instead."""
+    stochastic = RECIPES[0]
+    flat = Case("FULL_SHARD", 4, False)
+    model = wrap(make_model(EVEN, True, stochastic), flat, mesh_of(flat))
+    with pytest.raises(NotImplementedError, match="use_orig_params=True"):
+        torch_bf16.AdamW(model.parameters(), recipe=stochastic)
+    case = Case("FULL_SHARD", 4)
+    model, optimizer = prepared(case, stochastic, mesh_of(case))
+    weights = list(model.parameters())
+    blocks = torch_bf16.get_recipe(stochastic, exp_avg="int8")
+    blocked = wrap(make_model((8, 64, 64), True, stochastic), case, mesh_of(case))
+    sums = torch_bf16.get_recipe(stochastic, accumulate="bf16_stochastic")
+    for match, call in (
+        ("cuts tensors anywhere", lambda: torch_bf16.AdamW(blocked.parameters(), recipe=blocks)),
+        ("FSDP1 sums them itself", lambda: torch_bf16.AdamW(weights, recipe=sums)),
+        ("FSDP1 reduces them", lambda: torch_bf16.release_gradients(model, optimizer)),
+        ("cannot be copied", lambda: torch_bf16.EMA(model)),
+        ("in pieces on all ranks", lambda: torch_bf16.fp32_state_dict(model, optimizer)),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            call()
+    whole = torch_bf16.Adafactor(model.parameters(), recipe=stochastic)
+    own = torch_bf16.convert(torch.optim.Rprop(model.parameters()), stochastic, module=model)
+    before = [parameter.detach().clone() for parameter in weights]
+    for parameter in weights:
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in (whole, own):
+        with pytest.raises(NotImplementedError, match="is sharded"):
+            optimizer.step()
+    assert all(map(torch.equal, before, weights))
+    fp32 = wrap(Model(EVEN, True), case, mesh_of(case))
+    with pytest.raises(ValueError, match="Cast first, then wrap it"):
+        torch_bf16.cast_module(fp32, stochastic)
+    print("refused", flush=True)
+
+
 def main(rank, store, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
@@ -232,6 +372,11 @@ def main(rank, store, folder):
             given_gradients(case, recipe, expected, mesh, groups[case.ranks])
             print("same", case.id, recipe, flush=True)
     dist.barrier()
+    refusals()
+    real_gradients(groups[WORLD])
+    names_by_module()
+    masters_of_rank_0()
+    whole_file(folder)
     resumes(folder, references, groups)
     print("resumed", flush=True)
     dist.barrier()

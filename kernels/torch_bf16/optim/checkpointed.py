@@ -108,7 +108,7 @@ class Checkpointed(torch.optim.Optimizer):
             recipe = checkpoint.check_header(header, self.recipe)
             loaded.update(self._read(given, changes))
             # torch would cast what it finds here to the parameters' dtype.
-            return {**given, "state": {}}
+            return {**given, "state": {}, "param_groups": self._named_groups(given)}
 
         def put(optimizer):
             self.state.update(loaded)
@@ -128,6 +128,16 @@ class Checkpointed(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _named_groups(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """The saved groups; of what FSDP1 has flattened in another way, names say nothing."""
+        groups = []
+        for saved, live in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            if any(map(is_flattened, live["params"])):
+                saved = {k: v for k, v in saved.items() if k != "param_names"}
+                saved |= {k: v for k, v in live.items() if k == "param_names"}
+            groups.append(saved)
+        return [*groups, *state_dict["param_groups"][len(groups) :]]
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and load nothing.
