@@ -22,6 +22,7 @@ __all__ = [
     "is_placeholder",
     "keep_averages_exact",
     "logs_this_step",
+    "makes_equal",
     "on_import",
     "stage_of",
     "wrap_fabric",
@@ -36,7 +37,6 @@ _PLUGINS = {
 
 _DEEPSPEED = (ValueError, "DeepSpeed's engine owns the optimizer and its own fp32 masters")
 _XLA = (ValueError, "the fused optimizer step does not run on XLA devices")
-_FLAT = (NotImplementedError, "FSDP1 flattens weights and norm gains into one parameter")
 
 # By name, in the namespace of the connector: what it does not know it cannot have made.
 _REFUSED = {
@@ -44,7 +44,6 @@ _REFUSED = {
     "SingleDeviceXLAStrategy": _XLA,
     "XLAStrategy": _XLA,
     "XLAFSDPStrategy": _XLA,
-    "FSDPStrategy": _FLAT,
 }
 
 
@@ -78,6 +77,13 @@ def stage_of(module: Any) -> str | None:
     trainer = getattr(module, "_trainer", None)
     function = trainer.state.fn if trainer is not None else None
     return None if function is None else str(getattr(function, "value", function))
+
+
+def makes_equal(strategy: Any) -> bool:
+    """Whether FSDP1 gives all ranks the weights of rank 0 as it wraps them."""
+    # The Trainer's, and Fabric's.
+    options = getattr(strategy, "kwargs", None) or getattr(strategy, "_fsdp_kwargs", None) or {}
+    return bool(options.get("sync_module_states"))
 
 
 def logs_this_step(trainer: Any) -> bool:
@@ -173,7 +179,7 @@ def wrap_fabric(fabric: type) -> None:
         converted = plugin.convert_optimizers(optimizers)
         result = original(module, *optimizers, **kw)
         inner = (result[0] if isinstance(result, tuple) else result)._forward_module
-        plugin.sync_replicas(inner)
+        plugin.sync_replicas(inner, makes_equal(self._strategy))
         plugin.attach(inner, optimizers)
         plugin.announce(converted)
         return result
@@ -181,7 +187,8 @@ def wrap_fabric(fabric: type) -> None:
     def setup_module(self: Any, original: Callable[..., Any], *args: Any, **kw: Any):
         result = original(*args, **kw)
         if isinstance(self._precision, PrecisionBody):
-            self._precision.sync_replicas(result._forward_module)
+            equal = makes_equal(self._strategy)
+            self._precision.sync_replicas(result._forward_module, equal)
             wrapped.append(weakref.ref(result._forward_module))
         return result
 

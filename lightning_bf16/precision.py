@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecision
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,6 +99,16 @@ class PrecisionBody(_Base):
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        """What FSDPStrategy hands to FSDP1: weights and buffers as they are, fp32 reduction."""
+        casts = self.compute == "bf16"
+        return MixedPrecision(
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=casts,
+            cast_root_forward_inputs=casts,
+        )
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Nothing: new tensors are fp32, the default dtype is never touched."""
@@ -200,9 +211,16 @@ class PrecisionBody(_Base):
             if isinstance(optimizer, torch_bf16.BF16Optimizer):
                 self.gradients.attach(module, optimizer)
 
-    def sync_replicas(self, module: Module) -> None:
-        """Let exact masters start from rank 0's, as DDP does with the weights it can see."""
+    def sync_replicas(self, module: Module, equal: bool = False) -> None:
+        """Let exact masters start from rank 0's, as DDP does with the weights it can see.
+
+        Args:
+            module: as the strategy wrapped it.
+            equal: whether FSDP1 has done the same.
+        """
         module = getattr(module, "_orig_mod", module)
+        if equal:
+            torch_bf16.sync_masters(module)
         if isinstance(module, DistributedDataParallel):
             torch_bf16.sync_masters(module.module, group=module.process_group)
 

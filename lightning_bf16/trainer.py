@@ -11,7 +11,7 @@ from torch.nn import Module
 
 import torch_bf16
 
-from ._host import is_placeholder, keep_averages_exact, stage_of, trainer_of
+from ._host import is_placeholder, keep_averages_exact, makes_equal, stage_of, trainer_of
 from .fp32_results import Fp32Results
 from .precision import PrecisionBody, unwrapped
 
@@ -44,7 +44,8 @@ class TrainerBody(PrecisionBody):
     ) -> tuple[Module, list[Any], list[Any]]:
         """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
         self.gradients.check_trainer(self._trainer)
-        self.sync_replicas(model)
+        trainer = self._trainer
+        self.sync_replicas(model, trainer is not None and makes_equal(trainer.strategy))
         converted = self.convert_optimizers(optimizers, is_placeholder)
         self.attach(model, optimizers)
         self.announce(converted)

@@ -69,14 +69,15 @@ def walk(cell: Cell, folder: Path, same: dict) -> None:
 
 
 def reshard(world: int, folder: Path) -> list[str]:
-    """FSDP2 that goes on with what another number of ranks saved; all ranks see the same data."""
+    """FSDP that goes on with what another number of ranks saved; all ranks see the same data."""
     held = []
-    for package in RESHARDED:
+    for strategy, package in RESHARDED:
         for mode in MODES:
-            cell = Cell("fsdp2", (world, 1), package, mode)
-            known = folder / f"whole-{package}-{mode}.pt"
-            mine = folder / f"half-{package}-{mode}-{world}.ckpt"
-            theirs = folder / f"half-{package}-{mode}-{6 - world}.ckpt"
+            cell = Cell(strategy, (world, 1), package, mode)
+            name = f"{strategy}-{package}-{mode}"
+            known = folder / f"whole-{name}.pt"
+            mine = folder / f"half-{name}-{world}.ckpt"
+            theirs = folder / f"half-{name}-{6 - world}.ckpt"
             if theirs.exists():
                 resumed = train(cell, dist.get_rank(), same_data=True, checkpoint=theirs)
                 expected = torch.load(known, weights_only=True)

@@ -23,15 +23,20 @@ from lightning_models import (
 )
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional as F
 
+from torch_bf16.flat_parameters import is_flattened, spans_of
 from torch_bf16.sharding import box_of, local
 
 LIMIT, MICRO_BATCHES, STEPS, EPOCHS = 0.1, 2, 2, 2
-RESHARDED = (TRAINERS[0], FABRICS[1])
+RESHARDED = [*itertools.product(("fsdp1", "fsdp2"), (TRAINERS[0], FABRICS[1]))]
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class Cell:
 # at another step; more than two ranks then add in another order. With this option it does not.
 DDP = "ddp_find_unused_parameters_true"
 MESHES = {
-    2: {"ddp": (2, 1), "fsdp2": (2, 1), "tp": (1, 2)},
-    4: {"ddp": (4, 1), "fsdp2": (4, 1), "tp": (1, 4), "fsdp2+tp": (2, 2)},
+    2: {"ddp": (2, 1), "fsdp1": (2, 1), "fsdp2": (2, 1), "tp": (1, 2)},
+    4: {"ddp": (4, 1), "fsdp1": (4, 1), "fsdp2": (4, 1), "tp": (1, 4), "fsdp2+tp": (2, 2)},
 }
 
 
@@ -86,6 +91,23 @@ def shard(net: nn.Module, cell: Cell, mesh: Any) -> None:
         fully_shard(net, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
+def flattening(strategies: Any) -> Any:
+    """An FSDPStrategy of a host, which wraps for CPUs and saves what each rank has."""
+
+    def wrap(self, module):
+        return FullyShardedDataParallel(
+            module,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+    methods = {"_setup_model": wrap, "setup_module": wrap}
+    kind = type("CPUFSDPStrategy", (strategies.FSDPStrategy,), methods)
+    return kind(state_dict_type="sharded")
+
+
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     # With this eps an update is nearly linear in the gradient: a wrong sum or mean shows in full.
     return torch.optim.AdamW(module.parameters(), lr=0.5, eps=1.0, weight_decay=0.01)
@@ -109,10 +131,15 @@ class Run:
     def numbers(self) -> dict[str, torch.Tensor]:
         """Whole weights, and whole states as ``name/key``; replicas are found identical."""
         tensors: dict[str, torch.Tensor] = {}
+        owners: dict[str, torch.Tensor] = {}
         for name, parameter in self.module.named_parameters():
-            tensors[name] = parameter
-            for key, state in self.optimizer.state[parameter].items():
-                tensors[f"{name}/{key}"] = torch.as_tensor(state)
+            # FSDP1 leaves some ranks nothing of a parameter, and so no state.
+            states = self.optimizer.state.get(parameter, {})
+            held = {"": parameter, **{f"/{key}": torch.as_tensor(s) for key, s in states.items()}}
+            tensors |= {name + key: each for key, each in held.items()}
+            owners |= dict.fromkeys((name + key for key in held), parameter)
+        if any(map(is_flattened, owners.values())):
+            return whole_of_spans(tensors, owners)
         return whole(tensors)
 
 
@@ -144,7 +171,30 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
+def whole_of_spans(
+    tensors: dict[str, torch.Tensor], owners: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The whole tensors of which FSDP1 has left the ranks spans."""
+    mine = {}
+    for name, tensor in tensors.items():
+        (span,) = spans_of(owners[name], name)
+        shape = span.shape if tensor.ndim else ()
+        mine[name] = (shape, span.offset, tensor.detach().reshape(-1).clone())
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    made: dict[str, torch.Tensor] = {}
+    for name, (shape, offset, piece) in (each for rank in held for each in rank.items()):
+        tensor = made.setdefault(name, torch.zeros(shape, dtype=piece.dtype))
+        tensor.view(-1)[offset if shape else 0 :][: piece.numel()] = piece
+    return dict(sorted(made.items(), key=lambda each: list(owners).index(each[0].split("/")[0])))
+
+
 def norm_in_fp64(module: nn.Module) -> float:
+    parameters = dict(module.named_parameters())
+    if any(map(is_flattened, parameters.values())):
+        there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        grads = whole_of_spans(there, parameters)
+        return torch.stack([g.double().norm() for g in grads.values()]).norm().item()
     grads = whole({name: p.grad for name, p in module.named_parameters()})
     return torch.stack([g.double().norm() for g in grads.values()]).norm().item()
 
@@ -186,8 +236,10 @@ def by_trainer(cell, data, epochs, together, checkpoint):
         "configure_optimizers": configure_optimizers,
         "configure_gradient_clipping": configure_gradient_clipping,
     }
-    strategy = DDP
-    if cell.strategy != "ddp":
+    strategy: Any = DDP
+    if cell.strategy == "fsdp1":
+        strategy = flattening(host(f"{cell.package}.strategies"))
+    elif cell.strategy != "ddp":
         hooks["configure_model"] = configure_model
         # One package saves shards, the other one whole file.
         strategy = host(f"{cell.package}.strategies").ModelParallelStrategy(
@@ -210,8 +262,10 @@ def by_trainer(cell, data, epochs, together, checkpoint):
 
 def by_fabric(cell, data, epochs, together, checkpoint):
     package = host(cell.package)
-    strategy = DDP
-    if cell.strategy != "ddp":
+    strategy: Any = DDP
+    if cell.strategy == "fsdp1":
+        strategy = flattening(host(f"{cell.package}.strategies"))
+    elif cell.strategy != "ddp":
         strategies = host(f"{cell.package}.strategies")
 
         def parallelize(module, mesh):

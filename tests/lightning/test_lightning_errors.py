@@ -51,7 +51,6 @@ def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
     [
         ("DeepSpeedStrategy", ValueError),
         ("XLAStrategy", ValueError),
-        ("FSDPStrategy", NotImplementedError),
     ],
 )
 def test_strategies_that_cannot_be_used_are_refused_by_name(pl, name, error, plugin_given):

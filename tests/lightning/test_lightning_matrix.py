@@ -54,6 +54,8 @@ def test_every_cell_fits_resumes_clips_and_accumulates_also_on_another_number_of
     for (world, rank), lines in said.items():
         expected = [f"{cell.id} held" for cell in CELLS if cell.world == world]
         expected += [
-            f"fsdp2-{world}-{package}-{mode} resharded" for package in RESHARDED for mode in MODES
+            f"{strategy}-{world}-{package}-{mode} resharded"
+            for strategy, package in RESHARDED
+            for mode in MODES
         ]
         assert sorted(lines) == sorted(expected), (world, rank)
