@@ -74,12 +74,16 @@ def _naming_the_mode(original: Any) -> Any:
         launched = canonical_or_refuse(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         original(self)
         optimizer = str(getattr(self.optim, "value", self.optim))
-        mode = OPTIMIZERS.get(optimizer) or launched or canonical(self.mixed_precision)
+        own = getattr(self, "mixed_precision", None)
+        mode = OPTIMIZERS.get(optimizer) or launched or canonical(own)
         if mode is None:
             return
         refuse_arguments(mode, self, launched)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode
+        if own is None:
+            # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
+            os.environ["ACCELERATE_MIXED_PRECISION"] = mode
         # The weights are bf16 already; module.to(bf16) would round rotary frequencies on top.
         self.bf16_full_eval = False
 

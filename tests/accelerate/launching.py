@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
@@ -41,3 +45,12 @@ def launched(command, folder, **variables):
     done = run([*command, out], folder, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text()), done.stderr
+
+
+def port():
+    """For ``--main_process_port``: 0, which has the system choose, or a free one."""
+    if Version(version("accelerate")) >= Version("1.6"):
+        return 0
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

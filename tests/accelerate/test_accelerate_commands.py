@@ -11,7 +11,7 @@ import yaml
 from accelerate.commands import accelerate_cli
 from accelerate.state import AcceleratorState
 from accelerate.utils import write_basic_config
-from launching import BIN, BOUND, SCRIPTS, environment, launched, run
+from launching import BIN, BOUND, SCRIPTS, environment, launched, port, run
 
 from accelerate_bf16 import MODES, selftest
 
@@ -26,7 +26,7 @@ ONE_PROCESS = {
 TWO_PROCESSES = ONE_PROCESS | {
     "distributed_type": "MULTI_GPU",
     "num_processes": 2,
-    "main_process_port": 0,
+    "main_process_port": port(),
     "mixed_precision": "bf16-fp32-master",
 }
 

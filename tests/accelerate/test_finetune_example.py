@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
-import huggingface_finetune as finetune
 import pytest
+
+pytest.importorskip("trl", minversion="1")
+import huggingface_finetune as finetune
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

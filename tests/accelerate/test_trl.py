@@ -10,9 +10,11 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny_llm import llama, sequences, tokenizer
 from torch import nn
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import torch_bf16
+
+pytest.importorskip("trl", minversion="1")
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
