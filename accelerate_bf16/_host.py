@@ -32,7 +32,7 @@ from ._host_training import (
 )
 from .enum_members import add_alias, add_member
 from .modes import ALIASES, MODES, canonical, canonical_or_refuse
-from .refusals import CONTEXT_PARALLELISM, refuse_engine
+from .refusals import CONTEXT_PARALLELISM, explain_mixed_unit, refuse_engine
 from .registration import check_version
 
 if TYPE_CHECKING:
@@ -303,8 +303,13 @@ def _prepare_model(original: Any) -> Any:
             if is_wrapped(model):
                 return original(self, model, *args, **kwargs)
             _wrap_forward(model, bf16_autocast(self.device.type, self.autocast_handler))
-            prepared = original(self, model, *args, **kwargs)
-            share_masters(prepared)
+            try:
+                prepared = original(self, model, *args, **kwargs)
+            except ValueError as error:
+                explain_mixed_unit(mode, error)
+                raise
+            plugin = getattr(self.state, "fsdp_plugin", None)
+            share_masters(prepared, getattr(plugin, "sync_module_states", False))
             _wrapped(self).add(prepared)
             return prepared
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from .modes import canonical
-from .refusals import refuse_engine
-from .sharding import policy
+from .refusals import refuse_flat
+from .sharding import flat_policy, policy
 
 __all__ = ["choosing_the_policy", "groups_of_their_own"]
 
@@ -25,10 +25,11 @@ def choosing_the_policy(original: Any) -> Any:
         mode = canonical(mixed_precision)
         if mode is None:
             return original(self, mixed_precision, buffer_autocast, override)
-        if getattr(self, "fsdp_version", 1) != 2:
-            refuse_engine(mode, "FSDP")
+        flat = getattr(self, "fsdp_version", 1) != 2
+        if flat:
+            refuse_flat(mode, self)
         if override or self.mixed_precision_policy is None:
-            self.mixed_precision_policy = policy()
+            self.mixed_precision_policy = flat_policy() if flat else policy()
         else:  # the user's own, an object or the entries of one
             original(self, "bf16")
 

@@ -62,11 +62,12 @@ def clip_grad_norm_(original: Any) -> Any:
     def clip_grad_norm_(
         self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2, *args: Any, **kwargs: Any
     ) -> Any:
-        from .clipping import clip_by_norm, is_plain
-
-        parameters = _refuse_released(self, parameters)
-        if mode_of(self) is None or norm_type != 2 or not is_plain(parameters):
+        if mode_of(self) is None or norm_type != 2:
+            parameters = _refuse_released(self, parameters)
             return original(self, parameters, max_norm, norm_type, *args, **kwargs)
+        from .clipping import clip_by_norm
+
+        parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
         return clip_by_norm(parameters, max_norm, self._optimizers)
 
     return clip_grad_norm_

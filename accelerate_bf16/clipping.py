@@ -8,24 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 import torch_bf16
 
 from .optimizers import inner
 
-__all__ = ["clip_by_norm", "is_plain"]
-
-
-def is_plain(parameters: Iterable[Tensor]) -> bool:
-    """Whether none is a part of FSDP1's, whose norm is for that to put together.
-
-    Example:
-        >>> is_plain(model.parameters())
-        True
-    """
-    return not any(isinstance(p, FlatParameter) for p in parameters)
+__all__ = ["clip_by_norm"]
 
 
 def clip_by_norm(
@@ -50,8 +39,9 @@ def clip_by_norm(
     Example:
         >>> norm = clip_by_norm(model.parameters(), 1.0, [optimizer])
     """
+    parameters = list(parameters)
+    norm = torch_bf16.total_norm(parameters)
     left = {id(p): p for p in parameters if p.grad is not None}
-    norm = torch_bf16.total_norm(list(left.values()))
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     owned = [
         (

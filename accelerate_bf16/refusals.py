@@ -7,7 +7,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["refuse_arguments", "refuse_engine", "refuse_wrapped"]
+__all__ = [
+    "explain_mixed_unit",
+    "refuse_arguments",
+    "refuse_engine",
+    "refuse_flat",
+    "refuse_wrapped",
+]
 
 CONTEXT_PARALLELISM = "context parallelism"
 """How :func:`refuse_engine` calls a ``ParallelismConfig`` that cuts sequences."""
@@ -17,9 +23,6 @@ _ENGINES = {
     "it would train in fp32 under this name",
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own and knows fp16 and bf16 "
     "only, so that it would train in fp32 under this name",
-    "FSDP": "FSDP1 trains flat parameters, which are not supported yet, and its successor is: "
-    "fsdp_version=2, that is FullyShardedDataParallelPlugin(fsdp_version=2) or the option "
-    "--fsdp_version 2 of accelerate launch, trains in this mode",
     "XLA": "the updates have no XLA backend",
     CONTEXT_PARALLELISM: "its attention needs GPUs and has never run in this mode",
 }
@@ -44,6 +47,52 @@ def refuse_engine(mode: str, engine: str) -> None:
             "works: one process, or several with DDP, which need no plugin; or this setup with "
             "mixed_precision='bf16'"
         )
+
+
+def refuse_flat(mode: str, plugin: Any) -> None:
+    """Raise if a mode cannot train what a plugin of FSDP1 flattens.
+
+    Args:
+        mode: the mode that was asked for.
+        plugin: a ``FullyShardedDataParallelPlugin``.
+
+    Raises:
+        NotImplementedError: with what works.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> refuse_flat("bf16-stochastic", SimpleNamespace(use_orig_params=True))
+    """
+    if not plugin.use_orig_params:
+        raise NotImplementedError(
+            f"mixed_precision={mode!r} cannot train FSDP1's flat parameters "
+            "(use_orig_params=False), which have one format for matrices and vectors. What works: "
+            "use_orig_params=True, the option --fsdp_use_orig_params true of accelerate launch; or "
+            "FSDP2, that is fsdp_version=2. Nothing was sharded"
+        )
+
+
+def explain_mixed_unit(mode: str, error: ValueError) -> None:
+    """Raise in more words if FSDP1 cannot flatten a unit that stays partly in fp32.
+
+    Args:
+        mode: the mode that was asked for.
+        error: what wrapping the model has raised.
+
+    Raises:
+        NotImplementedError: with what works.
+
+    Example:
+        >>> explain_mixed_unit("bf16-stochastic", ValueError("something else"))
+    """
+    if "uniform dtype" in str(error):
+        raise NotImplementedError(
+            f"mixed_precision={mode!r} keeps some parameters in float32 (keep_fp32, batch norm, "
+            "_keep_in_fp32_modules_strict, adapters), and FSDP1 flattens what lies in one unit in "
+            f"one dtype ({error}). What works: FSDP2, fsdp_version=2, which gets groups for them; "
+            "or an auto_wrap_policy that makes them units. The model is bfloat16 now and partly "
+            "wrapped; make it anew"
+        ) from error
 
 
 def refuse_wrapped(mode: str, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["fp32_groups", "policy"]
+__all__ = ["flat_policy", "fp32_groups", "policy"]
 
 
 def policy() -> Any:
@@ -30,6 +30,20 @@ def policy() -> Any:
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+
+
+def flat_policy() -> Any:
+    """FSDP1's policy: gradients reduced in fp32, and nothing cast.
+
+    A dtype for parameters would compute what stays in fp32 in bf16; the others are bf16 already.
+
+    Example:
+        >>> flat_policy().param_dtype is None
+        True
+    """
+    from torch.distributed.fsdp import MixedPrecision
+
+    return MixedPrecision(reduce_dtype=torch.float32)
 
 
 def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 
-import accelerate
 import pytest
 from launching import SCRIPTS, launched
+from packaging.version import Version
 
-VERSION = tuple(map(int, accelerate.__version__.split(".")[:2]))
-if VERSION < (1, 6):
-    pytest.skip(f"Accelerate {accelerate.__version__} has no FSDP2", allow_module_level=True)
+if Version(version("accelerate")) < Version("1.6"):
+    pytest.skip("this Accelerate has no FSDP2", allow_module_level=True)
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 CHECKS = [

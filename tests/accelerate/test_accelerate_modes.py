@@ -147,9 +147,9 @@ def test_megatron_is_refused_with_the_reason(mode):
         MegatronLMPlugin.set_mixed_precision(object(), mode)
 
 
-def test_fsdp_is_refused_with_what_works(mode):
-    plugin = FullyShardedDataParallelPlugin()
-    with pytest.raises(NotImplementedError, match=r"FSDP: FSDP1 .* --fsdp_version 2 .* What works"):
+def test_fsdp1s_flat_parameters_are_refused_with_what_works(mode):
+    plugin = FullyShardedDataParallelPlugin(use_orig_params=False)
+    with pytest.raises(NotImplementedError, match=r"use_orig_params=False.*What works: use_orig"):
         plugin.set_mixed_precision(mode)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy is not None
@@ -160,8 +160,9 @@ def test_after_a_refusal_another_accelerator_can_be_made(make_accelerator, monke
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    with pytest.raises(NotImplementedError, match="cannot be combined with FSDP"):
-        make_accelerator(mode, fsdp_plugin=FullyShardedDataParallelPlugin())
+    plugin = FullyShardedDataParallelPlugin(use_orig_params=False)
+    with pytest.raises(NotImplementedError, match="cannot train FSDP1's flat parameters"):
+        make_accelerator(mode, fsdp_plugin=plugin)
     PartialState._shared_state["distributed_type"] = DistributedType.NO
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     assert make_accelerator("no").mixed_precision == "no"

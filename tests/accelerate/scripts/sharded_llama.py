@@ -52,8 +52,10 @@ def accelerator(mode=None, fsdp=True, plugin=None, **options):
         for name in [name for name in os.environ if name.startswith("FSDP_")]:
             del os.environ[name]
     if fsdp and mode is not None:
-        plugin = {"auto_wrap_policy": "transformer_based_wrap"} | (plugin or {})
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
+        if plugin is None or isinstance(plugin, dict):
+            plugin = {"auto_wrap_policy": "transformer_based_wrap"} | (plugin or {})
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
+        options["fsdp_plugin"] = plugin
     os.environ["ACCELERATE_USE_FSDP"] = str(fsdp).lower()
     return Accelerator(mixed_precision=mode, cpu=True, **options)
 
