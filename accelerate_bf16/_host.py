@@ -21,7 +21,11 @@ from contextlib import contextmanager
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ._host_sharding import choosing_the_policy, groups_of_their_own
+from ._host_sharding import (
+    choosing_the_policy,
+    groups_of_their_own,
+    load_states_into_fresh_optimizers,
+)
 from ._host_training import (
     autocast,
     clip_grad_norm_,
@@ -32,7 +36,12 @@ from ._host_training import (
 )
 from .enum_members import add_alias, add_member
 from .modes import ALIASES, MODES, canonical, canonical_or_refuse
-from .refusals import CONTEXT_PARALLELISM, explain_mixed_unit, refuse_engine
+from .refusals import (
+    CONTEXT_PARALLELISM,
+    explain_mixed_unit,
+    refuse_engine,
+    refuse_left_behind,
+)
 from .registration import check_version
 
 if TYPE_CHECKING:
@@ -102,6 +111,7 @@ def _extend_accelerator() -> None:
             *(autocast, clip_grad_norm_, clip_grad_value_, init_trackers, log),
         ):
             _replace(accelerator, make.__name__.removeprefix("_"), make)
+        load_states_into_fresh_optimizers()
 
 
 def accept_handlers() -> None:
@@ -303,6 +313,7 @@ def _prepare_model(original: Any) -> Any:
             if is_wrapped(model):
                 return original(self, model, *args, **kwargs)
             _wrap_forward(model, bf16_autocast(self.device.type, self.autocast_handler))
+            trained_by = preparation.optimizers_of(model)
             try:
                 prepared = original(self, model, *args, **kwargs)
             except ValueError as error:
@@ -310,6 +321,7 @@ def _prepare_model(original: Any) -> Any:
                 raise
             plugin = getattr(self.state, "fsdp_plugin", None)
             share_masters(prepared, getattr(plugin, "sync_module_states", False))
+            refuse_left_behind(mode, trained_by)
             _wrapped(self).add(prepared)
             return prepared
 

@@ -1,10 +1,13 @@
-"""The seam to the way in which Accelerate shards a model by FSDP2."""
+"""The seam to the way in which Accelerate shards a model, and loads its optimizer's states."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -13,7 +16,7 @@ from .modes import canonical
 from .refusals import refuse_flat
 from .sharding import flat_policy, policy
 
-__all__ = ["choosing_the_policy", "groups_of_their_own"]
+__all__ = ["choosing_the_policy", "groups_of_their_own", "load_states_into_fresh_optimizers"]
 
 
 def choosing_the_policy(original: Any) -> Any:
@@ -71,3 +74,31 @@ def groups_of_their_own(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         fsdp.fully_shard = original
+
+
+def load_states_into_fresh_optimizers() -> None:
+    """Let a new optimizer take what ``load_fsdp_optimizer`` reads for FSDP1.
+
+    Accelerate asks the optimizer which states there are to read from a sharded file, and reads none
+    into one that has not stepped yet, in every mode and without a word.
+    """
+    name = "load_fsdp_optimizer"
+    original = getattr(sys.modules.get("accelerate.utils.fsdp_utils"), name, None)
+    if original is None or hasattr(original, "_before_bf16"):
+        return
+
+    @functools.wraps(original)
+    def load_fsdp_optimizer(
+        fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        flat = getattr(fsdp_plugin, "fsdp_version", 1) == 1
+        if flat and canonical(accelerator.state._mixed_precision):
+            from .optimizers import make_states
+
+            make_states(optimizer, model)
+        return original(fsdp_plugin, accelerator, optimizer, model, *args, **kwargs)
+
+    load_fsdp_optimizer._before_bf16 = original  # pyright: ignore
+    for holder in list(sys.modules.values()):
+        if isinstance(holder, ModuleType) and vars(holder).get(name) is original:
+            setattr(holder, name, load_fsdp_optimizer)

@@ -13,7 +13,7 @@ import torch_bf16
 
 from .recipe_options import BF16RecipeKwargs
 
-__all__ = ["attach", "convert", "inner", "owns"]
+__all__ = ["attach", "convert", "inner", "make_states", "owns"]
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
@@ -85,6 +85,21 @@ def attach(
         max_norm=options.release_max_norm,
         norm=options.release_norm or "parameter",
     )
+
+
+def make_states(optimizer: Optimizer, model: nn.Module) -> None:
+    """Give an optimizer the states that its first step would make, unless it has stepped.
+
+    Args:
+        optimizer: mutated.
+        model: wrapped by FSDP1, on every rank.
+    """
+    own = inner(optimizer)
+    if not own.state:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        # It takes a step of no length first, as it does for FSDP2.
+        get_optimizer_state_dict(model, own)
 
 
 def owns(optimizer: Optimizer, model: nn.Module) -> bool:

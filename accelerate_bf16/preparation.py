@@ -102,6 +102,10 @@ class Preparation:
             found += fp32_groups(self.mode, model, staying)
         return found
 
+    def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
+        """Those that update a parameter of a model."""
+        return [each for each in self._optimizers if optimizers.owns(each, model)]
+
     def attach(self, wrapped: Sequence[nn.Module], accumulation_steps: int) -> None:
         """Let gradients of what is new be summed or released as asked.
 
@@ -160,9 +164,8 @@ class Preparation:
 
     def _recipe_of(self, model: nn.Module) -> str | torch_bf16.Recipe:
         # An optimizer that the user made as one of ours keeps its recipe, and the model follows.
-        for optimizer in self._optimizers:
-            if optimizers.owns(optimizer, model):
-                return optimizer.recipe  # pyright: ignore
+        for optimizer in self.optimizers_of(model):
+            return optimizer.recipe  # pyright: ignore
         return self._recipe
 
 

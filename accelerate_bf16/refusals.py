@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 __all__ = [
     "explain_mixed_unit",
     "refuse_arguments",
     "refuse_engine",
     "refuse_flat",
+    "refuse_left_behind",
     "refuse_wrapped",
 ]
 
@@ -93,6 +96,31 @@ def explain_mixed_unit(mode: str, error: ValueError) -> None:
             "or an auto_wrap_policy that makes them units. The model is bfloat16 now and partly "
             "wrapped; make it anew"
         ) from error
+
+
+def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise if wrapping a model has left its optimizers with parameters that are no longer in it.
+
+    Args:
+        mode: the mode that was asked for.
+        optimizers: that were made for the model.
+
+    Raises:
+        ValueError: one holds parameters on the meta device.
+
+    Example:
+        >>> refuse_left_behind("bf16-stochastic", [])
+    """
+    for optimizer in optimizers:
+        if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"mixed_precision={mode!r}: {type(optimizer).__name__} holds parameters on the "
+                "meta device. FSDP1 has replaced them by those that the first rank sent "
+                "(sync_module_states, cpu_ram_efficient_loading), and the optimizer would train "
+                "nothing on this rank. Prepare the model first, and make the optimizer from what "
+                "prepare returns. The model is wrapped and the optimizer is converted; make both "
+                "anew"
+            )
 
 
 def refuse_wrapped(mode: str, model: nn.Module) -> None:

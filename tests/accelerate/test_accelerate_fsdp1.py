@@ -1,4 +1,4 @@
-"""FSDP1 through Accelerate, on two ranks that are told that a CPU is a GPU."""
+"""FSDP1 through Accelerate, on ranks that are told that a CPU is a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ if Version(version("accelerate")) < Version("1.6"):
     pytest.skip("compares with FSDP2, which this Accelerate lacks", allow_module_level=True)
 
 
-def test_fsdp1_trains_saves_and_refuses(tmp_path):
+def run(processes, folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", SCRIPTS / "fsdp1.py", tmp_path]
-    failed, _ = launched(command, tmp_path, ACCELERATE_USE_CPU="true")
+    command += ["--nproc_per_node", processes, SCRIPTS / "fsdp1.py", folder]
+    return launched(command, folder, ACCELERATE_USE_CPU="true")[0]
+
+
+def test_fsdp1_trains_and_saves_on_two_ranks_and_one_takes_over(tmp_path):
+    failed = run(2, tmp_path)
     assert not any(failed.values()), "\n".join(failed.values())
-    assert len(failed) == 5
+    assert len(failed) == 7
+    assert run(1, tmp_path) == {"other_ranks_take_over": ""}

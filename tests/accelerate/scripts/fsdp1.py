@@ -1,9 +1,13 @@
-"""FSDP1 through Accelerate, on two ranks: ``torchrun ... fsdp1.py FOLDER RESULT``.
+"""FSDP1 through Accelerate: ``torchrun ... fsdp1.py FOLDER RESULT``.
 
-torch shards by FSDP1 on GPUs only; here what asks for one is told that a CPU will do.
+Two ranks make every check, one takes over what those have saved in the folder. torch shards by
+FSDP1 on GPUs only; here what asks for one is told that a CPU will do.
 """
 
 from __future__ import annotations
+
+import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,28 +20,43 @@ from sharded_llama import (
     loss_of,
     prepared,
     report,
+    sequences,
     train,
 )
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils, _state_dict_utils
 
 from accelerate_bf16 import MODES, BF16RecipeKwargs
 
 CPU = torch.device("cpu")
 _init_utils._get_compute_device = lambda *_: CPU
 _init_utils._check_module_states_for_sync_module_states = lambda _: None
+_unshard = _state_dict_utils._common_unshard_pre_state_dict_hook
 
 
-def flat(mode, model=llama, lr=1e-2, late=False, synced=False, **options):
+def _unshard_where_it_is(*args, offload_to_cpu, **options):
+    return _unshard(*args, offload_to_cpu=False, **options)
+
+
+# What is offloaded from a CPU to a CPU lies in memory that torch has freed.
+_state_dict_utils._common_unshard_pre_state_dict_hook = _unshard_where_it_is
+
+
+def flat(mode, model=llama, lr=1e-2, late=False, synced=False, kind="SHARDED", **options):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         use_orig_params=True,
         auto_wrap_policy="transformer_based_wrap",
-        state_dict_type="SHARDED_STATE_DICT",
+        state_dict_type=f"{kind}_STATE_DICT",
         cpu_ram_efficient_loading=False,
         sync_module_states=False,
     )
-    plugin.sync_module_states = synced  # the constructor asks for a GPU
+    if kind == "FULL":  # torch shares what it should copy from a CPU to a CPU
+        plugin.optim_state_dict_config.offload_to_cpu = False
+    if synced:  # as the constructor does it where it finds a GPU
+        plugin.sync_module_states = True
+        plugin.param_init_fn = lambda each: each.to_empty(device=CPU, recurse=False)
     made = accelerator(mode, plugin=plugin, **options)
     torch.manual_seed(0)
     model = model()
@@ -51,6 +70,17 @@ def weights(model):
     with FullyShardedDataParallel.summon_full_params(model):
         named = model.named_parameters()
         return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in named}
+
+
+def whole_states(model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer.optimizer, options=options)["state"]
+    # NaN stands where a weight has no lower half.
+    return {
+        f"{name}/{key}": torch.as_tensor(value).nan_to_num(nan=1e9)
+        for name, each in states.items()
+        for key, value in each.items()
+    }
 
 
 def training_has_the_bits_of_fsdp2():
@@ -68,19 +98,28 @@ def training_has_the_bits_of_fsdp2():
 
 
 def masters_are_those_of_the_first_rank():
-    def loaded_on_the_first_rank():
+    """The others have wrong weights, or none, as with ``cpu_ram_efficient_loading``."""
+    made, model, optimizer = flat("bf16-fp32-master")
+    train(made, model, optimizer, range(3))
+    expected = weights(model)
+
+    def nowhere():
+        return llama().to("meta") if made.process_index else llama()
+
+    def constant():
         model = llama()
         if made.process_index:
             for parameter in model.parameters():
                 nn.init.constant_(parameter, 3.0)
         return model
 
-    made, model, optimizer = flat("bf16-fp32-master")
-    train(made, model, optimizer, range(3))
-    expected = weights(model)
-    made, model, optimizer = flat("bf16-fp32-master", loaded_on_the_first_rank, synced=True)
-    train(made, model, optimizer, range(3))
-    assert_same(weights(model), expected)
+    for load, late in ((constant, False), (nowhere, True)):
+        made, model, optimizer = flat("bf16-fp32-master", load, late=late, synced=True)
+        train(made, model, optimizer, range(3))
+        assert_same(weights(model), expected)
+    refused = pytest.raises(ValueError, match="AdamW holds parameters on the meta device")
+    with refused if made.process_index else nullcontext():
+        flat("bf16-fp32-master", nowhere, synced=True)
 
 
 def clipping_takes_the_exact_norm_over_all_shards():
@@ -95,18 +134,50 @@ def clipping_takes_the_exact_norm_over_all_shards():
     optimizer.step()
 
 
+def micro_batches_are_reduced_as_by_hand():
+    results = []
+    for by_hand in (False, True):
+        made, model, optimizer = flat(
+            "bf16-stochastic", gradient_accumulation_steps=1 if by_hand else 2
+        )
+        if by_hand:
+            for step in range(0, 4, 2):
+                with made.no_sync(model):
+                    made.backward(loss_of(made, model, step) / 2)
+                made.backward(loss_of(made, model, step + 1) / 2)
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            train(made, model, optimizer, range(4))
+        results.append(weights(model))
+    assert_same(*results)
+    made.backward(loss_of(made, model, 0))
+    with pytest.raises(Exception, match="FSDP  do not support `clip_grad_value_`"):
+        made.clip_grad_value_(model.parameters(), 1e-3)
+
+
 def a_resumed_run_repeats_itself_bit_for_bit(folder):
     for mode in MODES:
-        made, model, optimizer = flat(mode)
-        train(made, model, optimizer, range(3))
-        made.save_state(f"{folder}/{mode}")
-        train(made, model, optimizer, range(3, 5))
-        expected = weights(model)
-        made, model, optimizer = flat(mode)
-        train(made, model, optimizer, [7])
-        made.load_state(f"{folder}/{mode}")
-        train(made, model, optimizer, range(3, 5))
-        assert_same(weights(model), expected)
+        for kind in ("SHARDED", "FULL"):
+            made, model, optimizer = flat(mode, kind=kind)
+            train(made, model, optimizer, range(3))
+            made.save_state(f"{folder}/{mode}-{kind}")
+            saved, states = weights(model), whole_states(model, optimizer)
+            torch.save((saved, states), f"{folder}/{mode}-{made.process_index}")
+            train(made, model, optimizer, range(3, 5))
+            expected = weights(model)
+            state = made.get_state_dict(model)
+            if made.is_main_process:
+                assert {p.dtype for p in state.values()} == {torch.bfloat16}
+                assert torch.equal(state["lm_head.weight"], expected["lm_head.weight"])
+            made, model, optimizer = flat(mode, kind=kind)
+            if kind == "FULL":
+                train(made, model, optimizer, [7])
+            # With a sharded file Accelerate by itself would leave a fresh optimizer as it is.
+            made.load_state(f"{folder}/{mode}-{kind}")
+            assert_same(weights(model), saved)
+            train(made, model, optimizer, range(3, 5))
+            assert_same(weights(model), expected)
 
 
 def what_fsdp1_cannot_flatten_is_refused():
@@ -118,12 +189,64 @@ def what_fsdp1_cannot_flatten_is_refused():
         accelerator("bf16-stochastic", plugin=plugin)
 
 
-report(
-    [
-        training_has_the_bits_of_fsdp2,
-        masters_are_those_of_the_first_rank,
-        clipping_takes_the_exact_norm_over_all_shards,
-        a_resumed_run_repeats_itself_bit_for_bit,
-        what_fsdp1_cannot_flatten_is_refused,
-    ]
-)
+def the_trainer_trains_saves_and_resumes_bit_for_bit(folder):
+    from transformers import Trainer, TrainingArguments
+
+    def trainer(name):
+        torch.manual_seed(0)
+        config = {
+            "version": 1,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "sync_module_states": False,
+        }
+        options = {"save_steps": 4, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+        arguments = TrainingArguments(
+            *(f"{folder}/{name}",),
+            **options,
+            max_steps=8,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            use_cpu=True,
+            fsdp=True,
+            fsdp_config=config,
+        )
+        return Trainer(llama(), arguments, train_dataset=sequences())
+
+    mode = os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16-stochastic"
+    accelerator("no")  # and with it a state that shards
+    first = trainer("first")
+    first.train()
+    assert not first.accelerator.is_fsdp2
+    assert isinstance(first.model_wrapped, FullyShardedDataParallel)
+    assert first.accelerator.mixed_precision == mode
+    second = trainer("second")
+    second.train(resume_from_checkpoint=f"{folder}/first/checkpoint-4")
+    assert_same(weights(second.model_wrapped), weights(first.model_wrapped))
+    losses = [each["loss"] for each in first.state.log_history if "loss" in each]
+    assert losses[-1] < losses[0] - 0.5, losses
+
+
+def other_ranks_take_over(folder):
+    for mode in MODES:
+        for kind in ("SHARDED", "FULL"):
+            made, model, optimizer = flat(mode, kind=kind)
+            made.load_state(f"{folder}/{mode}-{kind}")
+            saved, states = torch.load(f"{folder}/{mode}-0")
+            assert_same(weights(model), saved)
+            assert_same(whole_states(model, optimizer), states)
+            train(made, model, optimizer, [3])
+            assert made.num_processes == 1
+
+
+CHECKS = [
+    training_has_the_bits_of_fsdp2,
+    masters_are_those_of_the_first_rank,
+    clipping_takes_the_exact_norm_over_all_shards,
+    micro_batches_are_reduced_as_by_hand,
+    a_resumed_run_repeats_itself_bit_for_bit,
+    the_trainer_trains_saves_and_resumes_bit_for_bit,
+    what_fsdp1_cannot_flatten_is_refused,
+]
+
+report(CHECKS if int(os.environ["WORLD_SIZE"]) == 2 else [other_ranks_take_over])
