@@ -141,9 +141,21 @@ def _wrap_connector(
         elif not isinstance(given, PrecisionBody):
             return original()
         _refuse(self.strategy, given, module)
+        _refuse_plugin(given, family)
         return given
 
     _wrap(connector, "_check_and_init_precision", make)
+
+
+def _refuse_plugin(plugin: Any, family: str) -> None:
+    # Fabric takes a Trainer's plugins, whose connect it never calls: optimizers would stay torch's.
+    right = importlib.import_module(_PLUGINS[family]).BF16Precision
+    if not isinstance(plugin, right):
+        kind = type(plugin)
+        raise TypeError(
+            f"{kind.__module__}.{kind.__name__} cannot be used in {family}, which calls other "
+            f"methods of it. Use {right.__module__}.BF16Precision with the same options"
+        )
 
 
 def _refuse(strategy: Any, plugin: Any, module: ModuleType) -> None:

@@ -22,6 +22,9 @@ from .gradients import GradientOptions
 __all__ = ["PrecisionBody"]
 
 _COMPUTE = ("autocast", "bf16")
+_CAST = (
+    "Nothing was trained, but the parameters of your module are bf16 by now: make or load it anew"
+)
 
 if TYPE_CHECKING:
     _Base = Any
@@ -156,6 +159,10 @@ class PrecisionBody(_Base):
 
         Returns:
             Those that were converted by this call.
+
+        Raises:
+            NotImplementedError: one of them cannot be converted; the modules are cast already.
+            ValueError: likewise, because of a parameter or an option of it.
         """
         converted: list[Any] = []
         for wrapped in optimizers:
@@ -167,7 +174,10 @@ class PrecisionBody(_Base):
             # ZeroRedundancyOptimizer's local optimizer takes the steps.
             local = getattr(optimizer, "optim", optimizer)
             if not isinstance(local, torch_bf16.BF16Optimizer):
-                torch_bf16.convert(optimizer, self.recipe, module=self._owner(optimizer))
+                try:
+                    torch_bf16.convert(optimizer, self.recipe, module=self._owner(optimizer))
+                except (NotImplementedError, ValueError) as error:
+                    raise type(error)(f"{error}. {_CAST}") from error
                 if isinstance(optimizer, torch_bf16.BF16Optimizer):
                     converted.append(optimizer)
         return converted

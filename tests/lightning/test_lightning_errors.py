@@ -39,9 +39,8 @@ def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
     def configure_optimizers(self):
         return getattr(torch.optim, name)(self.parameters())
 
-    with pytest.raises(
-        NotImplementedError, match=rf"{name} cannot be converted: .* Keep this optim"
-    ):
+    said = rf"{name} cannot be converted: .* Keep this optim.* your module are bf16 by now"
+    with pytest.raises(NotImplementedError, match=said):
         fit_with(pl, configure_optimizers)
 
 
@@ -66,6 +65,28 @@ def test_strategies_that_cannot_be_used_are_refused_by_name(pl, name, error, plu
     make = connector._AcceleratorConnector._check_and_init_precision
     with pytest.raises(error, match=rf"cannot be used with {name}: .*precision='bf16-true'"):
         make(half_made)
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy"])
+def test_fabric_refuses_them_too(fabric_package, mode, name):
+    connector = host(f"{fabric_package.__name__}.connector")
+    half_made = SimpleNamespace(
+        _precision_input=mode,
+        _precision_instance=None,
+        strategy=object.__new__(getattr(connector, name)),
+    )
+    with pytest.raises(ValueError, match=rf"cannot be used with {name}: .*precision='bf16-true'"):
+        connector._Connector._check_and_init_precision(half_made)
+
+
+# Fabric calls no connect: it would train bf16 weights with the optimizer of torch.optim.
+def test_fabric_refuses_the_plugin_of_a_trainer_and_names_its_own(fabric_package):
+    trainers = {"lightning.fabric": "pytorch", "lightning_fabric": "pytorch_lightning"}
+    plugin = host(f"lightning_bf16.{trainers[fabric_package.__name__]}").BF16Precision()
+    own = fabric_package.__name__.rpartition(".")[2]
+    said = rf"cannot be used in {fabric_package.__name__}, .* Use lightning_bf16\.{own}\.BF16Prec"
+    with pytest.raises(TypeError, match=said):
+        fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
 
 
 @pytest.mark.parametrize(
