@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,8 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
 
     Raises:
         ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP or FSDP1 or has
-            run under FSDP2, or a pattern of ``keep_fp32`` matches nothing; nothing has been
-            changed then.
+            run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of ``keep_fp32``
+            matches nothing; nothing has been changed then.
 
     Example:
         >>> model = cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -89,6 +90,7 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
             )
     if chosen:
         _check_wrappers(module)
+    _check_groups(module, set(chosen))
     fill_gaps()
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     rests = {}
@@ -168,6 +170,37 @@ def _check_wrappers(module: nn.Module) -> None:
                 "cast_module was given a module that fully_shard wraps and that has run already; "
                 "FSDP settles its dtypes in the first forward. Cast before it"
             )
+
+
+def _check_groups(module: nn.Module, cast: set[int]) -> None:
+    # FSDP2 says it in its first forward, without names.
+    first: dict[Any, dict[torch.dtype, str]] = {}
+    for name, parameter, group in _in_groups(module):
+        if parameter.requires_grad and parameter.is_floating_point():
+            dtype = torch.bfloat16 if id(parameter) in cast else parameter.dtype
+            first.setdefault(group, {}).setdefault(dtype, name)
+    for names in first.values():
+        if len(names) > 1:
+            held = " and ".join(f"{name!r} in {dtype}" for dtype, name in names.items())
+            raise ValueError(
+                f"one group of fully_shard would hold {held}, and FSDP reduces the gradients of a "
+                "group in one dtype (norms with running statistics and modules in keep_fp32 stay "
+                "in float32). Give each module that stays a group of its own: fully_shard(norm) "
+                "before the module around it. Nothing was changed"
+            )
+
+
+def _in_groups(
+    module: nn.Module, prefix: str = "", group: Any = None
+) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """What ``fully_shard`` has sharded, each with the group that it is gathered and reduced in."""
+    state = getattr(module, "_get_fsdp_state", None)
+    group = group if state is None else state()
+    for name, parameter in module.named_parameters(recurse=False):
+        if group is not None and is_dtensor(parameter):
+            yield prefix + name, parameter, group
+    for name, child in module.named_children():
+        yield from _in_groups(child, f"{prefix}{name}.", group)
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -1,0 +1,67 @@
+"""A group of FSDP2 has one dtype: what stays in fp32 beside bf16 weights needs one of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_bf16 import Recipe, cast_module
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 2))
+
+
+def dtypes(module):
+    return [{p.dtype for p in each.parameters()} for each in module]
+
+
+@pytest.mark.parametrize("keep_fp32", [(), ("2",)], ids=["batch-norm", "keep-fp32"])
+def test_a_group_of_two_dtypes_is_refused_with_names_and_left_as_it_was(mesh, keep_fp32):
+    module = net()
+    if keep_fp32:
+        fully_shard(module[1], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    stays = "2" if keep_fp32 else "1.0"
+    said = rf"'0.weight' in torch.bfloat16 and '{stays}.weight' in torch.float32.*Nothing was"
+    with pytest.raises(ValueError, match=said):
+        cast_module(module, Recipe("own", keep_fp32=keep_fp32))
+    assert dtypes(module) == [{FP32}] * 3
+
+
+def test_a_norm_in_a_group_of_its_own_trains_beside_bf16(mesh):
+    module = net()
+    fully_shard(module[1], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    cast_module(module)
+    assert dtypes(module) == [{BF16}, {FP32}, {BF16}]
+    with torch.autocast("cpu", BF16):
+        module(torch.randn(8, 4)).float().sum().backward()
+    assert [p.grad.dtype for p in module.parameters()] == [BF16, BF16, FP32, FP32, BF16, BF16]
+
+
+def test_a_frozen_norm_may_stay_in_the_group(mesh):
+    module = net()
+    module[1].requires_grad_(False)
+    fully_shard(module, mesh=mesh)
+    assert dtypes(cast_module(module)) == [{BF16}, {FP32}, {BF16}]
+
+
+def test_modules_that_are_sharded_together_are_one_group(mesh):
+    module = net()
+    fully_shard([module[0], module[1]], mesh=mesh)
+    with pytest.raises(ValueError, match=r"'0.weight' in torch.bfloat16 and '1.0.weight'"):
+        cast_module(module)
