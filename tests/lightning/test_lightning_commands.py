@@ -13,7 +13,7 @@ import pytest
 from lightning_models import MODES, TRAINERS
 
 HERE = Path(__file__).parent
-TIMEOUT = 120
+TIMEOUT = 240
 FAMILIES = {"lightning.pytorch": "lightning_bf16.pytorch"}
 
 OPTIONS = {

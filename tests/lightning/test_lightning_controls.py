@@ -8,9 +8,11 @@ test_lightning_tools.py, updates below half an ulp in test_lightning_numerics.py
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning_models import MODES, batches, host, loader, make_module, make_trainer
 from torch import nn
 from torchmetrics import MeanMetric
@@ -46,13 +48,20 @@ def is_bf16(values):
     return torch.equal(values, values.bfloat16().to(values.dtype))
 
 
-def test_a_metric_counts_beyond_256(precision, right):
+@pytest.mark.parametrize("late", [False, True], ids=["in-init", "in-configure-model"])
+def test_a_metric_counts_beyond_256(precision, right, late):
+    def configure_model(self):
+        if late:
+            self.mean = MeanMetric()
+
     def training_step(self, batch, batch_idx):
         for _ in range(1000):
             self.mean.update(1.0)
         return self(batch[0]).sum()
 
-    module = fitted(precision, parts={"mean": MeanMetric()}, training_step=training_step)
+    parts = {} if late else {"mean": MeanMetric()}
+    hooks = {"configure_model": configure_model, "training_step": training_step}
+    module = fitted(precision, parts=parts, **hooks)
     assert module.mean.weight.item() == (1000 if right else 256)
 
 
@@ -92,6 +101,19 @@ def test_what_a_step_makes_is_fp32(precision, right):
     assert (dtype == torch.float32) == right
 
 
+def test_other_threads_go_on_making_fp32_tensors_during_a_step(precision, right):
+    made = []
+
+    def training_step(self, batch, batch_idx):
+        thread = threading.Thread(target=lambda: made.append(torch.zeros(1).dtype))
+        thread.start()
+        thread.join()
+        return self(batch[0]).sum()
+
+    fitted(precision, training_step=training_step)
+    assert (made == [torch.float32]) == right
+
+
 def test_inputs_targets_and_times_arrive_as_they_are(precision, right):
     seen = []
 
@@ -127,6 +149,20 @@ def test_losses_and_what_is_logged_have_the_digits_of_fp32(precision, right):
     assert {loss.dtype for loss in losses} == {torch.float32 if right else torch.bfloat16}
     assert {value.dtype for value in logged} == {torch.float32}
     assert is_bf16(torch.stack(logged)) != right
+
+
+def test_losses_that_fall_by_a_ten_thousandth_are_no_ties_to_early_stopping(precision, right):
+    stop = EarlyStopping("val_loss", patience=1)
+
+    def validation_step(self, batch, batch_idx):
+        loss = self(batch[0]).mean() * 0 + 1
+        self.log("val_loss", loss - 1e-4 * self.current_epoch)
+
+    module = make_module(PL, validation_step=validation_step)
+    trainer = make_trainer(PL, precision, max_epochs=5, callbacks=[stop])
+    trainer.fit(module, batches(1), batches(1))
+    assert trainer.current_epoch == (5 if right else 2)
+    assert stop.best_score.item() == pytest.approx(0.9996 if right else 1.0, abs=1e-7)
 
 
 def test_predictions_can_become_arrays(precision, right):
