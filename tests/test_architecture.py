@@ -21,7 +21,7 @@ LAYERS = (
     ("formats", "watch"),
     ("recipe",),
     ("bit_views", "lost_bits", "recoding"),
-    ("fp32_states", "islands"),
+    ("fp32_states", "islands", "placed_states"),
     ("backends",),
     ("plan",),
     ("checkpoint",),

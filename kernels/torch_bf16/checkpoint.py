@@ -19,11 +19,12 @@ from torch import Tensor
 from . import lost_bits
 from .bit_views import masters_in
 from .errors import StateMismatchError
-from .formats import FP32, INT8, Format
+from .formats import FP32, Format
+from .placed_states import check_shape, local_state, placed_states
 from .recipe import Recipe
 from .recoding import Changes, recode, recode_weight, stored_format
 from .rules import Rule, State
-from .sharding import check_blocks, local, local_part, place_like
+from .sharding import check_blocks, local
 
 __all__ = [
     "HEADER",
@@ -179,7 +180,7 @@ def complete_state(
     like = parameter if like is None else like
     memory, given = local(parameter), state
     if memory is not parameter:
-        state = {key: _local(key, each, parameter, label) for key, each in state.items()}
+        state = {key: local_state(key, each, parameter, label) for key, each in state.items()}
     complete: dict[str, Any] = {"step": _step(state, parameter, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -198,17 +199,7 @@ def complete_state(
         planes = complete_moment(state, each.name, format_, memory, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, parameter, recipe, label, changes, like)
-    if memory is parameter:
-        return complete
-    # What is in place already stays the tensor it is.
-    return {
-        key: each
-        if key == "step"
-        else given[key]
-        if key in given and local(given[key]) is each
-        else place_like(parameter, each, _whole_shape(key, parameter))
-        for key, each in complete.items()
-    }
+    return placed_states(complete, given, parameter)
 
 
 def complete_moment(
@@ -312,7 +303,7 @@ def _fitting_planes(
 def _fitting(
     saved: Any, parameter: Tensor, key: str, label: str, shape: tuple[int, ...] | None = None
 ) -> Tensor:
-    _check_shape(saved, parameter, key, label, shape)
+    check_shape(saved, parameter, key, label, shape)
     return saved.to(parameter.device).contiguous()
 
 
@@ -353,28 +344,3 @@ def _first_master(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(memory.shape, dtype=dtype, device=memory.device)
     return memory.to(dtype).contiguous()
-
-
-def _local(key: str, saved: Any, parameter: Tensor, label: str) -> Any:
-    if key == "step" or not isinstance(saved, Tensor):
-        return saved
-    _check_shape(saved, parameter, key, label, _whole_shape(key, parameter))
-    return local_part(saved, parameter)
-
-
-def _whole_shape(key: str, parameter: Tensor) -> torch.Size:
-    """The shape of a state of the whole parameter: scales are fewer than numbers."""
-    (scale,) = (plane for plane in INT8.planes if plane.suffix)
-    fewer = key.endswith(f"_{scale.suffix}")
-    return torch.Size(scale.shape(parameter.shape)) if fewer else parameter.shape
-
-
-def _check_shape(saved, parameter, key, label, shape=None) -> None:
-    if not isinstance(saved, Tensor) or saved.shape != (
-        parameter.shape if shape is None else shape
-    ):
-        found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
-        raise StateMismatchError(
-            f"{key} of {label} has shape {found} in the state dict and the parameter has shape "
-            f"{tuple(parameter.shape)}; it was saved from another model, nothing was changed"
-        )

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "check_blocks",
     "check_whole_blocks",
     "cut_over",
+    "gather",
     "is_dtensor",
     "local",
     "local_gradient",
@@ -179,6 +181,41 @@ def _order(mesh_shape: Sequence[int], placements: Any) -> list[int]:
         else:
             raise _refused(placements, f"{each} does not cut what {before} ranks on its right hold")
     return order
+
+
+def gather(parameter: Tensor, memory: Tensor) -> Tensor:
+    """The whole tensor from the parts that ranks hold; communicates on all of them.
+
+    Args:
+        parameter: a DTensor, which says how the tensor is cut.
+        memory: this rank's part, contiguous, of a dtype that collectives know.
+
+    Returns:
+        ``memory`` itself where it is all, else a new tensor.
+    """
+    mesh, dims = cut_over(parameter)
+    shape, placements = tuple(parameter.shape), parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+    if not dims or not prod(shape):
+        return memory
+    boxes = []
+    for places in product(*(range(mesh.shape[dim]) for dim in dims)):
+        coordinate = [*mesh.get_coordinate()]
+        for dim, place in zip(dims, places, strict=True):
+            coordinate[dim] = place
+        boxes.append(box_at(shape, mesh.shape, coordinate, placements))
+    sizes = [tuple(each.stop - each.start for each in box) for box in boxes]
+    # Collectives take parts of one size.
+    most = max(map(prod, sizes))
+    parts = memory.new_zeros(most)
+    parts[: memory.numel()] = memory.view(-1)
+    for dim in reversed(dims):
+        more = parts.new_empty(mesh.shape[dim] * parts.numel())
+        dist.all_gather_into_tensor(more, parts, group=mesh.get_group(dim))
+        parts = more
+    whole = memory.new_empty(shape)
+    for box, size, part in zip(boxes, sizes, parts.view(-1, most), strict=True):
+        whole[box] = part[: prod(size)].view(size)
+    return whole
 
 
 def span_of(parameter: Tensor, name: str) -> Span:

@@ -5,31 +5,30 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_bf16 import checkpoint, lost_bits
-from torch_bf16.backends import Bucket, Call, Variant, capture, choose
+from torch_bf16.backends import Call, capture
 from torch_bf16.bit_views import MASTERS
-from torch_bf16.counter_rng import WEIGHT, draw16, noise, stream_base, tensor_key
 from torch_bf16.flat_parameters import is_part
-from torch_bf16.formats import FP32, Format
+from torch_bf16.formats import Format
+from torch_bf16.placed_states import local_state, placed_states
 from torch_bf16.recipe import get_recipe
 from torch_bf16.recoding import Changes
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
-from torch_bf16.sharding import is_dtensor
+from torch_bf16.sharding import check_blocks, cut_over, is_dtensor, local, place_like
 
 from .admission import Seen
 from .checkpointed import Checkpointed
 from .inner_step import Inner
 from .next_step import check_capturable
 from .optimizer import BF16Optimizer, Observer
+from .probing import steps_on_pieces
+from .stand_in import COUNTER, StandIn, Store, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "OwnStepOptimizer", "own_step_class"]
 
@@ -47,25 +46,7 @@ ROLES = {
 }
 """States whose meaning is known by their name; any other is kept in fp32."""
 
-_COUNTER = "noise_step"
-
 _logger = logging.getLogger("torch_bf16")
-
-
-@dataclass
-class _Member:
-    parameter: Tensor
-    group: int
-    name: str
-    state: dict[str, Any]
-    seen: Seen
-
-    def version(self) -> int:
-        return self.parameter._version
-
-    @property
-    def step(self) -> int:
-        return self.state[_COUNTER]
 
 
 class OwnStepOptimizer(BF16Optimizer):
@@ -74,6 +55,10 @@ class OwnStepOptimizer(BF16Optimizer):
     A step decodes some parameters, gradients and states to fp32, runs the class's own ``step`` on
     them, and encodes weights and known states by the recipe, some tensors at a time. What it keeps
     beside tensors shaped like the parameter stays as it is.
+
+    Of sharded parameters it steps on this rank's parts, where trying it on pieces of made-up
+    tensors gave the bits of the whole ones. Otherwise every rank gathers some whole tensors at a
+    time, takes their step, and keeps its parts.
 
     Attributes:
         roles: which of the recipe's formats a state takes, by its name.
@@ -84,6 +69,7 @@ class OwnStepOptimizer(BF16Optimizer):
     bucket_bytes: int = BUCKET_BYTES
     _couples: bool
     _halves: frozenset[str]
+    _pieces: dict[Any, bool]
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
@@ -123,34 +109,72 @@ class OwnStepOptimizer(BF16Optimizer):
             observer.after_update()
         return None
 
-    def _take_part(self, parameters: Sequence[Tensor]) -> list[_Member]:
+    def _take_part(self, parameters: Sequence[Tensor]) -> list[StandIn]:
         self.recipe = get_recipe(self.recipe)
         members, changes = [], Changes()
         for parameter, number, position, label in self._places(parameters):
-            if is_dtensor(parameter) or is_part(parameter):
-                raise NotImplementedError(
-                    f"{label()} is sharded, and {self.torch_class.__name__} steps on whole tensors "
-                    "here; train it with DDP, or use an optimizer of torch_bf16. Nothing was "
-                    "updated"
-                )
+            whole = self._needs_whole(parameter, number, label)
             given, group = self.state.get(parameter, {}), self.param_groups[number]
             state = self._complete(given, parameter, group, label(), changes)
-            seen = self._seen.setdefault(parameter, Seen.of(parameter))
-            members.append(_Member(parameter, number, self._name(number, position), state, seen))
+            seen = self._seen.get(parameter) or Seen.of(parameter)
+            name = self._name(number, position)
+            weights = self.recipe.format_of("weights", parameter)
+            formats = functools.partial(self._format_of, parameter=parameter)
+            member = StandIn(parameter, number, name, state, seen, weights, formats, whole)
+            members.append(member)
         if changes.lost:
             _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
+        self._point_out_gathering(members)
         for each in members:
             self.state[each.parameter] = each.state
+            self._seen[each.parameter] = each.seen
             lost_bits.forget(each.parameter)
+        lost_bits.forget_absent(p for group in self.param_groups for p in group["params"])
         return members
 
-    def _buckets(self, members: Sequence[_Member]) -> Iterator[list[_Member]]:
+    def _needs_whole(self, parameter: Tensor, number: int, label: Callable[[], str]) -> bool:
+        """Whether the step must see the whole of a parameter that ranks hold parts of."""
+        part = is_part(parameter)
+        if not part and not is_dtensor(parameter):
+            return False
+        dims = None
+        if not part:
+            placements: Any = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+            dims = tuple(sorted({placements[dim].dim for dim in cut_over(parameter)[1]}))
+            for role in set(self.roles.values()):
+                if (block := self.recipe.format_of(role, parameter).block) > 1:
+                    check_blocks(parameter, block)
+        key = (number, 1 if part else parameter.ndim, dims)
+        if key not in self._pieces:
+            self._pieces[key] = dims == () or steps_on_pieces(self, self.torch_class, *key)
+        whole = self._couples or not self._pieces[key]
+        if whole and part:
+            why = "couples all parameters" if self._couples else "looks at whole tensors"
+            raise NotImplementedError(
+                f"{label()} is sharded by FSDP1, and the step of {self.torch_class.__name__} "
+                f"{why}. Shard with torch.distributed.fsdp.fully_shard (FSDP2), whose tensors are "
+                "gathered for it, or train with DDP. Nothing was updated"
+            )
+        return whole
+
+    def _point_out_gathering(self, members: Sequence[StandIn]) -> None:
+        gathered = [each for each in members if each.whole]
+        if not gathered or any(each.step for each in members):
+            return
+        sizes = [each.bytes for each in gathered]
+        at_once = sum(sizes) if self._couples else max(*sizes, min(sum(sizes), self.bucket_bytes))
+        _logger.warning(
+            "%s %s: every rank gathers them for its step, %.2f GB of fp32 copies at a time",
+            self.torch_class.__name__,
+            "couples its parameters" if self._couples else "looks at whole tensors",
+            at_once / 1e9,
+        )
+
+    def _buckets(self, members: Sequence[StandIn]) -> Iterator[list[StandIn]]:
         """Some at a time, so that their fp32 copies fit in ``bucket_bytes``."""
         bucket, size = [], 0
         for each in members:
-            # Weight, gradient, and two states where the first step has not made them yet.
-            arrays = 2 + max(2, sum(_like(v, each.parameter) for v in each.state.values()))
-            more = 4 * arrays * each.parameter.numel()
+            more = each.bytes
             if bucket and size + more > self.bucket_bytes and not self._couples:
                 yield bucket
                 bucket, size = [], 0
@@ -159,16 +183,16 @@ class OwnStepOptimizer(BF16Optimizer):
         if bucket:
             yield bucket
 
-    def _run(self, bucket: Sequence[_Member], scale: float) -> Inner:
-        stand_ins = [self._stand_in(each, scale) for each in bucket]
-        states = [self._decoded(each) for each in bucket]
+    def _run(self, bucket: Sequence[StandIn], scale: float) -> Inner:
+        stand_ins = [each.make(scale) for each in bucket]
+        states = [each.decoded() for each in bucket]
         groups = [each.group for each in bucket]
         inner = Inner(self, self.torch_class, list(zip(groups, stand_ins, states, strict=True)))
         inner.step()
-        store = _Store(self.recipe.seed, self.backend)
+        store = Store(self.recipe.seed, self.backend)
         for each, stand_in in zip(bucket, stand_ins, strict=True):
-            each.state[_COUNTER] += 1
-            self._encode(each, stand_in.detach(), inner.state_of(stand_in), store)
+            each.encode(stand_in.detach(), inner.state_of(stand_in), store)
+            self.state[each.parameter] = each.state
         store.run()
         for each in bucket:
             # The kernels write through addresses, which autograd does not see.
@@ -176,74 +200,53 @@ class OwnStepOptimizer(BF16Optimizer):
             each.seen.version = each.version()
         return inner
 
-    def _stand_in(self, each: _Member, scale: float) -> nn.Parameter:
-        parameter: Any = each.parameter
-        format_ = self.recipe.format_of("weights", parameter)
-        planes = [parameter.detach(), *(each.state[k] for k in format_.plane_names("")[1:])]
-        stand_in = nn.Parameter(format_.decode(planes).clone())
-        # A copy, because steps may use the gradient's memory for what they compute.
-        stand_in.grad = parameter.grad.detach().to(torch.float32, copy=True).mul_(scale)
-        return stand_in
-
-    def _decoded(self, each: _Member) -> dict[str, Any]:
-        decoded, planes = {}, {_COUNTER, *MASTERS}
-        for key, value in each.state.items():
-            if key in planes:
-                continue
-            format_ = self._format_of(key, value, each.parameter)
-            if format_ is None:
-                decoded[key] = value
-                continue
-            keys = format_.plane_names(key)
-            planes.update(keys)
-            decoded[key] = format_.decode([each.state[k] for k in keys])
-        return decoded
-
-    def _encode(
-        self, each: _Member, weight: Tensor, state: Mapping[str, Any], store: _Store
-    ) -> None:
-        format_ = self.recipe.format_of("weights", each.parameter)
-        masters = {key: each.state[key] for key in format_.plane_names("")[1:]}
-        planes = [each.parameter.detach(), *masters.values()]
-        store.add(format_, planes, weight, each.name, each.step)
-        kept: dict[str, Any] = {}
-        for key, value in state.items():
-            format_ = self._format_of(key, value, each.parameter)
-            if format_ is None or format_ is FP32:
-                kept[key] = value
-                continue
-            for name, plane in zip(format_.plane_names(key), format_.planes, strict=True):
-                old = each.state.get(name)
-                made = (plane.shape(value.shape), plane.dtype, value.device)
-                kept[name] = _empty(*made) if old is None else old
-            planes = [kept[name] for name in format_.plane_names(key)]
-            store.add(format_, planes, value, f"{each.name}/{key}", each.step)
-        each.state = {**kept, _COUNTER: each.step, **masters}
-        self.state[each.parameter] = each.state
-
-    def _format_of(self, key: str, value: Any, parameter: Tensor) -> Format | None:
+    def _format_of(self, key: str, parameter: Tensor) -> Format | None:
         role = self.roles.get(key)
-        if role is None or key in self._halves or not _like(value, parameter):
+        if role is None or key in self._halves:
             return None
         return self.recipe.format_of(role, parameter)
 
     def _complete(self, state, parameter, group, label, changes) -> dict[str, Any]:
         complete: dict[str, Any] = {}
-        planes = {_COUNTER, *MASTERS}
+        memory, planes = local(parameter), {COUNTER, *MASTERS}
+        mine = {
+            key: local_state(key, each, parameter, label)
+            if is_dtensor(parameter) and is_like(each, parameter)
+            else each
+            for key, each in state.items()
+        }
         for key, value in state.items():
             if key in planes:
                 continue
-            format_ = self._format_of(key, value, parameter)
-            if format_ is None:
-                moved = isinstance(value, Tensor) and key != "step"
-                complete[key] = self._moved(key, value, parameter) if moved else value
-                continue
-            made = checkpoint.complete_moment(state, key, format_, parameter, label, changes)
-            complete.update(zip(format_.plane_names(key), made, strict=True))
-            planes.update(format_.plane_names(key))
-        complete[_COUNTER] = int(state.get(_COUNTER, state.get("step", 0)) or 0)
-        masters = checkpoint.complete_master(state, parameter, self.recipe, label, changes)
-        return complete | masters
+            like = is_like(value, parameter)
+            format_ = self._format_of(key, parameter) if like else None
+            if format_ is not None:
+                keys = format_.plane_names(key)
+                if is_dtensor(parameter):
+                    rest = {k: state[k] for k in keys[1:] if k in state}
+                    mine |= {k: local_state(k, v, parameter, label) for k, v in rest.items()}
+                made = checkpoint.complete_moment(mine, key, format_, memory, label, changes)
+                complete |= placed_states(dict(zip(keys, made, strict=True)), state, parameter)
+                planes.update(keys)
+            elif like:
+                moved = self._moved(key, mine[key], parameter)
+                same = is_dtensor(value) and local(value) is moved
+                complete[key] = value if same else place_like(parameter, moved)
+            else:
+                # Of another shape than the parameter it is the same on every rank.
+                value = value.full_tensor() if is_dtensor(value) else value
+                moves = isinstance(value, Tensor) and key != "step"
+                complete[key] = self._moved(key, value, parameter) if moves else value
+        complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)
+        masters = {k: each for k, each in state.items() if k in MASTERS}
+        if is_dtensor(parameter):
+            masters = {k: local_state(k, v, parameter, label) for k, v in masters.items()}
+        made = checkpoint.complete_master(masters, parameter, self.recipe, label, changes)
+        return complete | placed_states(made, state, parameter)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._pieces = {}
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
@@ -258,6 +261,7 @@ class OwnStepOptimizer(BF16Optimizer):
             "step",
             "observers",
             "_plan",
+            "_pieces",
             "_seen",
             "_next",
             "_accumulation",
@@ -271,55 +275,6 @@ class OwnStepOptimizer(BF16Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         # The class is made at run time, and found again by the one it wraps.
         return _restore, (self.torch_class,), self.__getstate__()
-
-
-class _Store:
-    """fp32 numbers on their way into planes, encoded in as few kernel calls as can be."""
-
-    def __init__(self, seed: int, backend: str | None) -> None:
-        self._seed, self._backend = seed, backend
-        self._numbers: dict[Any, list[Any]] = defaultdict(list)
-
-    def add(self, format_: Format, planes: Any, x: Tensor, key: str, step: int) -> None:
-        if format_.block > 1:
-            # Kernels know blocks of a rule's states, not of what is in a weight's place.
-            bits = noise(self._seed, step, tensor_key(key), WEIGHT.stream, 0, x.numel(), x.device)
-            r = draw16(bits, WEIGHT).view(x.shape) if format_.stochastic else None
-            format_.encode(x.float().contiguous(), r, planes)
-            return
-        base = stream_base(self._seed, tensor_key(key), WEIGHT.stream)
-        self._numbers[format_, x.device].append((planes, x, base, step))
-
-    def run(self) -> None:
-        for (format_, device), numbers in self._numbers.items():
-            planes = [tuple(p.contiguous() for p in its) for its, _, _, _ in numbers]
-            numels = np.array([x.numel() for _, x, _, _ in numbers], np.int64)
-            bucket = Bucket(
-                variant=Variant(STORE, format_, (), torch.float32, device),
-                planes=[[its] for its in planes],
-                numels=numels,
-                offsets=np.zeros(len(numbers), np.int64),
-                widths=np.maximum(numels, 1),
-                pitches=np.maximum(numels, 1),
-                bases=np.array([[base] for _, _, base, _ in numbers], np.uint32),
-                gradients=[x.float().contiguous() for _, x, _, _ in numbers],
-                steps=np.array([step for _, _, _, step in numbers], np.int64),
-                rows=np.zeros(len(numbers), np.int64),
-                scalars=np.ones((1, 1), np.float32),
-            )
-            choose(device, self._backend).run(bucket)
-            for (its, _, _, _), written in zip(numbers, planes, strict=True):
-                for plane, new in zip(its, written, strict=True):
-                    if plane.data_ptr() != new.data_ptr():
-                        plane.copy_(new)
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
 
 @functools.cache
