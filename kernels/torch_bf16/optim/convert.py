@@ -56,8 +56,8 @@ def convert(
     and the states it is known to keep (:data:`ROLES`) are encoded by the recipe, and whatever
     else it keeps stays as it is, in fp32. Its step is first tried on small made-up parameters: an
     optimizer that couples its parameters, by a norm over all of them, say, steps on all at once.
-    Of sharded parameters it steps on this rank's parts if pieces of made-up tensors gave the bits of
-    whole ones, else on whole tensors that are gathered for it.
+    Of sharded parameters it steps on this rank's parts where pieces of made-up tensors gave the
+    bits of whole ones, else on whole tensors that are gathered for it.
 
     The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that
     were built on it before or will be after. State it already has is taken over: moments are
