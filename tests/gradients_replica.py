@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.rounding import join16
 
 MICRO_BATCHES = 3
 STEPS = 2
@@ -186,39 +187,79 @@ def run_refusals(rank, ranks):
 def run_fsdp_release(rank, ranks, max_norm):
     """The bits of ordinary steps, and no gradient left by the time the next group's arrives."""
     norm = {} if max_norm is None else {"max_norm": max_norm, "norm": "last_step"}
-    ends, last = [], None
+    ends = []
     for release in (False, True):
         model, names = sharded()
         recipe = "bf16-stochastic" if max_norm is None else "bf16-fp32-master"
         optimizer = torch_bf16.AdamW(list(model.named_parameters()), lr=0.1, recipe=recipe)
-        handle = torch_bf16.release_gradients(model, optimizer, **norm) if release else None
-        # Alike from the second step on: the first of "last_step" has no norm to go by here.
+        handle = last = None
         for step in range(3):
+            # The first step of "last_step" is clipped otherwise, see below: alike in both.
+            released = release or (max_norm is not None and step == 0)
+            if handle is None and released:
+                handle = torch_bf16.release_gradients(model, optimizer, **norm)
             gradients = {n: gradient_of(rank, step, 0, n, shape) for n, shape in names}
             model(gradients).backward()
-            assert all((p.grad is None) == release for p in model.parameters())
-            if not release:
+            assert all((p.grad is None) == released for p in model.parameters())
+            if not released and max_norm is not None:
                 squares = [p.grad.full_tensor().float().square().sum() for p in model.parameters()]
-                now = torch.stack(squares).sum().sqrt()
-                if max_norm is not None and last is not None:
-                    optimizer.scale_next_step((max_norm / (last + 1e-6)).clamp(max=1.0))
-                last = now
+                optimizer.scale_next_step((max_norm / (last + 1e-6)).clamp(max=1.0))
+                last = torch.stack(squares).sum().sqrt()
             optimizer.step()
             optimizer.zero_grad()
-        if release and max_norm is not None:
-            torch.testing.assert_close(handle.last_norm, last, rtol=1e-5, atol=0)
+            if handle is not None and not release:
+                last = handle.last_norm
+                handle.remove()
+                handle = None
+        norms = handle.last_norm if release else last
         states = [optimizer.state[p] for p in model.parameters()]
         tensors = [p.detach().to_local() for p in model.parameters()]
         ends.append(tensors + [local(v) for s in states for v in s.values()])
+        ends[-1] += [] if norms is None else [norms]
     for one, other in zip(*ends, strict=True):
         if max_norm is None:
             assert torch.equal(one, other)
         else:
             # The norms are summed in another order.
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
-    if max_norm is not None:
-        with pytest.raises(NotImplementedError, match="norm='last_step'"):
-            torch_bf16.release_gradients(model, optimizer, max_norm=1.0)
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def run_fsdp_release_by_parameter(rank, ranks, norm):
+    """A first step: each whole gradient clipped by its own norm."""
+    ends = []
+    for release in (False, True):
+        model, names = sharded()
+        optimizer = torch_bf16.SGD(
+            list(model.named_parameters()), lr=0.1, recipe="bf16-fp32-master"
+        )
+        if release:
+            torch_bf16.release_gradients(model, optimizer, max_norm=1.0, norm=norm)
+        gradients = {n: gradient_of(rank, 0, 0, n, shape) for n, shape in names}
+        model(gradients).backward()
+        if not release:
+            clipped = 0
+            for p in model.parameters():
+                size = p.grad.full_tensor().float().norm()
+                clipped += int(size > 1)
+                others = {q: q.grad for q in model.parameters() if q is not p}
+                for q in others:
+                    q.grad = None
+                optimizer.scale_next_step((1 / (size + 1e-6)).clamp(max=1.0))
+                optimizer.step()
+                for q, gradient in others.items():
+                    q.grad = gradient
+                p.grad = None
+            assert clipped > 0
+        optimizer.step()
+        ends.append(
+            [
+                join16(local(p.detach()), local(optimizer.state[p]["remainder16"]))
+                for p in model.parameters()
+            ]
+        )
+    for one, other in zip(*ends, strict=True):
+        # A norm of shards is summed in another order than that of the whole.
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def local(tensor):
@@ -265,6 +306,10 @@ CASES = {
     "fsdp2-refusal": run_fsdp_refusal,
     "fsdp2-release": functools.partial(run_fsdp_release, max_norm=None),
     "fsdp2-release-clipped": functools.partial(run_fsdp_release, max_norm=2.0),
+    **{
+        f"fsdp2-release-by-{norm}": functools.partial(run_fsdp_release_by_parameter, norm=norm)
+        for norm in ("parameter", "last_step")
+    },
     "release-under-ddp": run_release_under_ddp,
 }
 

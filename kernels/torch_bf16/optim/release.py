@@ -47,9 +47,11 @@ def release_gradients(
     ``norm="parameter"`` clips each parameter's gradient to ``max_norm`` by its own norm, as with
     ``clip_grad_norm_([p], max_norm)`` for each ``p``; ``norm="last_step"`` multiplies all by the
     coefficient that the global norm of the step before asks for (the first step is clipped per
-    parameter, and under FSDP2 not at all).
+    parameter).
 
-    With FSDP2, gradients are released group by group, as they are reduced. What cannot work:
+    With FSDP2, gradients are released group by group, as they are reduced, and the norm of a
+    sharded parameter is one small all-reduce inside the backward pass, which ``"last_step"`` needs
+    in its first step alone. What cannot work:
 
     - DDP, whose reducer needs all gradients to the end of the pass: use ``fully_shard``.
     - Accumulation over several backward passes: use larger batches, or an accumulation format.
@@ -113,11 +115,6 @@ def release_gradients(
         why = (
             "an UpdateMonitor watches the optimizer, which looks at whole steps. Remove it, or do "
             "not release gradients"
-        )
-    elif max_norm is not None and norm == "parameter" and any(map(is_dtensor, parameters)):
-        why = (
-            "the norm of a sharded parameter would need a communication of its own inside the "
-            "backward pass. Use norm='last_step'"
         )
     if why:
         raise NotImplementedError(f"gradients cannot be released: {why}")
@@ -215,7 +212,7 @@ class GradientRelease:
             )
         if self._setting is None:
             self._setting = optimizer._setting()
-        coefficient = 1.0
+        coefficient: float | Tensor = 1.0
         if self._max_norm is not None:
             coefficient = self._coefficient(parameter, self._max_norm)
         self._stepped.add(parameter)
@@ -225,7 +222,7 @@ class GradientRelease:
         parameter.grad = None
 
     @torch.no_grad()
-    def _coefficient(self, parameter: Tensor, max_norm: float) -> Any:
+    def _coefficient(self, parameter: Tensor, max_norm: float) -> Tensor:
         gradient: Any = parameter.grad
         if is_dtensor(parameter):
             gradient = local_gradient(parameter, gradient)
@@ -233,10 +230,9 @@ class GradientRelease:
         if self._by_last_step:
             self._norms.append((parameter, norm))
             if self.last_norm is not None:
-                norm = self.last_norm.to(norm.device)
-            elif is_dtensor(parameter):
-                return 1.0  # its own norm would take a communication
-        return clip_coefficient(norm, max_norm)
+                return clip_coefficient(self.last_norm.to(norm.device), max_norm)
+        # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
+        return clip_coefficient(_total([(parameter, norm)]), max_norm)
 
 
 def _refuse_ddp(module: nn.Module, arguments: Any) -> None:
