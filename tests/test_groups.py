@@ -49,6 +49,22 @@ def test_a_key_that_fits_nothing_is_refused_with_the_names_there_are(keyword):
         param_groups(Tied(), **{keyword: key})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"no_decay": [3]}, r"no_decay=\[3\] must hold patterns of parameter names"),
+        ({"no_decay": 3}, "no_decay=3 must hold patterns"),
+        ({"no_decay": [int]}, "must hold patterns .* or module classes"),
+        ({"groups": {3: {"lr": 1.0}}}, "groups={3: .*} must hold patterns"),
+        ({"groups": {"*": None}}, r"groups\['\*'\]=None must map names of options to values"),
+        ({"groups": {"*": {"params": []}}}, "the parameters are those that the key fits"),
+    ],
+)
+def test_keys_and_options_of_another_kind_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        param_groups(nn.Linear(2, 2), **arguments)
+
+
 def test_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="has no parameter that requires a gradient"):
         param_groups(nn.ReLU())

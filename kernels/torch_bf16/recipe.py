@@ -19,7 +19,10 @@ ACCUMULATIONS = ("bf16", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
 
 
-_FAULTS = {"weights": "does not store bf16 weights"}
+_FAULTS = {
+    "is a format for weights": list(ROLES["weights"]),
+    "does not store bf16 weights": list(ROLES["exp_avg"]),
+}
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,8 @@ class Recipe:
             raise ValueError(f"name={self.name!r} must be a string")
         for role, known in ROLES.items():
             name = getattr(self, role)
-            # What no role knows raises here, with a list of all that is known.
-            if get_format(name).name not in known:
-                fault = _FAULTS.get(role, "is a format for weights")
+            if not isinstance(name, str) or name not in known:
+                fault = next((why for why, names in _FAULTS.items() if name in names), "is unknown")
                 raise ValueError(f"{role}={name!r} {fault}; use one of {', '.join(known)}")
         if self.accumulate not in ACCUMULATIONS:
             raise ValueError(

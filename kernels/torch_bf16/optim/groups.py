@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -63,6 +63,14 @@ def param_groups(
             '{"*.bias": {"lr": 1e-4}}'
         )
     groups = groups or {}
+    _check_keys("no_decay", no_decay)
+    _check_keys("groups", groups)
+    for key, given in groups.items():
+        if not isinstance(given, Mapping) or "params" in given:
+            raise ValueError(
+                f"groups[{key!r}]={given!r} must map names of options to values, for example "
+                '{"lr": 1e-4}; the parameters are those that the key fits'
+            )
     owners: dict[int, list[nn.Module]] = {}
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
@@ -109,3 +117,14 @@ def param_groups(
     if not made:
         raise ValueError(f"this {type(module).__name__} has no parameter that requires a gradient")
     return list(made.values())
+
+
+def _check_keys(argument: str, keys: Any) -> None:
+    known = isinstance(keys, Iterable) and all(
+        isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module))
+        for key in keys
+    )
+    if not known:
+        raise ValueError(
+            f"{argument}={keys!r} must hold patterns of parameter names (str) or module classes"
+        )

@@ -55,7 +55,8 @@ def release_gradients(
 
     - DDP, whose reducer needs all gradients to the end of the pass: use ``fully_shard``.
     - Accumulation over several backward passes: use larger batches, or an accumulation format.
-    - Clipping by the global norm of this step, ``total_norm``, ``scale_next_step``: see above.
+    - Clipping by the global norm of this step, ``total_norm``, ``scale_next_step``: see above. What
+      is not ours is not refused: ``torch.nn.utils.clip_grad_norm_`` finds no gradient to clip.
     - ``GradScaler``: bf16 has fp32's range and needs no loss scaling.
 
     Args:
