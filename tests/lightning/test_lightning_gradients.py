@@ -20,7 +20,7 @@ def plugin_of(package, **options):
 
 
 class Small(nn.Module):
-    """Its gradient is 2^-9 at every micro-batch but the first, whose gradient is 1."""
+    """Its gradient is what a micro-batch says."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,10 @@ class Small(nn.Module):
         return (self.w * x.mean()).sum()
 
 
-ONE_THEN_SMALL = [torch.tensor([1.0])] + [torch.tensor([2.0**-9])] * 127
+THOUSANDTHS = [torch.tensor([0.001])] * 1000
+SUM = 1000 * torch.tensor(0.001).bfloat16().double().item()
+# 4096 sums of 1000 roundings, each by at most half of 2^-8: six standard deviations.
+DEVIATION = 6 * 1000**0.5 * 2**-9 / 64
 
 
 @pytest.mark.parametrize("accumulate", ["bf16", "bf16_stochastic", "fp32"])
@@ -43,7 +46,7 @@ def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accum
             self.inner = Small()
 
         def training_step(self, batch, batch_idx):
-            return 128 * self.inner(batch)
+            return 1000 * self.inner(batch)
 
         def on_before_optimizer_step(self, optimizer):
             seen.append(self.inner.w.grad.detach().clone())
@@ -52,18 +55,16 @@ def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accum
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     plugin = plugin_of(pl, recipe="bf16-stochastic", accumulate=accumulate)
-    trainer = make_trainer(pl, None, plugins=[plugin], accumulate_grad_batches=128)
-    trainer.fit(Module(), torch.utils.data.DataLoader(ONE_THEN_SMALL * 2, batch_size=None))
-    assert len(seen) == 2
-    for gradient in seen:
-        mean = gradient.double().mean().item()
-        if accumulate == "bf16":
-            assert mean == 1  # the control: what torch does
-        else:
-            # 4096 sums of 127 roundings, each by at most half of 2^-7: six standard deviations.
-            limit = 6 * 127**0.5 * 2**-8 / 64 if accumulate == "bf16_stochastic" else 1e-6
-            assert abs(mean - 1 - 127 * 2**-9) <= limit
-        assert (gradient.dtype == torch.float32) == (accumulate == "fp32")
+    trainer = make_trainer(pl, None, plugins=[plugin], accumulate_grad_batches=1000)
+    trainer.fit(Module(), torch.utils.data.DataLoader(THOUSANDTHS, batch_size=None))
+    (gradient,) = seen
+    mean = gradient.double().mean().item()
+    if accumulate == "bf16":
+        assert mean == 0.5  # the control: what torch does
+    else:
+        limit = DEVIATION if accumulate == "bf16_stochastic" else 1000 * 2.0**-24
+        assert abs(mean - SUM) <= limit
+    assert (gradient.dtype == torch.float32) == (accumulate == "fp32")
 
 
 @pytest.mark.parametrize("accumulate", ["bf16_stochastic", "fp32"])
@@ -78,10 +79,10 @@ def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate
         else:
             model = fabric.setup_module(module)
             optimizer = fabric.setup_optimizers(optimizer)
-        for number, x in enumerate(ONE_THEN_SMALL):
-            with fabric.no_backward_sync(model, enabled=number < 127):
+        for number, x in enumerate(THOUSANDTHS):
+            with fabric.no_backward_sync(model, enabled=number < 999):
                 fabric.backward(model(x))
-        assert abs(module.w.grad.double().mean().item() - 1 - 127 * 2**-9) < 0.005
+        assert abs(module.w.grad.double().mean().item() - SUM) < DEVIATION
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         torch.testing.assert_close(
             torch_bf16.total_norm(module.parameters()), torch.tensor(1.0), atol=0.005, rtol=0
