@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from lightning_models import (
     batches,
@@ -83,6 +85,28 @@ def test_a_checkpoint_holds_the_plugins_own_state_and_loads_with_weights_only(pl
         "compute": "autocast",
     }
     assert {t.dtype for t in saved["state_dict"].values()} == {torch.bfloat16}
+
+
+def test_a_run_resumes_with_weights_only_and_validates_a_file_of_weights_alone(pl, mode, tmp_path):
+    module = make_module(pl, seed=0, configure_optimizers=configure_optimizers)
+    trainer = make_trainer(pl, mode, max_epochs=1)
+    trainer.fit(module, batches(5), batches(2, seed=1))
+    trainer.save_checkpoint(tmp_path / "all.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+    losses = make_trainer(pl, mode).validate(
+        make_module(pl, seed=99), batches(2, seed=1), tmp_path / "weights.ckpt", verbose=False
+    )
+    assert losses[0]["val_loss"] == trainer.callback_metrics["val_loss"].item()
+
+    options = {}
+    if "weights_only" in inspect.signature(trainer.fit).parameters:
+        options["weights_only"] = True
+    resumed = make_trainer(pl, mode, max_epochs=2)
+    other = make_module(pl, seed=99, configure_optimizers=configure_optimizers)
+    resumed.fit(other, batches(5), ckpt_path=tmp_path / "all.ckpt", **options)
+    assert resumed.global_step == 10
 
 
 def test_the_weights_of_a_checkpoint_train_on_in_32_true(pl, mode, tmp_path):
