@@ -11,6 +11,8 @@ import torch_bf16
 
 __all__ = ["GradientOptions"]
 
+_NORMS = ("parameter", "last_step")
+
 
 @dataclass(frozen=True)
 class GradientOptions:
@@ -44,6 +46,16 @@ class GradientOptions:
                 f"release_max_norm={self.max_norm} clips released gradients, and "
                 "release_gradients=False; use the Trainer's gradient_clip_val, or "
                 "fabric.clip_gradients"
+            )
+        number = isinstance(self.max_norm, (int, float)) and not isinstance(self.max_norm, bool)
+        if self.max_norm is not None and not (number and self.max_norm > 0):
+            raise ValueError(
+                f"release_max_norm={self.max_norm!r} must be a positive number, or None to clip "
+                "nothing"
+            )
+        if self.norm not in _NORMS:
+            raise ValueError(
+                f"release_norm={self.norm!r} is unknown; use one of {', '.join(_NORMS)}"
             )
 
     def check_trainer(self, trainer: Any) -> None:

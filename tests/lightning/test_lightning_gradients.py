@@ -148,11 +148,15 @@ def test_what_cannot_be_released_is_refused_before_training(pl):
             trainer.fit(module, batches(2))
 
 
-def test_options_that_exclude_each_other_are_refused():
+def test_options_that_exclude_each_other_or_are_unknown_are_refused():
     with pytest.raises(ValueError, match="accumulate='fp32' exclude each other"):
         lightning_bf16.BF16Precision(release_gradients=True, accumulate="fp32")
     with pytest.raises(ValueError, match="clips released gradients"):
         lightning_bf16.BF16Precision(release_max_norm=1.0)
+    with pytest.raises(ValueError, match=r"release_max_norm=-1.0 must be a positive number"):
+        lightning_bf16.BF16Precision(release_gradients=True, release_max_norm=-1.0)
+    with pytest.raises(ValueError, match="release_norm='all' is unknown; use one of parameter"):
+        lightning_bf16.BF16Precision(release_gradients=True, release_norm="all")
     with pytest.raises(ValueError, match="accumulate='int4' is no format"):
         lightning_bf16.BF16Precision(accumulate="int4")
 
