@@ -16,6 +16,7 @@ from .models import bare, is_wrapped
 from .recipe_options import BF16RecipeKwargs, from_environment
 from .refusals import refuse_wrapped
 from .sharding import fp32_groups
+from .unprepared import know, look_out
 
 __all__ = ["Preparation"]
 
@@ -46,6 +47,7 @@ class Preparation:
     ) -> None:
         self.mode = mode
         self._options = (options or BF16RecipeKwargs()).over(from_environment())
+        self._options.check_release()
         self._recipe = self._options.recipe(mode)
         self._models = _unique(map(bare, known_models))
         self._optimizers = _unique(map(optimizers.inner, known_optimizers))
@@ -78,6 +80,7 @@ class Preparation:
         for optimizer in self._optimizers:
             if optimizers.convert(optimizer, self._recipe, self._models):
                 self._converted.append(optimizer)
+            know(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """The second half of :meth:`run`."""
@@ -87,6 +90,7 @@ class Preparation:
             if not any(model is each for each in self._cast):
                 dtypes = [p.dtype for p in model.parameters()]
                 self._cast_model(model)
+                look_out(self.mode, model)
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,12 @@ class BF16RecipeKwargs(KwargsHandler):
     release_norm: str | None = None
 
     def __post_init__(self) -> None:
-        if self.keep_fp32 is not None and not isinstance(self.keep_fp32, (str, type)):
+        if isinstance(self.keep_fp32, Iterable) and not isinstance(self.keep_fp32, (str, type)):
             self.keep_fp32 = tuple(self.keep_fp32)
+        if self.release_gradients not in (None, True, False):
+            raise ValueError(
+                f"release_gradients={self.release_gradients!r} must be True, False or None"
+            )
         if self.release_gradients and self.accumulate not in (None, "bf16"):
             raise ValueError(
                 f"release_gradients=True and accumulate={self.accumulate!r} exclude each other: a "
@@ -67,6 +71,20 @@ class BF16RecipeKwargs(KwargsHandler):
         """These options, and the other's where these are None."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return dataclasses.replace(other, **{k: v for k, v in given.items() if v is not None})
+
+    def check_release(self) -> None:
+        """Refuse limits for released gradients where none are released.
+
+        Raises:
+            ValueError: they would be ignored.
+        """
+        for name in ("release_max_norm", "release_norm"):
+            if getattr(self, name) is not None and not self.release_gradients:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} clips released gradients, and "
+                    "release_gradients=True was not asked for. Ask for it, or use "
+                    "accelerator.clip_grad_norm_. Nothing was prepared"
+                )
 
     def recipe(self, mode: str) -> torch_bf16.Recipe:
         """The mode's recipe with these options.

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
-BOUND = 120
+BOUND = 240
 _OURS = ("ACCELERATE_", "BF16_", "PYTHON", "MASTER_", "RANK", "LOCAL_", "WORLD_", "COVERAGE", "HF_")
 
 

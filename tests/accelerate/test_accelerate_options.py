@@ -90,6 +90,31 @@ def test_options_that_cannot_be_meant_are_refused():
         BF16RecipeKwargs(release_gradients=True, accumulate="fp32")
     with pytest.raises(ValueError, match="clips released gradients"):
         BF16RecipeKwargs(release_gradients=False, release_max_norm=1.0)
+    with pytest.raises(ValueError, match="release_gradients='maybe' must be True, False or None"):
+        BF16RecipeKwargs(release_gradients="maybe")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "bf17"}, "unknown format 'bf17'; known formats: fp32"),
+        ({"accumulate": "fp64"}, "accumulate='fp64' is no format for a sum"),
+        ({"keep_fp32": 5}, "keep_fp32=5 must be a tuple"),
+        ({"keep_fp32": ["head"]}, "keep_fp32='head' matches no module of Sequential"),
+        ({"seed": 1.5}, "seed=1.5 must be an int"),
+        ({"release_max_norm": 1.0}, "release_gradients=True was not asked for"),
+        ({"release_norm": "last_step"}, "release_gradients=True was not asked for"),
+    ],
+)
+def test_wrong_values_are_refused_at_prepare_and_leave_the_model_as_it_was(
+    make_accelerator, options, message
+):
+    accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[BF16RecipeKwargs(**options)])
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=message):
+        accelerator.prepare(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("accumulate", ["bf16", "bf16_stochastic", "fp32"])

@@ -215,6 +215,17 @@ def test_proof_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsy
     logger.manager._clear_cache()
 
 
+def test_an_optimizer_that_was_not_prepared_is_warned_about_once(make_accelerator, mode, batches):
+    model = make_accelerator(mode).prepare(nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batches[0][0]).mean().backward()
+    with pytest.warns(UserWarning, match=f"AdamW steps over .*{mode}.* Give it to accelerator.pre"):
+        optimizer.step()
+    optimizer.step()
+    other = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    other.step()
+
+
 @pytest.mark.parametrize("value", ["no", "bf16"])
 def test_accelerates_own_modes_are_left_alone(
     make_accelerator, train, model, batches, value, caplog

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,18 @@ def test_model_wrapped_in_ddp_is_refused_untouched(mode):
     with pytest.raises(ValueError, match=r"DistributedDataParallel; .* Pass the bare model"):
         Preparation(mode).run([DistributedDataParallel(model)], [])
     assert model.weight.dtype == torch.float32
+
+
+def test_context_parallelism_is_refused_with_what_works(make_accelerator, monkeypatch, mode):
+    accelerator = make_accelerator(mode)
+    # A real one asks for several GPUs.
+    config = SimpleNamespace(cp_enabled=True)
+    monkeypatch.setattr(type(accelerator), "parallelism_config", config, raising=False)
+    model = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match=r"with context parallelism: .* What works: one"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert model.weight.dtype == torch.float32
+    assert accelerator.mixed_precision == mode
 
 
 @pytest.mark.usefixtures("group_of_one")

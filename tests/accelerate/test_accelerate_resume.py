@@ -6,6 +6,18 @@ import torch
 from torch.nn.functional import mse_loss
 
 
+class Counter:
+    """Something of the user's, for ``register_for_checkpointing``."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
 def start(make_accelerator, mode, model_class, tmp_path):
     accelerator = make_accelerator(mode, project_dir=str(tmp_path))
     model = model_class()
@@ -37,6 +49,8 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 ):
     run = start(make_accelerator, mode, type(model), tmp_path)
     accelerator, *objects = run
+    accelerator.register_for_checkpointing(counter := Counter())
+    counter.value = 12
     train(accelerator, *objects, batches[:12])
     accelerator.save_state(str(tmp_path / "state"))
     train(accelerator, *objects, batches[12:30])
@@ -44,7 +58,9 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 
     torch.manual_seed(99)
     accelerator, *objects = start(make_accelerator, mode, type(model), tmp_path)
+    accelerator.register_for_checkpointing(counter := Counter())
     accelerator.load_state(str(tmp_path / "state"))
+    assert counter.value == 12
     train(accelerator, *objects, batches[12:30])
     found = everything(*objects[:2])
 

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -139,6 +140,27 @@ def test_several_models_and_optimizers_draw_different_noise(make_accelerator, ba
             optimizer.zero_grad()
     assert not torch.equal(one.weight, other.weight)
     assert torch.allclose(one.weight.float(), other.weight.float(), atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_models_train_the_same_bits(make_accelerator, train, mode, model, batches):
+    ends = []
+    for way in ("eager", "before", "by-the-accelerator"):
+        options = {"dynamo_backend": "eager"} if way == "by-the-accelerator" else {}
+        accelerator = make_accelerator(mode, **options)
+        copied = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(copied.parameters(), lr=1e-2)
+        given = torch.compile(copied, backend="eager") if way == "before" else copied
+        prepared, wrapped = accelerator.prepare(given, optimizer)
+        losses = train(accelerator, prepared, wrapped, batches[:3])
+        assert prepared(batches[0][0]).dtype == torch.float32
+        assert (type(prepared).__name__ == "OptimizedModule") == (way != "eager")
+        assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is copied
+        ends.append((losses, {n: p.clone() for n, p in copied.state_dict().items()}))
+        AcceleratorState._reset_state()
+    for losses, weights in ends[1:]:
+        assert losses == ends[0][0]
+        assert all(torch.equal(weights[n], p) for n, p in ends[0][1].items())
 
 
 def test_accumulation_steps_once_per_window(make_accelerator, train, mode, model, batches):

@@ -10,6 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny_llm import llama, sequences, tokenizer
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import torch_bf16
 
@@ -126,6 +127,30 @@ def test_quantised_weights_of_the_base_are_not_touched(fine_tune):
     assert held
     assert all(after[n] is p and torch.equal(p, before[n]) for n, p in held.items())
     assert {p.dtype for p in adapters(model).values()} == {torch.float32}
+
+
+def test_weights_that_bitsandbytes_has_quantised_are_not_touched(fine_tune, tmp_path):
+    """QLoRA; TRL makes the adapters bf16, all but the magnitudes of DoRA."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path / "llama")
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "llama", quantization_config=four_bits, device_map={"": "cpu"}
+    )
+    model = get_peft_model(model, LoraConfig(r=4, use_dora=True, target_modules=["q_proj"]))
+    held = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    before = [p.detach().view(torch.uint8).clone() for p in held]
+    trainer = fine_tune(model)
+    assert len(held) == 14
+    assert all(torch.equal(p.view(torch.uint8), b) for p, b in zip(held, before, strict=True))
+    found = {n.split(".")[-3][:14]: p.dtype for n, p in adapters(trainer.model).items()}
+    assert found == {
+        "lora_A": torch.bfloat16,
+        "lora_B": torch.bfloat16,
+        "lora_magnitude": torch.float32,
+    }
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
