@@ -9,8 +9,10 @@ import pytest
 from launching import SCRIPTS, launched
 from packaging.version import Version
 
-if Version(version("accelerate")) < Version("1.6"):
-    pytest.skip("compares with FSDP2, which this Accelerate lacks", allow_module_level=True)
+if Version(version("accelerate")) < Version("1.10"):
+    pytest.skip(
+        "compares with FSDP2, of which this Accelerate has nothing or half", allow_module_level=True
+    )
 
 
 def run(processes, folder):
