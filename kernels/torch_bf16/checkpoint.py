@@ -179,8 +179,7 @@ def complete_state(
     changes = Changes() if changes is None else changes
     like = parameter if like is None else like
     memory, given = local(parameter), state
-    if memory is not parameter:
-        state = {key: local_state(key, each, parameter, label) for key, each in state.items()}
+    state = {key: local_state(key, each, parameter, label) for key, each in state.items()}
     complete: dict[str, Any] = {"step": _step(state, parameter, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -311,6 +310,12 @@ def _step(state, parameter, rule, label) -> Tensor:
     step = state.get("step")
     if step is None:
         # torch's SGD keeps no step; a buffer shows that the first one was taken.
+        needed = [each.name for each in rule.states if not each.optional]
+        if len(needed) > 1 and any(state.get(name) is not None for name in needed):
+            raise StateMismatchError(
+                f"the state of {label} has {', '.join(needed)} and no step, which corrects their "
+                "bias: it is damaged. Load it as it was saved; nothing was changed"
+            )
         began = any(state.get(each.name) is not None for each in (*rule.states, *rule.stage_states))
         step = float(began)
     number = torch.as_tensor(step, dtype=torch.float32, device="cpu")

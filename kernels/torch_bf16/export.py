@@ -14,7 +14,7 @@ from .bit_views import MASTERS, held, masters_in
 from .checkpoint import HEADER
 from .checkpoint_files import check_if_ours
 from .errors import CheckpointError
-from .flat_parameters import is_flattened
+from .flat_parameters import bare_name, is_flattened
 from .fp32_states import fp32_numbers
 from .optim import BF16Optimizer
 from .recoding import stored_format
@@ -112,6 +112,17 @@ def fp32_weights(
         CheckpointError: there are masters, and the optimizer's state dict has no parameter names.
     """
     states = {} if optimizer is None else _by_name(optimizer)
+    # Whatever wrapped the model when one of the two was saved.
+    bare = {bare_name(name): name for name in model}
+    found_by = {name: name if name in model else bare.get(bare_name(name)) for name in states}
+    lost = [n for n, to in found_by.items() if to is None and masters_in(states[n])]
+    if lost:
+        raise CheckpointError(
+            f"the exact masters of {', '.join(lost[:4])} ({len(lost)} in all) belong to no weight "
+            f"here; the weights are {', '.join([*model][:4])} and so on: model and optimizer are "
+            "not of one run. Nothing was written"
+        )
+    states = {to: states[name] for name, to in found_by.items() if to is not None}
     # A tied weight has a state under one of its names only.
     same = {model[n].data_ptr(): state for n, state in states.items() if n in model}
     found, exact = {}, 0

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .sharding import Span, span_of
 
 __all__ = [
+    "bare_name",
     "clean_name",
     "is_flattened",
     "is_part",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_DDP = "module."
 _FLAT = "_flat_param"
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -171,6 +173,15 @@ def clean_name(name: str) -> str:
         return name
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
+    return name
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name, the same whether its module is compiled, wrapped by DDP, both or none."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    while name.startswith(_DDP):
+        name = name.removeprefix(_DDP)
     return name
 
 

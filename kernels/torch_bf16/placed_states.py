@@ -18,11 +18,16 @@ __all__ = ["check_shape", "local_state", "placed_states"]
 def local_state(key: str, saved: Any, parameter: Tensor, label: str) -> Any:
     """This rank's part of one entry of a state, which may be whole or placed in any way.
 
+    Of a plain parameter it is all; a DTensor is then gathered, which communicates on every rank.
+
     Raises:
         StateMismatchError: it has another shape than the parameter.
     """
     if key == "step" or not isinstance(saved, Tensor):
         return saved
+    if not is_dtensor(parameter):
+        placed: Any = saved
+        return placed.full_tensor() if is_dtensor(saved) else saved
     check_shape(saved, parameter, key, label, _whole_shape(key, parameter))
     return local_part(saved, parameter)
 

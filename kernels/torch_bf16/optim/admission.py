@@ -173,6 +173,13 @@ def check_gradient(parameter: Tensor, gradient: Tensor, label: Callable[[], str]
             f"{label()} is a DTensor and has a gradient that is a plain tensor: give it one on the "
             "same mesh, by DTensor.from_local(...) or distribute_tensor(...). Nothing was updated"
         )
+    mesh, other = (getattr(each, "device_mesh", None) for each in (parameter, gradient))
+    if mesh != other:
+        raise ValueError(
+            f"{label()} is placed on {mesh or 'no mesh'} and its gradient on {other}: ranks would "
+            "read other elements than they hold. Give it a gradient on the parameter's mesh. "
+            "Nothing was updated"
+        )
     if gradient.layout != torch.strided:
         raise ValueError(
             f"{label()} has a sparse gradient ({gradient.layout}), which the fused update cannot "

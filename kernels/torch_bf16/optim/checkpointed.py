@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_bf16 import checkpoint
 from torch_bf16.bit_views import held, same_memory, shown
 from torch_bf16.errors import StateMismatchError
-from torch_bf16.flat_parameters import clean_name, is_flattened
+from torch_bf16.flat_parameters import bare_name, clean_name, is_flattened
 from torch_bf16.fp32_states import gatherable
 from torch_bf16.recipe import Recipe
 from torch_bf16.recoding import Changes
@@ -162,6 +162,7 @@ class Checkpointed(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         if sizes != [len(group["params"]) for group in saved_groups]:
             return  # torch itself refuses this in a moment
+        self._check_order(state_dict)
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             self._check_options(saved, number)
             checkpoint.check_hyperparameters(saved, group, number)
@@ -184,6 +185,23 @@ class Checkpointed(torch.optim.Optimizer):
                     options = {**group, **saved}
                     yield parameter, self._complete(copy, parameter, options, label, changes)
 
+    def _check_order(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse states in another order than the parameters, as far as names are known."""
+        header: Any = state_dict.get(checkpoint.HEADER)
+        names = (header or {}).get("names") or []
+        for number, (saved, live) in enumerate(zip(names, self._known_names(), strict=False)):
+            if None in live or None in saved:
+                continue
+            saved, live = ([*map(bare_name, each)] for each in (saved, live))
+            if saved != live and sorted(saved) == sorted(live):
+                first = next(n for n, (a, b) in enumerate(zip(saved, live, strict=True)) if a != b)
+                raise StateMismatchError(
+                    f"group {number} of the state dict has its parameters in another order: number "
+                    f"{first} is {saved[first]!r} there and {live[first]!r} here, and states go by "
+                    "number. Make the optimizer of the parameters in the order of "
+                    "model.named_parameters(). Nothing was changed"
+                )
+
     def _complete(self, state, parameter, group, label: str, changes: Changes) -> dict[str, Any]:
         """A parameter's state as this optimizer keeps it; see :func:`checkpoint.complete_state`."""
         rule = self.rule_for(group, parameter)
@@ -201,12 +219,12 @@ class Checkpointed(torch.optim.Optimizer):
         if self._whole is not None and (group, position) not in self._names:
             whole = self._whole.name(self.param_groups[group]["params"][position])
             if whole is not None:
-                return whole
+                return bare_name(whole)
         names = self.param_groups[group].get("param_names")
         if names is not None:
-            return clean_name(names[position])
+            return bare_name(names[position])
         if (known := self._names.get((group, position))) is not None:
-            return known
+            return bare_name(known)
         before = sum(len(each["params"]) for each in self.param_groups[:group])
         return f"#{before + position}"
 

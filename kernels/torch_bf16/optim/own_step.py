@@ -209,10 +209,10 @@ class OwnStepOptimizer(BF16Optimizer):
     def _complete(self, state, parameter, group, label, changes) -> dict[str, Any]:
         complete: dict[str, Any] = {}
         memory, planes = local(parameter), {COUNTER, *MASTERS}
+        if not is_dtensor(parameter):
+            state = {k: local_state(k, v, parameter, label) for k, v in state.items()}
         mine = {
-            key: local_state(key, each, parameter, label)
-            if is_dtensor(parameter) and is_like(each, parameter)
-            else each
+            key: local_state(key, each, parameter, label) if is_like(each, parameter) else each
             for key, each in state.items()
         }
         for key, value in state.items():
