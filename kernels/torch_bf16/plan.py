@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from operator import add, attrgetter, is_, ne
+from operator import attrgetter, is_, ne
 from types import ModuleType
 from typing import Any
 
@@ -152,7 +152,6 @@ class Plan:
         self._setting = setting
         # Made at the second step: by then the states are where the optimizer keeps them.
         self._watch: Watch | None = None
-        self._watched = False
         self._parameters: list[Any] = [each.parameter for each in members]
         self._sharded = [*map(is_dtensor, self._parameters)]
         alike: dict[Any, list[_Row]] = defaultdict(list)
@@ -191,8 +190,7 @@ class Plan:
         """
         if setting != self._setting or len(parameters) != len(self.members):
             return False
-        self._watched = self._watch is not None and self._watch.unchanged(parameters, states)
-        if self._watched:
+        if self._watch is not None and self._watch.unchanged(parameters, states):
             return True
         fits = all(
             each.parameter is parameter and each.unchanged(states.get(parameter, {}))
@@ -216,9 +214,6 @@ class Plan:
         with plain_access():
             if not any(self._sharded):
                 return [*map(_VERSION, self._parameters)]
-            if self._watched and self._watch is not None and all(self._sharded):
-                own, of_memory = (map(_VERSION, t) for t in (self._parameters, self._watch.memory))
-                return [*map(add, own, of_memory)]
             return [
                 each._version + each._local_tensor._version if sharded else each._version
                 for each, sharded in zip(self._parameters, self._sharded, strict=True)

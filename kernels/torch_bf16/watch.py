@@ -25,9 +25,7 @@ takes as long as to read it; DTensors have none."""
 
 
 _DTYPE, _SHAPE, _LAYOUT = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
-_GRADIENT, _LOCAL, _SPEC = attrgetter("grad"), attrgetter("_local_tensor"), attrgetter("_spec")
-
-_OWN = "those of the parameters"
+_GRADIENT = attrgetter("grad")
 
 
 class Watch:
@@ -36,9 +34,6 @@ class Watch:
     Args:
         parameters: contiguous tensors of this process, or DTensors over those, with gradients.
         states: the optimizer's state.
-
-    Attributes:
-        memory: what this rank holds of each parameter.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class Watch:
         self._specs = [each._spec for each in self._sharded]
         self._placed: list[Any] = [*filter(is_dtensor, (*parameters, *self._tensors))]
         self._locals = [each._local_tensor for each in self._placed]
-        self.memory = [*map(local, parameters)]
+        self._memory = [*map(local, parameters)]
         self._kept = [*map(local, self._tensors)]
         # What the last look found, for the step that follows it and no longer.
         self._found: tuple[list[Any], list[Any]] | None = None
@@ -96,51 +91,50 @@ class Watch:
     def gradients(self) -> list[Tensor] | None:
         """This rank's parts, contiguous; None where one must be brought into place or copied."""
         with plain_access():
-            (gradients, placements), self._found = self._found or self._gradients(), None
-            if placements != _OWN and placements != _placements(self._specs):
+            (gradients, placed), self._found = self._found or self._gradients(), None
+            # FSDP2 gives a gradient the very spec of its parameter; of others, placements count.
+            specs = [each._spec for each in placed]
+            if not _same(specs, self._specs) and _placements(specs) != _placements(self._specs):
                 return None
             # What a collective that is still under way leaves there must be waited for.
-            if self._specs and {*map(type, compress(gradients, self._is_sharded))} != {Tensor}:
+            if placed and {*map(type, compress(gradients, self._is_sharded))} != {Tensor}:
                 return None
             plain = all(map(Tensor.is_contiguous, gradients))
             return gradients if plain and not any(map(Tensor.is_neg, gradients)) else None
 
-    def _gradients(self) -> tuple[list[Any], Any]:
-        """What this rank holds of each gradient, and how those are placed that are DTensors."""
+    def _gradients(self) -> tuple[list[Any], list[Any]]:
+        """What this rank holds of each gradient, and those of them that are DTensors."""
         gradients: list[Any] = [*map(_GRADIENT, self._parameters)]
-        if not self._specs:
-            return gradients, _OWN
-        # FSDP2 gives a gradient the very spec of its parameter; of others, placements count.
-        specs = [*map(_SPEC, compress(gradients, self._is_sharded))]
-        placements = _OWN if _same(specs, self._specs) else _placements(specs)
-        if all(self._is_sharded):
-            return [*map(_LOCAL, gradients)], placements
-        pairs = zip(gradients, self._is_sharded, strict=True)
-        return [each._local_tensor if sharded else each for each, sharded in pairs], placements
+        placed = [*compress(gradients, self._is_sharded)]
+        if placed:
+            pairs = zip(gradients, self._is_sharded, strict=True)
+            gradients = [each._local_tensor if sharded else each for each, sharded in pairs]
+        return gradients, placed
 
     def _in_place(self) -> bool:
         """Whether DTensors have the local tensors that they had, cut as they were."""
         return (
-            _same([*map(_LOCAL, self._placed)], self._locals)
-            and _same([*map(_SPEC, self._sharded)], self._specs)
-            and all(map(Tensor.is_contiguous, self.memory))
+            _same([each._local_tensor for each in self._placed], self._locals)
+            and _same([each._spec for each in self._sharded], self._specs)
+            and all(map(Tensor.is_contiguous, self._memory))
         )
 
     def _flat(self) -> list[Tensor]:
         return [*chain.from_iterable(each.values() for each in self._own)]
 
     def _look(self) -> tuple[list[Any], ...]:
-        memory, self._found = self.memory, self._gradients()
-        gradients, placements = self._found
+        memory, self._found = self._memory, self._gradients()
+        gradients, placed = self._found
         return (
             [*map(Tensor.data_ptr, memory)],
             [*map(_DTYPE, memory)],
             [*map(_SHAPE, memory)],
+            _placements(self._specs),
             [*map(_DTYPE, gradients)],
             [*map(_SHAPE, gradients)],
             [*map(_LAYOUT, gradients)],
             [*map(Tensor.get_device, gradients)],
-            placements,
+            _placements([each._spec for each in placed]),
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
             [*map(Tensor.data_ptr, self._kept)],
         )
