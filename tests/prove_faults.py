@@ -79,7 +79,7 @@ def kill_at_random(path: Path, count: int, seed: int = 0) -> Counter:
     for step in range(1, STEPS + 1):
         train_step(model, optimizer, step)
         expected.append(digest(model, optimizer))
-    rng, counts, reached = random.Random(seed), Counter(), 0
+    rng, counts, reached = random.Random(seed), Counter(lost=0, wrong=0), 0
     while counts["killed"] < count:
         child = os.fork()
         if child == 0:
