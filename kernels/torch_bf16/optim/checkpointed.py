@@ -189,7 +189,8 @@ class Checkpointed(torch.optim.Optimizer):
         """Refuse states in another order than the parameters, as far as names are known."""
         header: Any = state_dict.get(checkpoint.HEADER)
         names = (header or {}).get("names") or []
-        for number, (saved, live) in enumerate(zip(names, self._known_names(), strict=False)):
+        here: Any = self._known_names()
+        for number, (saved, live) in enumerate(zip(names, here, strict=False)):
             if None in live or None in saved:
                 continue
             saved, live = ([*map(bare_name, each)] for each in (saved, live))
