@@ -54,6 +54,7 @@ def replicas(tmp_path):
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     logs = "\n".join((folder / f"{rank}.log").read_text()[-2000:] for rank in (0, 1))
     assert codes == [0, 0], logs
     return folder

@@ -62,5 +62,6 @@ def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bi
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     assert code == 0, (tmp_path / "log").read_text()[-3000:]
     assert_trained(tmp_path, STARTS)

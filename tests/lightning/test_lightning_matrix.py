@@ -41,6 +41,7 @@ def said(tmp_path_factory):
             # Also those that wait for one that failed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     assert code == 0, (folder / "log").read_text()[-5000:]
     return {
         (world, rank): (folder / f"{rank} of {world}").read_text().splitlines()

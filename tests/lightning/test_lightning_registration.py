@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-TIMEOUT = 120
+TIMEOUT = 240
 
 MAKE = """
 import {pl}, {fabric}
