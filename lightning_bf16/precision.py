@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecision
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +26,8 @@ _CAST = (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecision
+
     _Base = Any
 else:
     _Base = object
@@ -106,6 +107,8 @@ class PrecisionBody(_Base):
     @property
     def mixed_precision_config(self) -> MixedPrecision:
         """What FSDPStrategy hands to FSDP1: weights and buffers as they are, fp32 reduction."""
+        from torch.distributed.fsdp import MixedPrecision  # a build of torch may lack it
+
         casts = self.compute == "bf16"
         return MixedPrecision(
             reduce_dtype=torch.float32,
