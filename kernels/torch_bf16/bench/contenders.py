@@ -62,12 +62,14 @@ class Contender:
         # A block repeated: normal numbers for a billion parameters would take a CPU a minute. And
         # written in place: a temporary of the largest tensor would be part of a measured peak.
         block = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(device)
+        # Scaled once: freed between small tensors that live on, each copy would leave a hole.
+        weights, gradients = block * 0.02, block.flip(0) * 1e-3
         parameters = []
         for shape in shapes:
             parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
             parameter.grad = torch.empty_like(parameter)
-            _fill(parameter.detach(), block * 0.02)
-            _fill(parameter.grad, block.flip(0) * 1e-3)
+            _fill(parameter.detach(), weights)
+            _fill(parameter.grad, gradients)
             parameters.append(parameter)
         module, name = self.target.split(":")
         cls = getattr(importlib.import_module(module), name)
