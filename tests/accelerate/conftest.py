@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch import nn
+from small_model import Model
 from torch.nn.functional import mse_loss
 
 
@@ -34,25 +34,6 @@ def make_accelerator():
 def mode(request):
     """Each of the two modes."""
     return request.param
-
-
-class Model(nn.Module):
-    """A norm on raw fp32 inputs, a buffer, tied weights, batch norm."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, width)
-        self.batch_norm = nn.BatchNorm1d(width)
-        self.middle = nn.Linear(width, width)
-        self.also_middle = nn.Linear(width, width)
-        self.also_middle.weight = self.middle.weight
-        self.down = nn.Linear(width, 1)
-        self.register_buffer("scale", torch.tensor(1.0009765625))
-
-    def forward(self, x):
-        x = self.batch_norm(self.up(self.norm(x) * self.scale))
-        return self.down(self.also_middle(torch.relu(self.middle(torch.relu(x)))))
 
 
 @pytest.fixture

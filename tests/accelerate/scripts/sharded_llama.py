@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ga
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import Model
+from small_model import Model
 from tiny_llm import llama, sequences
 
 __all__ = ["Model", "PartialState", "llama", "sequences"]
