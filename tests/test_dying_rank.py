@@ -1,15 +1,13 @@
 """A rank that is killed ends the others soon and by an error; the last checkpoint goes on."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
 from dying_rank import LAST, RECIPE, TIMEOUT, WORLD
+from ranks import started_ranks
 from sharded_training import (
     EVEN,
     assert_same,
@@ -28,30 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def run_until_one_dies(folder):
     """The survivor's exit status, what it printed, and the seconds it took to end."""
-    logs, processes = [folder / f"{rank}.log" for rank in range(WORLD)], []
-    try:
-        for rank in range(WORLD):
-            with logs[rank].open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, SCRIPT, str(rank), folder / "store", folder],
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+    with started_ranks(SCRIPT, WORLD, folder) as processes:
         killed = processes[1].wait(120)
         died = time.monotonic()
         status = processes[0].wait(TIMEOUT + 30)
         took = time.monotonic() - died
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    assert killed == -signal.SIGKILL, logs[1].read_text()[-2000:]
-    return status, logs[0].read_text(), took
+    assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-2000:]
+    return status, (folder / "0.log").read_text(), took
 
 
 def plain():
