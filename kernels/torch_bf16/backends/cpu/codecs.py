@@ -1,14 +1,13 @@
 """The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
 
-``decode(planes, i)`` reads element ``i``; ``encode(planes, i, x, k0, k1, index, shift)`` writes it.
-``planes`` is a tuple of one-dimensional arrays in the order of ``Format.planes``, bf16 as uint16;
-``k0, k1`` are the noise keys of this tensor, stream and step, ``index`` the low 32 bits of the
-element's global index and ``shift`` that of the number's ``Draw``.
+``decode(values)`` gives fp32; ``encode(x, r)`` gives the values, in the order of ``Format.planes``,
+with ``r`` 16 random bits. A value is what :mod:`.planes` makes of a plane's element: uint32 with a
+bf16 in its upper half or a byte in its uppermost quarter, or float32. ``x`` is the result of an
+operation, so that its NaN is quiet and stays one when its lower half is cut off.
 """
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from .bits import (
@@ -16,152 +15,149 @@ from .bits import (
     and32,
     float_from_bits,
     float_to_bits,
-    max32,
-    min32,
     mul32,
     or32,
+    part,
     shl32,
     shr32,
+    sub32,
     xor32,
 )
 
-__all__ = ["CODECS"]
+__all__ = ["CODECS", "lower_draw", "upper_draw", "word", "word_pair"]
 
-_u32 = np.uint32
-_SIGN, _MAGNITUDE = _u32(0x80000000), _u32(0x7FFFFFFF)
-_INFINITY, _LARGEST, _QUIET = _u32(0x7F800000), _u32(0x7F7FFFFF), _u32(0x00400000)
-_HALF, _LOW, _ONE = _u32(0x8000), _u32(0xFFFF), _u32(1)
+_u32, _f32 = np.uint32, np.float32
+_MAGNITUDE, _INFINITY, _QUIET = _u32(0x7FFFFFFF), _u32(0x7F800000), _u32(0x00400000)
+_HALF, _LOW, _HIGH, _ONE = _u32(0x8000), _u32(0xFFFF), _u32(0xFFFF0000), _u32(1)
 _S8, _S11, _S15, _S16, _S17 = _u32(8), _u32(11), _u32(15), _u32(16), _u32(17)
 _M1, _M2, _M3 = _u32(0xED5AD4BB), _u32(0xAC4C1B51), _u32(0x31848BAB)
+# The largest floats of 16 and of 24 bits.
+_LARGEST_16, _LARGEST_24 = _f32(3.3895313892515355e38), _f32(3.4027717462407993e38)
 
 
-@numba.njit
-def noise16(k0, k1, index, shift):
-    """``counter_rng``'s word for one element, and of it the 16 bits above ``shift``."""
-    x = xor32(index, k0)
-    x = mul32(xor32(x, shr32(x, _S17)), _M1)
+@part
+def _mixed(x, k1):
+    x = mul32(x, _M1)
     x = add32(xor32(x, shr32(x, _S11)), k1)
     x = mul32(x, _M2)
-    x = mul32(xor32(x, shr32(x, _S15)), _M3)
-    return and32(shr32(xor32(x, shr32(x, _S16)), shift), _LOW)
+    return mul32(xor32(x, shr32(x, _S15)), _M3)
 
 
-@numba.njit
-def load_bf16(plane, i):
-    return float_from_bits(shl32(_u32(plane[i]), _S16))
+@part
+def word(k0, k1, index):
+    """``counter_rng``'s word for one element, but for the last exclusive or: see the draws."""
+    x = xor32(index, k0)
+    return _mixed(xor32(x, shr32(x, _S17)), k1)
 
 
-@numba.njit
-def nearest16(x):
+@part
+def word_pair(k0, k1, index):
+    """The words of an even ``index`` and the next, whose lowest bit passes the first shift by."""
+    x = xor32(index, k0)
+    x = xor32(x, shr32(x, _S17))
+    return _mixed(x, k1), _mixed(xor32(x, _ONE), k1)
+
+
+@part
+def upper_draw(word):
+    return shr32(word, _S16)
+
+
+@part
+def lower_draw(word):
+    return and32(xor32(word, shr32(word, _S16)), _LOW)
+
+
+@part
+def _nearest(x):
     bits = float_to_bits(x)
-    rounded = add32(add32(bits, _u32(0x7FFF)), and32(shr32(bits, _S16), _ONE))
-    nan = and32(bits, _MAGNITUDE) > _INFINITY
-    return shr32(or32(bits, _QUIET) if nan else rounded, _S16)
+    up = add32(and32(shr32(bits, _S16), _ONE), _u32(0x7FFF))
+    return add32(bits, up if x == x else _u32(0))
 
 
-@numba.njit
-def add_noise(magnitude, r):
-    # Noise moves a finite number up to the largest one and leaves Inf and NaN where they are.
-    return min32(add32(magnitude, r), max32(magnitude, _LARGEST))
+@part
+def _stochastic(x, r):
+    # Above the largest bf16 nothing is added: such numbers are cut to it, Inf and NaN stay.
+    return add32(float_to_bits(x), r if abs(x) <= _LARGEST_16 else _u32(0))
 
 
-@numba.njit
-def stochastic16(x, r):
-    bits = float_to_bits(x)
-    magnitude = and32(bits, _MAGNITUDE)
-    moved = add_noise(magnitude, r)
-    quiet = or32(moved, _QUIET) if magnitude > _INFINITY else moved
-    return shr32(or32(quiet, and32(bits, _SIGN)), _S16)
+@part
+def _visible(x, bits):
+    """What shows of a number in two parts: rounded half away from zero."""
+    return add32(bits, _HALF if x == x else _u32(0))
 
 
-@numba.njit
-def decode_fp32(planes, i):
-    return planes[0][i]
+@part
+def decode_fp32(values):
+    return values[0]
 
 
-@numba.njit
-def encode_fp32(planes, i, x, k0, k1, index, shift):
-    planes[0][i] = x
+@part
+def encode_fp32(x, r):
+    return (x,)
 
 
-@numba.njit
-def decode_bf16(planes, i):
-    return load_bf16(planes[0], i)
+@part
+def decode_bf16(values):
+    return float_from_bits(values[0])
 
 
-@numba.njit
-def encode_bf16_nearest(planes, i, x, k0, k1, index, shift):
-    planes[0][i] = np.uint16(nearest16(x))
+@part
+def encode_bf16_nearest(x, r):
+    return (_nearest(x),)
 
 
-@numba.njit
-def encode_bf16_stochastic(planes, i, x, k0, k1, index, shift):
-    planes[0][i] = np.uint16(stochastic16(x, noise16(k0, k1, index, shift)))
+@part
+def encode_bf16_stochastic(x, r):
+    return (_stochastic(x, r),)
 
 
-@numba.njit
-def visible_half(bits):
-    nan = and32(bits, _MAGNITUDE) > _INFINITY
-    return np.uint16(shr32(or32(bits, _QUIET) if nan else add32(bits, _HALF), _S16))
-
-
-@numba.njit
-def decode_remainder16(planes, i):
-    high = shl32(_u32(planes[0][i]), _S16)
+@part
+def decode_remainder16(values):
+    high, low = values[0], shr32(values[1], _S16)
     magnitude = and32(high, _MAGNITUDE)
-    nan = magnitude > _INFINITY
     # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
-    low = and32(_u32(planes[1][i]), _u32(0x7FFF) if magnitude == _u32(0) else _LOW)
+    low = and32(low, _u32(0x7FFF)) if magnitude == _u32(0) else low
     # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
-    borrow = shl32(and32(low, _HALF), _ONE)
-    signed = add32(add32(high, low), add32(xor32(borrow, _u32(0xFFFFFFFF)), _ONE))
-    return float_from_bits(or32(high, low) if nan else signed)
+    signed = sub32(add32(high, low), shl32(and32(low, _HALF), _ONE))
+    return float_from_bits(or32(high, low) if magnitude > _INFINITY else signed)
 
 
-@numba.njit
-def encode_remainder16(planes, i, x, k0, k1, index, shift):
+@part
+def encode_remainder16(x, r):
     bits = float_to_bits(x)
-    planes[0][i] = visible_half(bits)
-    planes[1][i] = np.uint16(and32(bits, _LOW))
+    return _visible(x, bits), shl32(bits, _S16)
 
 
-@numba.njit
-def decode_remainder8(planes, i):
-    high = shl32(_u32(planes[0][i]), _S16)
-    byte = _u32(planes[1][i])
+@part
+def decode_remainder8(values):
+    high = values[0]
     # Flipping the top bit and subtracting it again extends the sign.
-    low = shl32(add32(xor32(byte, _u32(0x80)), _u32(0xFFFFFF80)), _S8)
+    low = sub32(xor32(shr32(values[1], _S16), _HALF), _HALF)
     # Beside a zero the top bit is stale, and subtracting it would give a NaN.
     zero = and32(high, _MAGNITUDE) == _u32(0)
     return float_from_bits(add32(high, and32(low, _u32(0x7FFF)) if zero else low))
 
 
-@numba.njit
-def stochastic24(x, r):
-    """Bits of ``x`` with noise of 8 bits; the lowest 8 are still to be dropped."""
-    bits = float_to_bits(x)
-    return or32(add_noise(and32(bits, _MAGNITUDE), r), and32(bits, _SIGN))
+@part
+def encode_remainder8(x, r):
+    # Above the largest 24-bit float nothing is added; Inf and NaN stay.
+    noise = shr32(r, _S8) if abs(x) <= _LARGEST_24 else _u32(0)
+    bits = add32(float_to_bits(x), noise)
+    return _visible(x, bits), shl32(bits, _S16)
 
 
-@numba.njit
-def encode_remainder8(planes, i, x, k0, k1, index, shift):
-    bits = stochastic24(x, shr32(noise16(k0, k1, index, shift), _S8))
-    planes[0][i] = visible_half(bits)
-    planes[1][i] = np.uint8(and32(shr32(bits, _S8), _u32(0xFF)))
-
-
-@numba.njit
-def decode_master32(planes, i):
+@part
+def decode_master32(values):
+    visible, master = values
     # A weight written from outside no longer is the rounded master: then the weight counts.
-    visible = _u32(planes[0][i])
-    master = planes[1][i]
-    return master if nearest16(master) == visible else float_from_bits(shl32(visible, _S16))
+    rounded = or32(_nearest(master), _QUIET if master != master else _u32(0))
+    return master if and32(rounded, _HIGH) == visible else float_from_bits(visible)
 
 
-@numba.njit
-def encode_master32(planes, i, x, k0, k1, index, shift):
-    planes[0][i] = np.uint16(nearest16(x))
-    planes[1][i] = x
+@part
+def encode_master32(x, r):
+    return _nearest(x), x
 
 
 CODECS = {

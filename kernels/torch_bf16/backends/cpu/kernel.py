@@ -16,10 +16,24 @@ import numpy as np
 import torch
 
 from torch_bf16.backends.bucket import Variant
-from torch_bf16.formats import Plane
+from torch_bf16.formats import BF16_NEAREST, FP32
 
-from .bits import ROOM, TILE, add32, low32, mul32, room_on_stack, shr32, wide_vectors, xor32
-from .codecs import CODECS
+from . import elements
+from .bits import (
+    ROOM,
+    TILE,
+    add32,
+    and32,
+    low32,
+    mul32,
+    no_alias,
+    part,
+    room_on_stack,
+    shl32,
+    shr32,
+    wide_vectors,
+    xor32,
+)
 from .workshop import Workshop, carray, jit, source_hash
 
 __all__ = ["CHUNK", "compile_step"]
@@ -27,7 +41,12 @@ __all__ = ["CHUNK", "compile_step"]
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
 
+# How many elements ahead planes are fetched: a processor's own prefetching ends with each page of
+# memory, which is 2048 numbers in bf16, and starts anew by waiting.
+_AHEAD = 4 * TILE
+
 _u32 = np.uint32
+_ONE = _u32(1)
 _S15, _S16 = _u32(15), _u32(16)
 _M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
 _STEP, _BLOCK = _u32(0x9E3779B9), _u32(0x85EBCA6B)
@@ -68,40 +87,45 @@ def _block_keys(bases, tensor, step, index_hi):
 parts = ModuleType("parts")
 
 
-def _update_slice(weights, gradient, states, scalars, keys, index):
-    for i in range(gradient[0].shape[0]):
-        weight, numbers = parts.rule(
-            parts.decode_weight(weights, i),
-            parts.decode_gradient(gradient, i),
-            parts.decode_states(states, i),
-            scalars,
-        )
-        element = add32(index, low32(i))
-        parts.encode_weight(weights, i, weight, keys[0], keys[1], element, parts.shift)
-        parts.encode_states(states, i, numbers, keys, element)
+def _update_one(planes, scalars, keys, i, index):
+    numbers = parts.read_one(planes, i)
+    weight, states = parts.rule(numbers[1], numbers[0], numbers[2:], scalars)
+    parts.write_one(planes[1:], i, (weight, *states), parts.one_word(keys, index))
 
 
-def _update_blocks(weights, gradient, states, scalars, keys, index):
+def _update_slice(planes, scalars, keys, index, addresses, start):
+    no_alias()
     wide_vectors()
     room = carray(room_on_stack(), (ROOM,), np.float32)
-    size = gradient[0].shape[0]
-    for first in range(0, size, TILE):
-        n = min(TILE, size - first)
-        parts.load_states(states, first, n, room)
+    size = planes[0][0].shape[0]
+    # A pair starts where the global index is even; what is left at either end goes alone.
+    ahead = np.int64(and32(index, _ONE))
+    behind = (size - ahead) % 2
+    for first in range(ahead, size - 1, TILE):
+        n = min(TILE, size - first) // 2 * 2
+        parts.fetch(addresses, start + first + _AHEAD)
+        parts.load(planes, first, n, room)
         element = add32(index, low32(first))
-        for j in range(n):
+        for pair in range(n // 2):
             # Unsigned: an index that might be negative keeps the loop from vectorising.
-            i = np.uintp(first + j)
-            weight, numbers = parts.rule(
-                parts.decode_weight(weights, i),
-                parts.decode_gradient(gradient, i),
-                parts.decode_states(states, i, room, np.uintp(j)),
-                scalars,
+            j = np.uintp(pair)
+            i = np.uintp(first) + j + j
+            one, two = parts.read_two(planes, i, room, j)
+            weight, states = parts.rule(one[1], one[0], one[2:], scalars)
+            next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
+            words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)))
+            parts.write_two(
+                planes[1:], i, (weight, *states), (next_weight, *next_states), words, room, j
             )
-            at = add32(element, low32(j))
-            parts.encode_weight(weights, i, weight, keys[0], keys[1], at, parts.shift)
-            parts.encode_states(states, i, numbers, keys, at, room, np.uintp(j))
-        parts.finish_states(states, first, n, room)
+        parts.finish(planes, first, n, room)
+    for end in range(ahead + behind):
+        i = 0 if end < ahead else size - 1
+        parts.update_one(planes, scalars, keys, np.uintp(i), add32(index, low32(i)))
+
+
+@part
+def _no_update(planes, scalars, keys, i, index):
+    return None
 
 
 def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last):
@@ -117,12 +141,12 @@ def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, fi
             n = min(n, 4294967296 - (index & 4294967295))
             keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
             parts.update_slice(
-                parts.view_weights(addresses[tensor], start, n),
-                parts.view_gradient(addresses[tensor], start, n),
-                parts.view_states(addresses[tensor], start, n),
+                parts.arrays(addresses[tensor], start, n),
                 parts.take_scalars(scalars[rows[tensor]]),
                 parts.take_keys(keys),
                 low32(index),
+                addresses[tensor],
+                start,
             )
             start += n
 
@@ -142,41 +166,34 @@ def compile_step(variant: Variant, n_scalars: int):
         allocates nothing that grows with the tensors, and may run in several threads over different
         chunks.
     """
-    workshop, weights = Workshop(variant), variant.weights
+    workshop = Workshop(variant)
+    formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
+    places = elements.places(formats)
     # Two numbers that share a stream share its word: same keys, so that it is computed once.
     streams = [draw.stream for draw in variant.draws]
-    draws = [(2 * streams.index(draw.stream), _u32(draw.shift)) for draw in variant.draws]
-    column = 1 + len(weights.planes)
-    in_blocks = any(each.block > 1 for each in variant.states)
-    gradient_codec = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
-    variant_parts: Any = ModuleType("parts")
-    variant_parts.rule = workshop.lift(variant.rule.update)
-    variant_parts.decode_weight = CODECS[weights.name][0]
-    variant_parts.encode_weight = CODECS[weights.name][1]
-    variant_parts.decode_gradient = CODECS[gradient_codec][0]
-    if in_blocks:
-        (
-            variant_parts.load_states,
-            variant_parts.decode_states,
-            variant_parts.encode_states,
-            variant_parts.finish_states,
-        ) = workshop.block_codecs(variant.states, draws[1:])
-        variant_parts.view_states = workshop.views(variant.states, column)
-    else:
-        (
-            variant_parts.view_states,
-            variant_parts.decode_states,
-            variant_parts.encode_states,
-        ) = workshop.state_codecs(variant.states, draws[1:], column)
-    variant_parts.view_weights = workshop.view(weights.planes, 1)
-    variant_parts.view_gradient = workshop.view([Plane("", variant.gradient)], 0)
-    variant_parts.take_scalars = workshop.take(n_scalars)
-    variant_parts.take_keys = workshop.take(2 * len(variant.formats))
-    variant_parts.shift = draws[0][1]
-    variant_parts.update_slice = workshop.compile(
-        workshop.rebind(_update_blocks if in_blocks else _update_slice, parts=variant_parts)
+    pairs = list(zip(variant.formats, variant.draws, strict=True))
+    drawn = sorted({draw.stream for each, draw in pairs if each.stochastic})
+    draws = [
+        (drawn.index(draw.stream), draw.shift) if each.stochastic else None for each, draw in pairs
+    ]
+    built: Any = ModuleType("parts")
+    built.rule = workshop.lift(variant.rule.update)
+    built.read_one, built.read_two = elements.reads(workshop, formats, places)
+    built.write_one, built.write_two = elements.writes(workshop, formats[1:], places[1:], draws)
+    built.load, built.finish = elements.blocks(workshop, formats, places)
+    built.one_word, built.two_words = elements.words(
+        workshop, [2 * streams.index(stream) for stream in drawn]
     )
-    run = workshop.rebind(_run_chunks, parts=variant_parts)
+    built.arrays = workshop.views(formats)
+    built.fetch = workshop.fetch([plane for each in formats for plane in each.planes], TILE)
+    built.take_scalars = workshop.take(n_scalars)
+    built.take_keys = workshop.take(2 * len(variant.formats))
+    if any(each.block > 1 for each in formats):
+        built.update_one = _no_update
+    else:
+        built.update_one = workshop.compile(workshop.rebind(_update_one, parts=built))
+    built.update_slice = workshop.compile(workshop.rebind(_update_slice, parts=built))
+    run = workshop.rebind(_run_chunks, parts=built)
     return _cached(run, f"run_{variant.name}_{source_hash()}")
 
 

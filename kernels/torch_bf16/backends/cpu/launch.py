@@ -26,6 +26,9 @@ __all__ = ["launch"]
 # a thread on a busy core leaves the rest to the others.
 _TURN = 16
 
+# Elements: to wake up a thread takes as long as to update so many, a few tenths of a millisecond.
+_WORTH_A_THREAD = 1 << 18
+
 
 def launch(bucket: Bucket) -> None:
     """Take one step for a bucket; returns when all threads are done."""
@@ -53,8 +56,7 @@ def launch(bucket: Bucket) -> None:
                 min(first + _TURN, n_chunks),
             )
 
-    # For less than a chunk's worth of elements it is not worth to wake up a thread.
-    most = min(-(-n_chunks // _TURN), -(-int(bucket.numels.sum()) // CHUNK))
+    most = min(-(-n_chunks // _TURN), -(-int(bucket.numels.sum()) // _WORTH_A_THREAD))
     threads = min(torch.get_num_threads(), most)
     futures = [_pool(os.getpid()).submit(work) for _ in range(threads - 1)]
     try:

@@ -1,7 +1,6 @@
-"""What kernels are put together from: parts of a variant, each compiled on its own.
+"""Where the parts of a variant's kernel are compiled, and those that know no format.
 
-A kernel is the rule, lifted from its plain Python source, and one codec per stored number; here are
-the parts that look after several numbers at once.
+A kernel is the rule, lifted from its plain Python source, and one codec per stored number.
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba.np.unsafe import ndarray
 
 from torch_bf16 import rules
 from torch_bf16.backends.bucket import Variant
 
-from .bits import TILE, address_as_pointer
-from .blocks import BLOCK_CODECS, threshold
-from .codecs import CODECS, noise16
+from .bits import address_as_pointer, part, prefetch
 
-__all__ = ["Workshop", "carray", "jit", "source_hash"]
+__all__ = ["ELEMENTS", "Workshop", "carray", "jit", "source_hash"]
 
-_ELEMENTS = {
+# Bytes of a cache line.
+_LINE = 64
+
+ELEMENTS = {
     torch.bfloat16: np.uint16,
     torch.int16: np.uint16,
     torch.int8: np.uint8,
@@ -35,6 +36,7 @@ _ELEMENTS = {
 }
 
 _ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
+_as_tuple: Any = ndarray.to_fixed_tuple
 carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 
 # IEEE division: Python's raises on zero, and that branch would keep the loop from vectorising.
@@ -88,7 +90,7 @@ class Workshop:
 
     def compile(self, function) -> Any:
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
-        return jit(function)
+        return jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
     def rebind(self, function, **names):
         """``function`` with some of its globals replaced, not yet compiled."""
@@ -101,8 +103,8 @@ class Workshop:
     def view(self, planes, column):
         """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""
         if not planes:
-            return self.compile(lambda addresses, start, n: ())
-        dtype, rest = _ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
+            return _no_arrays
+        dtype, rest = ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
         itemsize, block = np.dtype(dtype).itemsize, planes[0].block
 
         def view(addresses, start, n):
@@ -112,10 +114,10 @@ class Workshop:
 
         return self.compile(view)
 
-    def views(self, formats, column):
-        """The same for the planes of several states, as nested tuples."""
+    def views(self, formats, column=0):
+        """The same for the planes of several numbers, as nested tuples."""
         if not formats:
-            return self.compile(lambda addresses, start, n: ())
+            return _no_arrays
         one = self.view(formats[0].planes, column)
         rest = self.views(formats[1:], column + len(formats[0].planes))
 
@@ -124,107 +126,35 @@ class Workshop:
 
         return self.compile(view)
 
+    def fetch(self, planes, n, column=0):
+        """``fetch(addresses, first)``: has ``n`` elements of each plane fetched."""
+        if not planes:
+            return _nothing_to_fetch
+        rest = self.fetch(planes[1:], n, column + 1)
+        itemsize, block = planes[0].dtype.itemsize, planes[0].block
+        lines = -(-n * itemsize // (block * _LINE))
+
+        def fetch(addresses, first):
+            start = addresses[column] + first // block * itemsize
+            for line in range(lines):
+                prefetch(start + line * _LINE)
+            rest(addresses, first)
+
+        return self.compile(fetch)
+
     def take(self, length):
         """``take(row)``: the first ``length`` elements as a tuple, kept in registers."""
-        if length == 0:
-            return self.compile(lambda row: ())
-        last, rest = length - 1, self.take(length - 1)
-        return self.compile(lambda row: (*rest(row), row[last]))
+        return self.compile(lambda row: _as_tuple(row, length))
 
-    def state_codecs(self, formats, draws, column):
-        """``(view, decode, encode)`` over all states at once, as nested tuples.
 
-        ``draws`` has for each state the number of its noise key and its shift.
-        """
-        if not formats:
-            return (
-                self.compile(lambda addresses, start, n: ()),
-                self.compile(lambda planes, i: ()),
-                self.compile(lambda planes, i, numbers, keys, index: None),
-            )
-        head, tail = formats[0], formats[1:]
-        view_one = self.view(head.planes, column)
-        decode_one, encode_one = CODECS[head.name]
-        view_rest, decode_rest, encode_rest = self.state_codecs(
-            tail, draws[1:], column + len(head.planes)
-        )
-        key, shift = draws[0]
+@part
+def _no_arrays(addresses, start, n):
+    return ()
 
-        def view(addresses, start, n):
-            return (view_one(addresses, start, n), *view_rest(addresses, start, n))
 
-        def decode(planes, i):
-            return (decode_one(planes[0], i), *decode_rest(planes[1:], i))
-
-        def encode(planes, i, numbers, keys, index):
-            encode_one(planes[0], i, numbers[0], keys[key], keys[key + 1], index, shift)
-            encode_rest(planes[1:], i, numbers[1:], keys, index)
-
-        return self.compile(view), self.compile(decode), self.compile(encode)
-
-    def block_codecs(self, formats, draws, at=0):
-        """``(load, decode, encode, finish)`` where some of the states are in blocks.
-
-        ``load`` decodes a tile of those into ``room``, from ``at`` on, where ``encode`` puts the
-        new numbers, and ``finish`` encodes the tile.
-        """
-        if not formats:
-            return (
-                self.compile(lambda planes, first, n, room: None),
-                self.compile(lambda planes, i, room, j: ()),
-                self.compile(lambda planes, i, numbers, keys, index, room, j: None),
-                self.compile(lambda planes, first, n, room: None),
-            )
-        (head, *tail), (key, shift) = formats, draws[0]
-        room_taken = 0 if head.block == 1 else TILE * (2 + head.stochastic)
-        load_rest, decode_rest, encode_rest, finish_rest = self.block_codecs(
-            tail, draws[1:], at + room_taken
-        )
-        codec: Any = (BLOCK_CODECS if room_taken else CODECS)[head.name]
-        decode_one, encode_one = codec
-
-        def load_blocks(planes, first, n, room):
-            decode_one(planes[0], first, n, room, at)
-            load_rest(planes[1:], first, n, room)
-
-        def look_up(planes, i, room, j):
-            return (room[np.uintp(at) + j], *decode_rest(planes[1:], i, room, j))
-
-        def put_aside(planes, i, numbers, keys, index, room, j):
-            room[np.uintp(at) + j] = numbers[0]
-            room[np.uintp(at + TILE) + j] = np.sqrt(abs(numbers[0]))
-            encode_rest(planes[1:], i, numbers[1:], keys, index, room, j)
-
-        def put_aside_with_noise(planes, i, numbers, keys, index, room, j):
-            room[np.uintp(at) + j] = numbers[0]
-            # Not of its magnitude: so it is the root that a rule has taken.
-            room[np.uintp(at + TILE) + j] = np.sqrt(numbers[0])
-            # Here, because another number may be rounded with bits of the same word.
-            r = noise16(keys[key], keys[key + 1], index, shift)
-            room[np.uintp(at + 2 * TILE) + j] = threshold(r)
-            encode_rest(planes[1:], i, numbers[1:], keys, index, room, j)
-
-        def encode_blocks(planes, first, n, room):
-            encode_one(planes[0], first, n, room, at)
-            finish_rest(planes[1:], first, n, room)
-
-        def load(planes, first, n, room):
-            load_rest(planes[1:], first, n, room)
-
-        def decode(planes, i, room, j):
-            return (decode_one(planes[0], i), *decode_rest(planes[1:], i, room, j))
-
-        def encode(planes, i, numbers, keys, index, room, j):
-            encode_one(planes[0], i, numbers[0], keys[key], keys[key + 1], index, shift)
-            encode_rest(planes[1:], i, numbers[1:], keys, index, room, j)
-
-        def finish(planes, first, n, room):
-            finish_rest(planes[1:], first, n, room)
-
-        put = put_aside_with_noise if head.stochastic else put_aside
-        blocked = (load_blocks, look_up, put, encode_blocks)
-        parts = blocked if room_taken else (load, decode, encode, finish)
-        return tuple(self.compile(each) for each in parts)
+@part
+def _nothing_to_fetch(addresses, first):
+    return None
 
 
 @functools.cache

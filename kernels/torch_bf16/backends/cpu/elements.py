@@ -1,0 +1,229 @@
+"""The parts of a kernel that read and write the numbers of an element, joined for one variant.
+
+Each comes for one element, and for an even one and the next at once: ``planes`` has a tuple of
+arrays for each number, ``i`` is the element and, in formats of whole blocks, ``j`` the number of
+its pair in the tile whose numbers are in ``room``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_bf16.formats import Format
+
+from .bits import TILE, part
+from .blocks import BLOCK_CODECS, NOISE, ODD, PER_SCALE, ROOTS, SCALES, spread, threshold
+from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
+from .planes import LOADS, STORES, load_bytes
+from .workshop import ELEMENTS, Workshop
+
+__all__ = ["blocks", "places", "reads", "words", "writes"]
+
+
+def places(formats):
+    """Where in ``room`` each format has its numbers; 0 for those that need none."""
+    found, at = [], 0
+    for each in formats:
+        found.append(at if each.block > 1 else 0)
+        if each.block > 1:
+            at += PER_SCALE + TILE // 2 if each.stochastic else NOISE
+    return found
+
+
+@part
+def _no_words(keys, index):
+    return ()
+
+
+@part
+def _no_words_of_two(keys, index):
+    return (), ()
+
+
+def words(workshop: Workshop, keys):
+    """``(one, two)``: the random words of an element, or of two, as tuples.
+
+    ``keys`` has for each word the number of its first key.
+    """
+    if not keys:
+        return _no_words, _no_words_of_two
+    key, (one_rest, two_rest) = keys[0], words(workshop, keys[1:])
+
+    def one(keys, index):
+        return (word(keys[key], keys[key + 1], index), *one_rest(keys, index))
+
+    def two(keys, index):
+        first, second = word_pair(keys[key], keys[key + 1], index)
+        others = two_rest(keys, index)
+        return (first, *others[0]), (second, *others[1])
+
+    return workshop.compile(one), workshop.compile(two)
+
+
+@part
+def _no_draw(words):
+    return np.uint32(0)
+
+
+def _draw(workshop, drawn):
+    if drawn is None:
+        return _no_draw
+    number, shift = drawn
+    half = upper_draw if shift else lower_draw
+    return workshop.compile(lambda words: half(words[number]))
+
+
+@part
+def _nothing(planes, i):
+    return ()
+
+
+@part
+def _nothing_of_two(planes, i, room, j):
+    return (), ()
+
+
+def reads(workshop: Workshop, formats: list[Format], places):
+    """``one(planes, i)`` and ``two(planes, i, room, j)``: fp32 numbers as tuples."""
+    if not formats:
+        return _nothing, _nothing_of_two
+    head, at = formats[0], places[0]
+    one_rest, two_rest = reads(workshop, formats[1:], places[1:])
+    decode = (BLOCK_CODECS if head.block > 1 else CODECS)[head.name][0]
+    loads = [LOADS[ELEMENTS[plane.dtype]] for plane in head.planes]
+    (load_one, load_two), (other_one, other_two) = loads[0], loads[-1]
+
+    def one(planes, i):
+        return (decode((load_one(planes[0][0], i),)), *one_rest(planes[1:], i))
+
+    def two(planes, i, room, j):
+        first, second = load_two(planes[0][0], i)
+        rest = two_rest(planes[1:], i, room, j)
+        return (decode((first,)), *rest[0]), (decode((second,)), *rest[1])
+
+    def one_of_halves(planes, i):
+        high, low = planes[0]
+        return (decode((load_one(high, i), other_one(low, i))), *one_rest(planes[1:], i))
+
+    def two_of_halves(planes, i, room, j):
+        (high, next_high), (low, next_low) = (
+            load_two(planes[0][0], i),
+            other_two(planes[0][1], i),
+        )
+        rest = two_rest(planes[1:], i, room, j)
+        return (decode((high, low)), *rest[0]), (decode((next_high, next_low)), *rest[1])
+
+    def two_of_a_block(planes, i, room, j):
+        first, second = load_bytes(planes[0][0], i)
+        scale = room[np.uintp(at + SCALES) + j]
+        rest = two_rest(planes[1:], i, room, j)
+        return (decode(first, scale), *rest[0]), (decode(second, scale), *rest[1])
+
+    if head.block > 1:
+        # Blocks are whole: no element is alone.
+        return _nothing, workshop.compile(two_of_a_block)
+    chosen = (one, two) if len(loads) == 1 else (one_of_halves, two_of_halves)
+    return tuple(workshop.compile(each) for each in chosen)
+
+
+@part
+def _write_nothing(planes, i, numbers, words):
+    return None
+
+
+@part
+def _write_nothing_of_two(planes, i, first, second, words, room, j):
+    return None
+
+
+def writes(workshop: Workshop, formats: list[Format], places, drawn):
+    """``one(planes, i, numbers, words)`` and ``two(planes, i, first, second, words, room, j)``.
+
+    ``drawn`` has for each format which word it draws from and the shift there, or None.
+    """
+    if not formats:
+        return _write_nothing, _write_nothing_of_two
+    head, at = formats[0], places[0]
+    one_rest, two_rest = writes(workshop, formats[1:], places[1:], drawn[1:])
+    draw = _draw(workshop, drawn[0])
+    if head.block > 1:
+        return _write_nothing, _put_aside(workshop, at, draw, two_rest, head.stochastic)
+    encode = CODECS[head.name][1]
+    stores = [STORES[ELEMENTS[plane.dtype]] for plane in head.planes]
+    (store_one, store_two), (other_one, other_two) = stores[0], stores[-1]
+
+    def one(planes, i, numbers, words):
+        store_one(planes[0][0], i, encode(numbers[0], draw(words))[0])
+        one_rest(planes[1:], i, numbers[1:], words)
+
+    def two(planes, i, first, second, words, room, j):
+        value, next_value = encode(first[0], draw(words[0])), encode(second[0], draw(words[1]))
+        store_two(planes[0][0], i, value[0], next_value[0])
+        two_rest(planes[1:], i, first[1:], second[1:], words, room, j)
+
+    def one_of_halves(planes, i, numbers, words):
+        high, low = encode(numbers[0], draw(words))
+        store_one(planes[0][0], i, high)
+        other_one(planes[0][1], i, low)
+        one_rest(planes[1:], i, numbers[1:], words)
+
+    def two_of_halves(planes, i, first, second, words, room, j):
+        high, low = encode(first[0], draw(words[0]))
+        next_high, next_low = encode(second[0], draw(words[1]))
+        store_two(planes[0][0], i, high, next_high)
+        other_two(planes[0][1], i, low, next_low)
+        two_rest(planes[1:], i, first[1:], second[1:], words, room, j)
+
+    chosen = (one, two) if len(stores) == 1 else (one_of_halves, two_of_halves)
+    return tuple(workshop.compile(each) for each in chosen)
+
+
+def _put_aside(workshop, at, draw, two_rest, stochastic):
+    def put(room, place, x, words):
+        room[place] = x
+        room[place + np.uintp(ROOTS)] = np.sqrt(abs(x))
+
+    def put_with_noise(room, place, x, words):
+        room[place] = x
+        # Not of its magnitude: so it is the root that a rule has taken.
+        room[place + np.uintp(ROOTS)] = np.sqrt(x)
+        # Here, because another number may be rounded with bits of the same word.
+        room[place + np.uintp(NOISE)] = threshold(draw(words))
+
+    put = workshop.compile(put_with_noise if stochastic else put)
+
+    def two(planes, i, first, second, words, room, j):
+        place = np.uintp(at) + j
+        put(room, place, first[0], words[0])
+        put(room, place + np.uintp(ODD), second[0], words[1])
+        two_rest(planes[1:], i, first[1:], second[1:], words, room, j)
+
+    return workshop.compile(two)
+
+
+@part
+def _no_blocks(planes, first, n, room):
+    return None
+
+
+def blocks(workshop: Workshop, formats: list[Format], places):
+    """``(load, finish)``, called before and after a tile: its scales, and its codes.
+
+    ``load(planes, first, n, room)`` takes ``n`` elements from ``first`` on, as does ``finish``.
+    """
+    numbers = [number for number, each in enumerate(formats) if each.block > 1]
+    if not numbers:
+        return _no_blocks, _no_blocks
+    number = numbers[-1]
+    at, encode = places[number], BLOCK_CODECS[formats[number].name][1]
+    load_others, finish_others = blocks(workshop, formats[:number], places)
+
+    def load(planes, first, n, room):
+        load_others(planes, first, n, room)
+        spread(planes[number], first, n, room, at)
+
+    def finish(planes, first, n, room):
+        finish_others(planes, first, n, room)
+        encode(planes[number], first, n, room, at)
+
+    return workshop.compile(load), workshop.compile(finish)

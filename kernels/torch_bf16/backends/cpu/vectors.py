@@ -1,0 +1,67 @@
+"""What LLVM's loop vectoriser must not be left to find: whole blocks as vectors.
+
+It would turn a short loop over a block into a long one over blocks, with a gather for each element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, types
+
+__all__ = ["HALF_BLOCK", "fill", "largest_magnitude"]
+
+# Its functions are called without their first argument, which no type checker knows.
+intrinsic: Any = extending.intrinsic
+
+HALF_BLOCK = 32
+
+_LANES = 16
+_I32 = ir.IntType(32)
+_INTEGERS, _FLOATS = ir.VectorType(_I32, _LANES), ir.VectorType(ir.FloatType(), _LANES)
+
+
+def _vectors(context, builder, array_type, array, index, kind):
+    """Pointers to the vectors of half a block from ``index`` on."""
+    data = context.make_array(array_type)(context, builder, array).data
+    for start in range(0, HALF_BLOCK, _LANES):
+        at = builder.add(index, index.type(start))
+        yield builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
+
+
+@intrinsic
+def largest_magnitude(typingctx, floats, i, k):
+    """The largest of the 31 lower bits of 32 floats from ``i`` on and 32 from ``k`` on: uint32."""
+
+    def codegen(context, builder, signature, arguments):
+        array, *indices = arguments
+        magnitude = ir.Constant(_INTEGERS, [0x7FFFFFFF] * _LANES)
+        largest = ir.Constant(_INTEGERS, [0] * _LANES)
+        for index in indices:
+            for each in _vectors(context, builder, signature.args[0], array, index, _INTEGERS):
+                bits = builder.and_(builder.load(each, align=4), magnitude)
+                larger = builder.icmp_unsigned(">", bits, largest)
+                largest = builder.select(larger, bits, largest)
+        name = f"llvm.vector.reduce.umax.v{_LANES}i32"
+        kind = ir.FunctionType(_I32, [_INTEGERS])
+        reduce = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(reduce, [largest])
+
+    return types.uint32(floats, i, k), codegen
+
+
+@intrinsic
+def fill(typingctx, floats, i, x):
+    """Write ``x`` to 32 floats from ``i`` on."""
+
+    def codegen(context, builder, signature, arguments):
+        array, index, x = arguments
+        one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), x, _I32(0))
+        lanes = ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES)
+        all_lanes = builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), lanes)
+        for each in _vectors(context, builder, signature.args[0], array, index, _FLOATS):
+            builder.store(all_lanes, each, align=4)
+        return context.get_dummy_value()
+
+    return types.none(floats, i, types.float32), codegen
