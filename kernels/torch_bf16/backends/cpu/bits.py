@@ -37,13 +37,15 @@ __all__ = [
 ]
 
 _njit: Any = numba.njit
-part: Any = functools.partial(_njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+part: Any = functools.partial(
+    _njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True
+)
 """Compiles what only kernels call: without wrappers for others, which take half as long again."""
 
 # Its functions are called without their first argument, which no type checker knows.
 intrinsic: Any = extending.intrinsic
 
-# Elements that are prefetched together, and whose numbers in blocks are on the stack together.
+# Elements whose numbers in blocks are on the stack together.
 TILE = 256
 # Floats: for each of at most four states of a rule, a tile, its roots, scales and noise.
 ROOM = 16 * TILE

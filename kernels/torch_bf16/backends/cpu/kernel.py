@@ -41,9 +41,10 @@ __all__ = ["CHUNK", "compile_step"]
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
 
-# How many elements ahead planes are fetched: a processor's own prefetching ends with each page of
+# Elements after which the planes of the next ones are fetched: those of more at a time would have
+# to wait for one another. And how far ahead: a processor's own prefetching ends with each page of
 # memory, which is 2048 numbers in bf16, and starts anew by waiting.
-_AHEAD = 4 * TILE
+_STRIP, _AHEAD = 128, 1024
 
 _u32 = np.uint32
 _ONE = _u32(1)
@@ -65,14 +66,14 @@ _SIGNATURE = numba.void(
 )
 
 
-@jit
+@part
 def _mix32(x):
     x = mul32(xor32(x, shr32(x, _S16)), _M1)
     x = mul32(xor32(x, shr32(x, _S15)), _M2)
     return xor32(x, shr32(x, _S16))
 
 
-@jit
+@part
 def _block_keys(bases, tensor, step, index_hi):
     """``counter_rng.block_keys`` for each format of a tensor: uint32 ``[formats * 2]``."""
     keys = np.empty(2 * bases.shape[1], np.uint32)
@@ -101,8 +102,8 @@ def _update_slice(planes, scalars, keys, index, addresses, start):
     # A pair starts where the global index is even; what is left at either end goes alone.
     ahead = np.int64(and32(index, _ONE))
     behind = (size - ahead) % 2
-    for first in range(ahead, size - 1, TILE):
-        n = min(TILE, size - first) // 2 * 2
+    for first in range(ahead, size - 1, parts.tile):
+        n = min(parts.tile, size - first) // 2 * 2
         parts.fetch(addresses, start + first + _AHEAD)
         parts.load(planes, first, n, room)
         element = add32(index, low32(first))
@@ -185,10 +186,12 @@ def compile_step(variant: Variant, n_scalars: int):
         workshop, [2 * streams.index(stream) for stream in drawn]
     )
     built.arrays = workshop.views(formats)
-    built.fetch = workshop.fetch([plane for each in formats for plane in each.planes], TILE)
+    in_blocks = any(each.block > 1 for each in formats)
+    built.tile = TILE if in_blocks else _STRIP
+    built.fetch = workshop.fetch([plane for each in formats for plane in each.planes], built.tile)
     built.take_scalars = workshop.take(n_scalars)
     built.take_keys = workshop.take(2 * len(variant.formats))
-    if any(each.block > 1 for each in formats):
+    if in_blocks:
         built.update_one = _no_update
     else:
         built.update_one = workshop.compile(workshop.rebind(_update_one, parts=built))

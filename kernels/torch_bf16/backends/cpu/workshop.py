@@ -90,7 +90,7 @@ class Workshop:
 
     def compile(self, function) -> Any:
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
-        return jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+        return jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
     def rebind(self, function, **names):
         """``function`` with some of its globals replaced, not yet compiled."""
