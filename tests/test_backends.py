@@ -23,6 +23,7 @@ from torch_bf16 import BackendUnavailableError, Recipe, backends
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends import eager as eager_backend
 from torch_bf16.optim import AdamW
+from torch_bf16.rules import RULES
 
 every_backend = pytest.mark.parametrize("backend", ["cpu", "eager"])
 
@@ -33,6 +34,14 @@ def test_steps_equal_the_oracle_bit_for_bit(backend, case):
     offsets = [0] * len(SIZES)
     bucket = make_bucket(*case, offsets)
     assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2, 3, 1000), offsets)
+
+
+@every_backend
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.states])
+def test_every_rule_with_codes_equals_the_oracle_where_gradients_are_no_numbers(backend, rule):
+    offsets = [0, 64]
+    bucket = make_bucket(rule, "int8", torch.bfloat16, offsets, sizes=(64, 192))
+    assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2, 3), offsets)
 
 
 @every_backend

@@ -11,23 +11,32 @@ import numpy as np
 
 from torch_bf16.formats import Format
 
-from .bits import TILE, part
-from .blocks import BLOCK_CODECS, NOISE, ODD, PER_SCALE, ROOTS, SCALES, spread, threshold
+from .bits import part
+from .blocks import (
+    BLOCK_CODECS,
+    NOISE,
+    ODD,
+    ROOTS,
+    SCALES,
+    new_scales,
+    size_in_room,
+    spread,
+    threshold,
+)
 from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
-from .planes import LOADS, STORES, load_bytes
+from .memory import ROOM
+from .planes import LOADS, STORES, load_bytes, store_bytes
 from .workshop import ELEMENTS, Workshop
 
 __all__ = ["blocks", "places", "reads", "words", "writes"]
 
 
 def places(formats):
-    """Where in ``room`` each format has its numbers; 0 for those that need none."""
-    found, at = [], 0
-    for each in formats:
-        found.append(at if each.block > 1 else 0)
-        if each.block > 1:
-            at += PER_SCALE + TILE // 2 if each.stochastic else NOISE
-    return found
+    """Where in ``room`` each format has its numbers."""
+    sizes = [size_in_room(each) for each in formats]
+    if sum(sizes) > ROOM:
+        raise NotImplementedError(f"states in blocks need {sum(sizes)} floats, of {ROOM} there are")
+    return [sum(sizes[:number]) for number in range(len(sizes))]
 
 
 @part
@@ -106,10 +115,8 @@ def reads(workshop: Workshop, formats: list[Format], places):
         return (decode((load_one(high, i), other_one(low, i))), *one_rest(planes[1:], i))
 
     def two_of_halves(planes, i, room, j):
-        (high, next_high), (low, next_low) = (
-            load_two(planes[0][0], i),
-            other_two(planes[0][1], i),
-        )
+        high, next_high = load_two(planes[0][0], i)
+        low, next_low = other_two(planes[0][1], i)
         rest = two_rest(planes[1:], i, room, j)
         return (decode((high, low)), *rest[0]), (decode((next_high, next_low)), *rest[1])
 
@@ -206,24 +213,37 @@ def _no_blocks(planes, first, n, room):
     return None
 
 
-def blocks(workshop: Workshop, formats: list[Format], places):
-    """``(load, finish)``, called before and after a tile: its scales, and its codes.
+@part
+def _no_codes(planes, i, room, j):
+    return None
 
-    ``load(planes, first, n, room)`` takes ``n`` elements from ``first`` on, as does ``finish``.
+
+def blocks(workshop: Workshop, formats: list[Format], places):
+    """``(load, scale, two)``: for a tile before its update, and after it, and then for its pairs.
+
+    ``load(planes, first, n, room)`` spreads the scales of ``n`` elements from ``first`` on;
+    ``scale``, with the same arguments, makes new ones; ``two(planes, i, room, j)`` writes codes.
     """
     numbers = [number for number, each in enumerate(formats) if each.block > 1]
     if not numbers:
-        return _no_blocks, _no_blocks
+        return _no_blocks, _no_blocks, _no_codes
     number = numbers[-1]
-    at, encode = places[number], BLOCK_CODECS[formats[number].name][1]
-    load_others, finish_others = blocks(workshop, formats[:number], places)
+    at, stochastic = places[number], formats[number].stochastic
+    _, encode, top = BLOCK_CODECS[formats[number].name]
+    load_others, scale_others, others = blocks(workshop, formats[:number], places)
 
     def load(planes, first, n, room):
         load_others(planes, first, n, room)
         spread(planes[number], first, n, room, at)
 
-    def finish(planes, first, n, room):
-        finish_others(planes, first, n, room)
-        encode(planes[number], first, n, room, at)
+    def scale(planes, first, n, room):
+        scale_others(planes, first, n, room)
+        new_scales(planes[number], first, n, room, at, top, stochastic)
 
-    return workshop.compile(load), workshop.compile(finish)
+    def two(planes, i, room, j):
+        others(planes, i, room, j)
+        place = np.uintp(at) + j
+        even, odd = encode(room, place, place), encode(room, place + np.uintp(ODD), place)
+        store_bytes(planes[number][0], i, even, odd)
+
+    return tuple(workshop.compile(each) for each in (load, scale, two))

@@ -19,21 +19,8 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.formats import BF16_NEAREST, FP32
 
 from . import elements
-from .bits import (
-    ROOM,
-    TILE,
-    add32,
-    and32,
-    low32,
-    mul32,
-    no_alias,
-    part,
-    room_on_stack,
-    shl32,
-    shr32,
-    wide_vectors,
-    xor32,
-)
+from .bits import add32, and32, low32, mul32, part, shl32, shr32, xor32
+from .memory import ROOM, TILE, no_alias, room_on_stack, wide_vectors
 from .workshop import Workshop, carray, jit, source_hash
 
 __all__ = ["CHUNK", "compile_step"]
@@ -118,7 +105,10 @@ def _update_slice(planes, scalars, keys, index, addresses, start):
             parts.write_two(
                 planes[1:], i, (weight, *states), (next_weight, *next_states), words, room, j
             )
-        parts.finish(planes, first, n, room)
+        parts.scale(planes, first, n, room)
+        for pair in range(n // 2):
+            j = np.uintp(pair)
+            parts.write_codes(planes, np.uintp(first) + j + j, room, j)
     for end in range(ahead + behind):
         i = 0 if end < ahead else size - 1
         parts.update_one(planes, scalars, keys, np.uintp(i), add32(index, low32(i)))
@@ -181,7 +171,7 @@ def compile_step(variant: Variant, n_scalars: int):
     built.rule = workshop.lift(variant.rule.update)
     built.read_one, built.read_two = elements.reads(workshop, formats, places)
     built.write_one, built.write_two = elements.writes(workshop, formats[1:], places[1:], draws)
-    built.load, built.finish = elements.blocks(workshop, formats, places)
+    built.load, built.scale, built.write_codes = elements.blocks(workshop, formats, places)
     built.one_word, built.two_words = elements.words(
         workshop, [2 * streams.index(stream) for stream in drawn]
     )

@@ -7,35 +7,32 @@ uppermost quarter; what is below is dropped when it is written. Two bf16 neighbo
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
-from numba import extending, types
+from numba import types
 
-from .bits import and32, or32, part, shl32, shr32
+from .bits import and32, intrinsic, or32, part, shl32, shr32
 
 __all__ = ["LOADS", "STORES", "load_bytes", "store_bytes"]
 
-# Its functions are called without their first argument, which no type checker knows.
-intrinsic: Any = extending.intrinsic
-
 _u32 = np.uint32
-_S8, _S16, _S24 = _u32(8), _u32(16), _u32(24)
+_S16, _S24 = _u32(16), _u32(24)
 _HIGH, _TOP, _SECOND = _u32(0xFFFF0000), _u32(0xFF000000), _u32(0x0000FF00)
 
 
-def _neighbours(context, builder, array_type, array, index, width):
+def _address_of_two(context, builder, array_type, array, index, width):
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), ir.IntType(width).as_pointer())
 
 
-def _both(element, width):
+def _both(width):
+    """``(load, store)`` of two neighbours of a plane as one word of ``width`` bits."""
+
     @intrinsic
     def load(typingctx, plane, i):
         def codegen(context, builder, signature, arguments):
             plane, index = arguments
-            where = _neighbours(context, builder, signature.args[0], plane, index, width)
+            where = _address_of_two(context, builder, signature.args[0], plane, index, width)
             # Of the alignment of one element: it may be the second of its word.
             word = builder.load(where, align=width // 16)
             return word if width == 32 else builder.zext(word, ir.IntType(32))
@@ -46,7 +43,7 @@ def _both(element, width):
     def store(typingctx, plane, i, word):
         def codegen(context, builder, signature, arguments):
             plane, index, word = arguments
-            where = _neighbours(context, builder, signature.args[0], plane, index, width)
+            where = _address_of_two(context, builder, signature.args[0], plane, index, width)
             low = word if width == 32 else builder.trunc(word, ir.IntType(width))
             builder.store(low, where, align=width // 16)
             return context.get_dummy_value()
@@ -56,8 +53,8 @@ def _both(element, width):
     return load, store
 
 
-_load_32, _store_32 = _both(types.uint16, 32)
-_load_16, _store_16 = _both(types.uint8, 16)
+_load_32, _store_32 = _both(32)
+_load_16, _store_16 = _both(16)
 
 
 @part

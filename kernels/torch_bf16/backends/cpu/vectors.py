@@ -5,15 +5,12 @@ It would turn a short loop over a block into a long one over blocks, with a gath
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
-from numba import extending, types
+from numba import types
+
+from .bits import intrinsic
 
 __all__ = ["HALF_BLOCK", "fill", "largest_magnitude"]
-
-# Its functions are called without their first argument, which no type checker knows.
-intrinsic: Any = extending.intrinsic
 
 HALF_BLOCK = 32
 

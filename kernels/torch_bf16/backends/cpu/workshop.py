@@ -20,7 +20,8 @@ from numba.np.unsafe import ndarray
 from torch_bf16 import rules
 from torch_bf16.backends.bucket import Variant
 
-from .bits import address_as_pointer, part, prefetch
+from .bits import part
+from .memory import address_as_pointer, prefetch
 
 __all__ = ["ELEMENTS", "Workshop", "carray", "jit", "source_hash"]
 
@@ -39,31 +40,30 @@ _ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
 _as_tuple: Any = ndarray.to_fixed_tuple
 carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 
-# IEEE division: Python's raises on zero, and that branch would keep the loop from vectorising.
 jit: Any = functools.partial(numba.njit, error_model="numpy", nogil=True)
 
 
-@jit
+@part
 def _sqrt(x):
     return np.sqrt(x)
 
 
-@jit
+@part
 def _div(a, b):
     return a / b
 
 
-@jit
+@part
 def _maximum(a, b):
     return a if a > b else (b if b >= a else a + b)
 
 
-@jit
+@part
 def _minimum(a, b):
     return a if a < b else (b if b <= a else a + b)
 
 
-@jit
+@part
 def _sign(x):
     return _PLUS_ONE if x > _ZERO else (_MINUS_ONE if x < _ZERO else x - x)
 
@@ -90,7 +90,7 @@ class Workshop:
 
     def compile(self, function) -> Any:
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
-        return jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+        return part(function)
 
     def rebind(self, function, **names):
         """``function`` with some of its globals replaced, not yet compiled."""
