@@ -6,6 +6,7 @@ Numba is imported when the first step is planned, never by ``import torch_bf16``
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 
@@ -26,6 +27,10 @@ def _missing() -> str | None:
         return f'Numba cannot be imported ({error}); pip install "torch-bf16[cpu]"'
     if numba.config.DISABLE_JIT:  # pyright: ignore
         return "Numba's compiler is switched off; unset NUMBA_DISABLE_JIT"
+    if sys.byteorder != "little":
+        return (
+            f"its kernels are for little-endian processors, and this one is {sys.byteorder}-endian"
+        )
     return None
 
 

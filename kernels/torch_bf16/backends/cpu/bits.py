@@ -30,19 +30,18 @@ __all__ = [
     "xor32",
 ]
 
-_njit: Any = numba.njit
 # Its functions are called without their first argument, which no type checker knows.
 intrinsic: Any = extending.intrinsic
 
 part: Any = functools.partial(
-    _njit,
+    numba.njit,  # pyright: ignore[reportCallIssue]
     # IEEE division: Python's raises on zero, and that branch would keep a loop from vectorising.
     error_model="numpy",
     nogil=True,
     # A part that stayed a function of its own would be linked by its symbol: in the process that
     # compiles it, that is the code from before it knew its caller, and may be scalar.
     forceinline=True,
-    # Wrappers for other callers than kernels would take half as long again.
+    # Without the wrappers for Python and C, which make compiling take half as long again.
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
 )

@@ -1,8 +1,8 @@
 """The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
 
 ``decode(values)`` gives fp32; ``encode(x, r)`` gives the values, in the order of ``Format.planes``,
-with ``r`` 16 random bits. A value is what :mod:`.planes` makes of a plane's element: uint32 with a
-bf16 in its upper half or a byte in its uppermost quarter, or float32. ``x`` is the result of an
+with ``r`` 16 random bits. A value is what :mod:`.planes` makes of a plane's element: uint32 with
+two bytes in its upper half or one in its uppermost quarter, or float32. ``x`` is the result of an
 operation, so that its NaN is quiet and stays one when its lower half is cut off.
 """
 

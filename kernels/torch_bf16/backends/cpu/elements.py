@@ -1,11 +1,13 @@
 """The parts of a kernel that read and write the numbers of an element, joined for one variant.
 
-Each comes for one element, and for an even one and the next at once: ``planes`` has a tuple of
-arrays for each number, ``i`` is the element and, in formats of whole blocks, ``j`` the number of
-its pair in the tile whose numbers are in ``room``.
+Each comes for one element, and for one of even global index and the next at once: ``planes`` has a
+tuple of arrays for each number, ``i`` is the element and, in formats of whole blocks, ``j`` the
+number of its pair in the tile whose numbers are in ``room``.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import numpy as np
 
@@ -35,8 +37,10 @@ def places(formats):
     """Where in ``room`` each format has its numbers."""
     sizes = [size_in_room(each) for each in formats]
     if sum(sizes) > ROOM:
-        raise NotImplementedError(f"states in blocks need {sum(sizes)} floats, of {ROOM} there are")
-    return [sum(sizes[:number]) for number in range(len(sizes))]
+        raise NotImplementedError(
+            f"states in blocks need {sum(sizes)} floats, and there are {ROOM}"
+        )
+    return [0, *accumulate(sizes)][:-1]
 
 
 @part
@@ -49,14 +53,14 @@ def _no_words_of_two(keys, index):
     return (), ()
 
 
-def words(workshop: Workshop, keys):
+def words(workshop: Workshop, first_keys):
     """``(one, two)``: the random words of an element, or of two, as tuples.
 
-    ``keys`` has for each word the number of its first key.
+    ``first_keys`` has for each word the number of the first of its two keys.
     """
-    if not keys:
+    if not first_keys:
         return _no_words, _no_words_of_two
-    key, (one_rest, two_rest) = keys[0], words(workshop, keys[1:])
+    key, (one_rest, two_rest) = first_keys[0], words(workshop, first_keys[1:])
 
     def one(keys, index):
         return (word(keys[key], keys[key + 1], index), *one_rest(keys, index))
@@ -78,7 +82,7 @@ def _draw(workshop, drawn):
     if drawn is None:
         return _no_draw
     number, shift = drawn
-    half = upper_draw if shift else lower_draw
+    half = {0: lower_draw, 16: upper_draw}[shift]
     return workshop.compile(lambda words: half(words[number]))
 
 

@@ -28,9 +28,8 @@ __all__ = ["CHUNK", "compile_step"]
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
 
-# Elements after which the planes of the next ones are fetched: those of more at a time would have
-# to wait for one another. And how far ahead: a processor's own prefetching ends with each page of
-# memory, which is 2048 numbers in bf16, and starts anew by waiting.
+# Elements whose planes are fetched together, where no tile sets them, and how far ahead: a
+# processor's own prefetching ends with each page of memory, which is 2048 numbers in bf16.
 _STRIP, _AHEAD = 128, 1024
 
 _u32 = np.uint32
@@ -81,7 +80,7 @@ def _update_one(planes, scalars, keys, i, index):
     parts.write_one(planes[1:], i, (weight, *states), parts.one_word(keys, index))
 
 
-def _update_slice(planes, scalars, keys, index, addresses, start):
+def _update_slice(planes, scalars, keys, index, addresses, start, numel):
     no_alias()
     wide_vectors()
     room = carray(room_on_stack(), (ROOM,), np.float32)
@@ -91,7 +90,8 @@ def _update_slice(planes, scalars, keys, index, addresses, start):
     behind = (size - ahead) % 2
     for first in range(ahead, size - 1, parts.tile):
         n = min(parts.tile, size - first) // 2 * 2
-        parts.fetch(addresses, start + first + _AHEAD)
+        if start + first + _AHEAD < numel:
+            parts.fetch(addresses, start + first + _AHEAD)
         parts.load(planes, first, n, room)
         element = add32(index, low32(first))
         for pair in range(n // 2):
@@ -138,6 +138,7 @@ def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, fi
                 low32(index),
                 addresses[tensor],
                 start,
+                numels[tensor],
             )
             start += n
 

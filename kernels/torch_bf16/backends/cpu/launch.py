@@ -27,6 +27,7 @@ __all__ = ["launch"]
 _TURN = 16
 
 # Elements: to wake up a thread takes as long as to update so many, a few tenths of a millisecond.
+# It matters where many tensors are small.
 _WORTH_A_THREAD = 1 << 18
 
 

@@ -53,7 +53,10 @@ def wide_vectors(typingctx):
 
 @intrinsic
 def no_alias(typingctx):
-    """Promise LLVM that the calling function's arrays do not overlap: no checks before loops."""
+    """Promise LLVM that the calling function's arrays do not overlap: no checks before loops.
+
+    Gradient and weight may be the very same memory: a number that is stored is made of both.
+    """
 
     def codegen(context, builder, signature, arguments):
         # The first two are where results go.

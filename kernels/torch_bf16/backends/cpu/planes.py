@@ -2,7 +2,8 @@
 
 In registers an element of two bytes is the upper half of a uint32 and one of a single byte its
 uppermost quarter; what is below is dropped when it is written. Two bf16 neighbours are one load of
-32 bits, whose halves a shift and a mask tell apart, and a vector of them needs no shuffle.
+32 bits, whose halves a shift and a mask tell apart, and a vector of them needs no shuffle. That is
+so where the lower byte comes first in memory.
 """
 
 from __future__ import annotations

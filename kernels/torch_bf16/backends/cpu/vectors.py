@@ -1,6 +1,7 @@
-"""What LLVM's loop vectoriser must not be left to find: whole blocks as vectors.
+"""Whole blocks as vectors, written out.
 
-It would turn a short loop over a block into a long one over blocks, with a gather for each element.
+LLVM's loop vectoriser would turn a short loop over a block into a long one over blocks, with a
+gather for each element.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from torch_bf16.formats import BLOCK
+
 from .bits import intrinsic
 
 __all__ = ["HALF_BLOCK", "fill", "largest_magnitude"]
 
-HALF_BLOCK = 32
+HALF_BLOCK = BLOCK // 2
 
 _LANES = 16
 _I32 = ir.IntType(32)
@@ -29,7 +32,7 @@ def _vectors(context, builder, array_type, array, index, kind):
 
 @intrinsic
 def largest_magnitude(typingctx, floats, i, k):
-    """The largest of the 31 lower bits of 32 floats from ``i`` on and 32 from ``k`` on: uint32."""
+    """The largest magnitude, as uint32, in half a block from ``i`` on and half from ``k`` on."""
 
     def codegen(context, builder, signature, arguments):
         array, *indices = arguments
@@ -50,7 +53,7 @@ def largest_magnitude(typingctx, floats, i, k):
 
 @intrinsic
 def fill(typingctx, floats, i, x):
-    """Write ``x`` to 32 floats from ``i`` on."""
+    """Write ``x`` to the floats of half a block from ``i`` on."""
 
     def codegen(context, builder, signature, arguments):
         array, index, x = arguments

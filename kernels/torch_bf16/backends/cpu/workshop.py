@@ -1,7 +1,4 @@
-"""Where the parts of a variant's kernel are compiled, and those that know no format.
-
-A kernel is the rule, lifted from its plain Python source, and one codec per stored number.
-"""
+"""Where the parts of a variant's kernel are compiled, and those of them that know no format."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ _ARITHMETIC = {
 
 
 class Workshop:
-    """Compiles the parts of one variant, each under a symbol of its own.
+    """Compiles the parts of one variant, each under a symbol of its own, should one not be inlined.
 
     Kernels read from the cache are linked by symbol, and Numba numbers symbols per process: parts
     of two variants that were compiled by two processes would be taken for one another.
