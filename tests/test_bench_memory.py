@@ -110,19 +110,21 @@ NEEDS = {"base": 8, "a": 4, "b": 4, "c": 4, "large": 12}
 
 
 @pytest.mark.parametrize(
-    ("names", "available", "groups"),
+    ("names", "available", "most", "groups"),
     [
-        ("base a b c large", None, ["base a b c large"]),
-        ("base a b c large", 32, ["base a b c large"]),
-        ("base a b c", 16, ["base a b", "base c"]),
-        ("base a large b", 12, ["base a", "base b", "large"]),
-        ("base large", 19, ["base", "large"]),
-        ("base", 8, ["base"]),
+        ("base a b c large", None, None, ["base a b c large"]),
+        ("base a b c large", 32, None, ["base a b c large"]),
+        ("base a b c", 16, None, ["base a b", "base c"]),
+        ("base a large b", 12, None, ["base a", "base b", "large"]),
+        ("base large", 19, None, ["base", "large"]),
+        ("base", 8, None, ["base"]),
+        ("base a b c large", None, 3, ["base a b", "base c large"]),
+        ("base a b c large", 32, 4, ["base a b c", "base large"]),
     ],
 )
-def test_groups_fit_and_have_the_baseline_in_them_where_it_fits(names, available, groups):
+def test_groups_fit_and_have_the_baseline_in_them_where_it_fits(names, available, most, groups):
     fakes = {name: contender(name) for name in NEEDS}
-    found = grouped([fakes[n] for n in names.split()], lambda e: NEEDS[e.name], available)
+    found = grouped([fakes[n] for n in names.split()], lambda e: NEEDS[e.name], available, most)
     assert [" ".join(each.name for each in group) for group in found] == groups
 
 

@@ -29,6 +29,8 @@ from .rules import BASE, every_rule
 __all__ = ["add_arguments", "file_to_write", "run"]
 
 _PARAMETERS, _TENSORS = 50_000_000, 150
+# Of a hundred contenders those measured at a time, so that a noisy machine meets them alike.
+_TOGETHER = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +136,13 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     torch.set_num_threads(options.threads)
     choose(device, options.backend)
     measured = measure(
-        contenders, shapes, device, options.rounds, _say, first_seconds=options.patience
+        contenders,
+        shapes,
+        device,
+        options.rounds,
+        _say,
+        first_seconds=options.patience,
+        most=_TOGETHER if options.rules else None,
     )
     measured.failures = {**failures, **measured.failures}
     setting = {

@@ -87,6 +87,7 @@ def grouped(
     contenders: Sequence[Contender],
     need: Callable[[Contender], int],
     available: int | None,
+    most: int | None = None,
 ) -> list[list[Contender]]:
     """Contenders that fit into memory together, the first of all, the baseline, in every group.
 
@@ -94,19 +95,23 @@ def grouped(
         contenders: the baseline first. Each fits alone.
         need: a contender's peak in bytes.
         available: bytes, None for no bound.
+        most: contenders in a group, None for no bound.
 
     Returns:
         Groups in the order given. One that does not fit beside the baseline is a group of its own.
     """
     baseline, *others = contenders
-    if available is None or sum(map(need, contenders)) <= available:
-        return [list(contenders)]
+    available, most = available or 1 << 62, most or len(contenders)
+
+    def total(group):
+        return sum(map(need, group))
+
     groups: list[list[Contender]] = []
     alone: list[list[Contender]] = []
     for each in others:
         if need(baseline) + need(each) > available:
             alone.append([each])
-        elif groups and sum(map(need, groups[-1])) + need(each) <= available:
+        elif groups and len(groups[-1]) < most and total(groups[-1]) + need(each) <= available:
             groups[-1].append(each)
         else:
             groups.append([baseline, each])

@@ -80,6 +80,7 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     available: int | None = None,
     first_seconds: float = 600,
+    most: int | None = None,
 ) -> Measured:
     """Time steps of each contender, one after the other within every round.
 
@@ -98,6 +99,7 @@ def measure(
         available: bytes of memory to use; None for what the system says is free.
         first_seconds: one that takes longer to be made and to take its first three steps, because
             it compiles, counts as failed.
+        most: contenders in memory at once: the fewer, the closer in time each is to the baseline.
 
     Raises:
         MemoryError: the baseline does not fit.
@@ -108,7 +110,7 @@ def measure(
         available = max(0, free - _SPARE_BYTES[device.type])
     baseline = contenders[0]
     measured = Measured()
-    waiting = _groups(contenders, shapes, device, available, measured)
+    waiting = _groups(contenders, shapes, device, available, most, measured)
     finished: dict[str, Result] = {}
     while waiting:
         group = waiting.pop(0)
@@ -146,6 +148,7 @@ def _groups(
     shapes: Shapes,
     device: torch.device,
     available: int | None,
+    most: int | None,
     measured: Measured,
 ) -> list[list[Contender]]:
     def need(contender: Contender) -> int:
@@ -167,7 +170,7 @@ def _groups(
             "choose a --baseline that stores less, a smaller --model, or "
             f"--model random --parameters {fits}e6"
         )
-    return grouped(fitting, need, available)
+    return grouped(fitting, need, available, most)
 
 
 def _start(
