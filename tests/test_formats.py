@@ -97,7 +97,7 @@ def numba_encode(name: str, x: np.ndarray) -> list[tuple[np.ndarray, ...]]:
     @numba.njit(error_model="numpy")
     def in_pairs(planes, x, keys):
         for i in range(0, len(x), 2):
-            words = two_words(keys, low32(i))
+            words = two_words(keys, low32(i), low32(i))
             write_two((planes,), np.uintp(i), (x[i],), (x[i + 1],), words, None, np.uintp(0))
 
     written = []

@@ -51,10 +51,12 @@ def word(k0, k1, index):
 
 
 @part
-def word_pair(k0, k1, index):
-    """The words of an even ``index`` and the next, whose lowest bit passes the first shift by."""
-    x = xor32(index, k0)
-    x = xor32(x, shr32(x, _S17))
+def word_pair(k0, k1, index, near):
+    """The words of an even ``index`` and the next; ``near`` is in the same block of 2**17.
+
+    So the first shift gives them and ``near`` the same, and a loop takes it once for all.
+    """
+    x = xor32(index, xor32(k0, shr32(xor32(near, k0), _S17)))
     return _mixed(x, k1), _mixed(xor32(x, _ONE), k1)
 
 

@@ -49,12 +49,12 @@ def _no_words(keys, index):
 
 
 @part
-def _no_words_of_two(keys, index):
+def _no_words_of_two(keys, index, near):
     return (), ()
 
 
 def words(workshop: Workshop, first_keys):
-    """``(one, two)``: the random words of an element, or of two, as tuples.
+    """``(one, two)``: the random words of an element, or of two near another, as tuples.
 
     ``first_keys`` has for each word the number of the first of its two keys.
     """
@@ -65,9 +65,9 @@ def words(workshop: Workshop, first_keys):
     def one(keys, index):
         return (word(keys[key], keys[key + 1], index), *one_rest(keys, index))
 
-    def two(keys, index):
-        first, second = word_pair(keys[key], keys[key + 1], index)
-        others = two_rest(keys, index)
+    def two(keys, index, near):
+        first, second = word_pair(keys[key], keys[key + 1], index, near)
+        others = two_rest(keys, index, near)
         return (first, *others[0]), (second, *others[1])
 
     return workshop.compile(one), workshop.compile(two)

@@ -101,7 +101,7 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
             one, two = parts.read_two(planes, i, room, j)
             weight, states = parts.rule(one[1], one[0], one[2:], scalars)
             next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
-            words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)))
+            words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)), index)
             parts.write_two(
                 planes[1:], i, (weight, *states), (next_weight, *next_states), words, room, j
             )
@@ -127,9 +127,10 @@ def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, fi
             offset, width, pitch = runs[tensor]
             run = start // width
             index = offset + run * pitch + start - run * width
-            # A slice has consecutive indices, and noise keys hold for one block of 2**32.
+            # A slice has consecutive indices, in one block of 2**17, all of whose words begin
+            # alike, and so in one of 2**32, for which noise keys hold.
             n = min(stop, (run + 1) * width) - start
-            n = min(n, 4294967296 - (index & 4294967295))
+            n = min(n, 131072 - (index & 131071))
             keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
             parts.update_slice(
                 parts.arrays(addresses[tensor], start, n),

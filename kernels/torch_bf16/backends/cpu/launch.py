@@ -34,11 +34,11 @@ _WORTH_A_THREAD = 1 << 18
 def launch(bucket: Bucket) -> None:
     """Take one step for a bucket; returns when all threads are done."""
     if bucket.prepared is None:
-        bucket.prepared = _tables(bucket)
-    chunks, addresses, runs = bucket.prepared
+        # The kernel follows runs anyway.
+        kernel = compile_step(replace(bucket.variant, strided=False), bucket.scalars.shape[1])
+        bucket.prepared = kernel, *_tables(bucket)
+    kernel, chunks, addresses, runs = bucket.prepared
     addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
-    # The kernel follows runs anyway.
-    kernel = compile_step(replace(bucket.variant, strided=False), bucket.scalars.shape[1])
     n_chunks = len(chunks)
     turns = count(0, _TURN)
 
