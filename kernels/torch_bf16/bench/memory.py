@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +102,8 @@ def grouped(
         Groups in the order given. One that does not fit beside the baseline is a group of its own.
     """
     baseline, *others = contenders
-    available, most = available or 1 << 62, most or len(contenders)
+    room = math.inf if available is None else available
+    seats = math.inf if most is None else most
 
     def total(group):
         return sum(map(need, group))
@@ -109,9 +111,9 @@ def grouped(
     groups: list[list[Contender]] = []
     alone: list[list[Contender]] = []
     for each in others:
-        if need(baseline) + need(each) > available:
+        if need(baseline) + need(each) > room:
             alone.append([each])
-        elif groups and len(groups[-1]) < most and total(groups[-1]) + need(each) <= available:
+        elif groups and len(groups[-1]) < seats and total(groups[-1]) + need(each) <= room:
             groups[-1].append(each)
         else:
             groups.append([baseline, each])

@@ -27,7 +27,7 @@ from .blocks import (
 )
 from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
 from .memory import ROOM
-from .planes import LOADS, STORES, load_bytes, store_bytes
+from .planes import LOADS, STORES
 from .workshop import ELEMENTS, Workshop
 
 __all__ = ["blocks", "places", "reads", "words", "writes"]
@@ -125,7 +125,7 @@ def reads(workshop: Workshop, formats: list[Format], places):
         return (decode((high, low)), *rest[0]), (decode((next_high, next_low)), *rest[1])
 
     def two_of_a_block(planes, i, room, j):
-        first, second = load_bytes(planes[0][0], i)
+        first, second = load_two(planes[0][0], i)
         scale = room[np.uintp(at + SCALES) + j]
         rest = two_rest(planes[1:], i, room, j)
         return (decode(first, scale), *rest[0]), (decode(second, scale), *rest[1])
@@ -234,6 +234,7 @@ def blocks(workshop: Workshop, formats: list[Format], places):
     number = numbers[-1]
     at, stochastic = places[number], formats[number].stochastic
     _, encode, top = BLOCK_CODECS[formats[number].name]
+    _, store_two = STORES[ELEMENTS[formats[number].planes[0].dtype]]
     load_others, scale_others, others = blocks(workshop, formats[:number], places)
 
     def load(planes, first, n, room):
@@ -248,6 +249,6 @@ def blocks(workshop: Workshop, formats: list[Format], places):
         others(planes, i, room, j)
         place = np.uintp(at) + j
         even, odd = encode(room, place, place), encode(room, place + np.uintp(ODD), place)
-        store_bytes(planes[number][0], i, even, odd)
+        store_two(planes[number][0], i, even, odd)
 
     return tuple(workshop.compile(each) for each in (load, scale, two))

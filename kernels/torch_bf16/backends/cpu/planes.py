@@ -14,11 +14,9 @@ from numba import types
 
 from .bits import and32, intrinsic, or32, part, shl32, shr32
 
-__all__ = ["LOADS", "STORES", "load_bytes", "store_bytes"]
+__all__ = ["LOADS", "STORES"]
 
 _u32 = np.uint32
-_S16, _S24 = _u32(16), _u32(24)
-_HIGH, _TOP, _SECOND = _u32(0xFFFF0000), _u32(0xFF000000), _u32(0x0000FF00)
 
 
 def _address_of_two(context, builder, array_type, array, index, width):
@@ -54,50 +52,32 @@ def _both(width):
     return load, store
 
 
-_load_32, _store_32 = _both(32)
-_load_16, _store_16 = _both(16)
+def _access(dtype, bits):
+    """``((load_one, load_two), (store_one, store_two))`` for elements of 8 or 16 bits."""
+    load, store = _both(2 * bits)
+    # From the top of a word of 32 bits down to one element, and to two.
+    below, below_two = _u32(32 - bits), _u32(32 - 2 * bits)
+    top = _u32((1 << bits) - 1 << 32 - bits)
+    second_of_two = _u32((1 << bits) - 1 << bits)
 
+    @part
+    def load_one(plane, i):
+        return shl32(_u32(plane[i]), below)
 
-@part
-def load_half(plane, i):
-    return shl32(_u32(plane[i]), _S16)
+    @part
+    def load_two(plane, i):
+        word = load(plane, i)
+        return shl32(word, below), and32(shl32(word, below_two), top)
 
+    @part
+    def store_one(plane, i, value):
+        plane[i] = dtype(shr32(value, below))
 
-@part
-def load_halves(plane, i):
-    word = _load_32(plane, i)
-    return shl32(word, _S16), and32(word, _HIGH)
+    @part
+    def store_two(plane, i, first, second):
+        store(plane, i, or32(shr32(first, below), and32(shr32(second, below_two), second_of_two)))
 
-
-@part
-def store_half(plane, i, bits):
-    plane[i] = np.uint16(shr32(bits, _S16))
-
-
-@part
-def store_halves(plane, i, first, second):
-    _store_32(plane, i, or32(shr32(first, _S16), and32(second, _HIGH)))
-
-
-@part
-def load_byte(plane, i):
-    return shl32(_u32(plane[i]), _S24)
-
-
-@part
-def load_bytes(plane, i):
-    word = _load_16(plane, i)
-    return shl32(word, _S24), and32(shl32(word, _S16), _TOP)
-
-
-@part
-def store_byte(plane, i, bits):
-    plane[i] = np.uint8(shr32(bits, _S24))
-
-
-@part
-def store_bytes(plane, i, first, second):
-    _store_16(plane, i, or32(shr32(first, _S24), and32(shr32(second, _S16), _SECOND)))
+    return (load_one, load_two), (store_one, store_two)
 
 
 @part
@@ -121,16 +101,18 @@ def store_floats(plane, i, first, second):
     plane[i + np.uintp(1)] = second
 
 
+_HALVES, _BYTES = _access(np.uint16, 16), _access(np.uint8, 8)
+
 LOADS = {
-    np.uint16: (load_half, load_halves),
-    np.uint8: (load_byte, load_bytes),
+    np.uint16: _HALVES[0],
+    np.uint8: _BYTES[0],
     np.float32: (load_float, load_floats),
 }
 """``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the array's dtype."""
 
 STORES = {
-    np.uint16: (store_half, store_halves),
-    np.uint8: (store_byte, store_bytes),
+    np.uint16: _HALVES[1],
+    np.uint8: _BYTES[1],
     np.float32: (store_float, store_floats),
 }
 """``store(plane, i, x)`` and ``store(plane, i, first, second)``, likewise."""

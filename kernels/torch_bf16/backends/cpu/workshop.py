@@ -102,7 +102,7 @@ class Workshop:
         if not planes:
             return _no_arrays
         dtype, rest = ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
-        itemsize, block = np.dtype(dtype).itemsize, planes[0].block
+        itemsize, block = planes[0].dtype.itemsize, planes[0].block
 
         def view(addresses, start, n):
             pointer = address_as_pointer(addresses[column] + start // block * itemsize)
