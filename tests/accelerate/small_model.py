@@ -1,4 +1,4 @@
-"""A model with all that a cast must respect.
+"""A model with all that a cast must respect, and something else to save beside it.
 
 Not in conftest.py: torch.compile looks a class up by the name of its module, which several share.
 """
@@ -26,3 +26,15 @@ class Model(nn.Module):
     def forward(self, x):
         x = self.batch_norm(self.up(self.norm(x) * self.scale))
         return self.down(self.also_middle(torch.relu(self.middle(torch.relu(x)))))
+
+
+class Counter:
+    """Something of the user's, for ``register_for_checkpointing``."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, gather_object
 from sharded_llama import (
     TOKENS,
+    Counter,
     Model,
     PartialState,
     accelerator,
@@ -338,16 +339,6 @@ def other_ranks_take_over(folder):
             step_on_given_gradients(model, optimizer)
             assert_same(contents(model, optimizer), torch.load(f"{folder}/{mode}-0"))
             assert made.num_processes != 2
-
-
-class Counter:
-    value = 0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
 
 
 @check

@@ -20,10 +20,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ga
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from small_model import Model
+from small_model import Counter, Model
 from tiny_llm import llama, sequences
 
-__all__ = ["Model", "PartialState", "llama", "sequences"]
+__all__ = ["Counter", "Model", "PartialState", "llama", "sequences"]
 
 TOKENS = torch.tensor([each["input_ids"] for each in sequences()])
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
