@@ -167,19 +167,20 @@ def shard_group(parameter: Tensor) -> Any:
     return handle.process_group if handle.uses_sharded_strategy else None
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without what FSDP1 and the wrappers below it put there."""
-    if _WRAPPERS[0] not in name:
-        return name
+def _unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
+def clean_name(name: str) -> str:
+    """A parameter's name without what FSDP1 and the wrappers below it put there."""
+    return _unwrapped(name) if _WRAPPERS[0] in name else name
+
+
 def bare_name(name: str) -> str:
     """A parameter's name, the same whether its module is compiled, wrapped by DDP, both or none."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
+    name = _unwrapped(name)
     while name.startswith(_DDP):
         name = name.removeprefix(_DDP)
     return name
@@ -194,8 +195,7 @@ def _numbers(parameter: Tensor) -> Iterator[int]:
 
 
 def _inner_name(name: str, inner: str) -> str:
-    for wrapper in _WRAPPERS:
-        inner = inner.replace(wrapper, "")
+    inner = _unwrapped(inner)
     if name == _FLAT or name.endswith("." + _FLAT):
         return name.removesuffix(_FLAT) + inner
     return f"{name}/{inner}"
