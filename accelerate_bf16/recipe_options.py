@@ -35,7 +35,7 @@ class BF16RecipeKwargs(KwargsHandler):
 
     Example:
         >>> from accelerate import Accelerator
-        >>> handler = BF16RecipeKwargs(weights="remainder16", accumulate="fp32")
+        >>> handler = BF16RecipeKwargs(weights="bf16+16", accumulate="fp32")
         >>> accelerator = Accelerator(mixed_precision="bf16-stochastic", kwargs_handlers=[handler])
     """
 
@@ -112,8 +112,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeK
         ValueError: the value of one cannot be read.
 
     Example:
-        >>> from_environment({"BF16_WEIGHTS": "remainder16", "BF16_KEEP_FP32": "head, *.router"})
-        BF16RecipeKwargs(weights='remainder16', ..., keep_fp32=('head', '*.router'), ...)
+        >>> from_environment({"BF16_WEIGHTS": "bf16+16", "BF16_KEEP_FP32": "head, *.router"})
+        BF16RecipeKwargs(weights='bf16+16', ..., keep_fp32=('head', '*.router'), ...)
     """
     options: dict[str, Any] = {}
     for variable, name in ENVIRONMENT.items():

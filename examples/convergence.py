@@ -30,13 +30,13 @@ from torch_bf16 import Recipe
 
 # Bytes are those of weight, moments and a bf16 gradient; released gradients take 2 less.
 RECIPES = {
-    "16 bytes": Recipe("16 bytes", weights="master32", exp_avg="fp32", exp_avg_sq="fp32"),
+    "16 bytes": Recipe("16 bytes", weights="bf16+fp32", exp_avg="fp32", exp_avg_sq="fp32"),
     "14 bytes": torch_bf16.get_recipe("bf16-fp32-master"),
-    "12 bytes": Recipe("12 bytes", weights="remainder16", exp_avg_sq="fp32"),
-    "10 bytes": Recipe("10 bytes", weights="remainder16"),
-    "9 bytes": Recipe("9 bytes", weights="remainder8"),
+    "12 bytes": Recipe("12 bytes", weights="bf16+16", exp_avg_sq="fp32"),
+    "10 bytes": Recipe("10 bytes", weights="bf16+16"),
+    "9 bytes": Recipe("9 bytes", weights="bf16+8"),
     "8 bytes": torch_bf16.get_recipe("true-bf16-stochastic"),
-    "7.1 bytes": Recipe("7.1 bytes", weights="remainder8", exp_avg="int8", exp_avg_sq="int8"),
+    "7.1 bytes": Recipe("7.1 bytes", weights="bf16+8", exp_avg="int8", exp_avg_sq="int8"),
     "6.1 bytes": Recipe("6.1 bytes", exp_avg="int8", exp_avg_sq="int8"),
     CONTROL: Recipe(
         CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"

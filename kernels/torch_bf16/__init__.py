@@ -6,37 +6,35 @@ Example:
     >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
 """
 
-from .checkpoint_files import load_checkpoint, save_checkpoint
-from .diagnostics import describe
+from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
+from .checkpoints.files import load_checkpoint, save_checkpoint
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
-from .export import fp32_optimizer_state_dict, fp32_state_dict
-from .islands import cast_module, fp32_parameters
-from .lost_bits import sync_masters
-from .monitor import LayerUpdate, UpdateMonitor
+from .foreign.convert import convert
+from .gradients.accumulation import accumulate_gradients
+from .gradients.clipping import clip_grad_norm_, total_norm
+from .gradients.release import release_gradients
+from .gradients.scaler import GradScaler
+from .model.averaging import EMA, ema_multi_avg_fn
+from .model.casting import cast_module, fp32_parameters
+from .model.parameter_groups import param_groups
+from .model.residuals import sync_masters
 from .optim import (
     ADOPT,
-    EMA,
     SGD,
     Adafactor,
     Adagrad,
     Adam,
     AdamW,
     BF16Optimizer,
-    GradScaler,
     Lion,
     Muon,
     NAdam,
     RAdam,
     RMSprop,
-    accumulate_gradients,
-    clip_grad_norm_,
-    convert,
-    ema_multi_avg_fn,
-    param_groups,
-    release_gradients,
-    total_norm,
 )
 from .recipe import RECIPES, Recipe, get_recipe
+from .tools.describe import describe
+from .tools.monitor import LayerUpdate, UpdateMonitor
 
 __version__ = "0.1.0"
 

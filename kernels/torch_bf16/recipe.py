@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat_parameters import is_flattened, is_part, shapes_of
-from .formats import FP32, REMAINDER16, ROLES, Format, get_format
+from .formats import BF16_PLUS_16, FP32, ROLES, Format, get_format
+from .sharding.fsdp1 import is_flattened, is_part, shapes_of
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
 
@@ -36,10 +36,10 @@ class Recipe:
 
     Attributes:
         name: shown to users and stored in checkpoints.
-        weights: format of the weights: ``bf16_stochastic`` (2 bytes per element), ``remainder8``
+        weights: format of the weights: ``bf16_stochastic`` (2 bytes per element), ``bf16+8``
             (3, a float of 24 bits, rounded stochastically: for learning rates that are too small
-            for ``bf16_stochastic``), ``remainder16`` (4, an exact fp32 master in two halves),
-            ``master32`` (6) or ``bf16_nearest`` (2, loses small updates; a control for
+            for ``bf16_stochastic``), ``bf16+16`` (4, an exact fp32 master in two halves),
+            ``bf16+fp32`` (6) or ``bf16_nearest`` (2, loses small updates; a control for
             experiments).
         exp_avg: format of first moments and momentum buffers: ``fp32`` (4 bytes),
             ``bf16_nearest`` or ``bf16_stochastic`` (2), or ``int8`` (1.06: one byte, and an fp32
@@ -55,7 +55,7 @@ class Recipe:
         seed: seed of the rounding noise. The same on every replica.
 
     Example:
-        >>> Recipe("mine", weights="remainder16", exp_avg_sq="bf16_stochastic").bytes_per_parameter
+        >>> Recipe("mine", weights="bf16+16", exp_avg_sq="bf16_stochastic").bytes_per_parameter
         8
     """
 
@@ -148,11 +148,11 @@ class Recipe:
 def _exact_weights(recipe: Recipe) -> Format:
     chosen = get_format(recipe.weights)
     # The control that is meant to lose updates loses them everywhere.
-    return REMAINDER16 if chosen.stochastic else chosen
+    return BF16_PLUS_16 if chosen.stochastic else chosen
 
 
 _STOCHASTIC = Recipe("true-bf16-stochastic")
-_FP32_MASTER = Recipe("bf16-fp32-master", weights="remainder16", exp_avg="fp32", exp_avg_sq="fp32")
+_FP32_MASTER = Recipe("bf16-fp32-master", weights="bf16+16", exp_avg="fp32", exp_avg_sq="fp32")
 
 RECIPES: dict[str, Recipe] = {
     "true-bf16-stochastic": _STOCHASTIC,
@@ -173,8 +173,8 @@ def get_recipe(recipe: str | Recipe, **overrides: Any) -> Recipe:
         ValueError: the name or a field is unknown; the message lists the known ones.
 
     Example:
-        >>> get_recipe("bf16-stochastic", weights="remainder16", seed=7).weights
-        'remainder16'
+        >>> get_recipe("bf16-stochastic", weights="bf16+16", seed=7).weights
+        'bf16+16'
     """
     if isinstance(recipe, str):
         if recipe not in RECIPES:

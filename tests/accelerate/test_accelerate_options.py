@@ -26,7 +26,7 @@ def network():
 
 def test_every_option_of_the_handler_reaches_the_optimizer(make_accelerator):
     handler = BF16RecipeKwargs(
-        weights="remainder16", exp_avg="fp32", exp_avg_sq="bf16_nearest", seed=9,
+        weights="bf16+16", exp_avg="fp32", exp_avg_sq="bf16_nearest", seed=9,
         keep_fp32=["2"], accumulate="fp32",
     )  # fmt: skip
     both = [AutocastKwargs(enabled=True), handler]
@@ -35,7 +35,7 @@ def test_every_option_of_the_handler_reaches_the_optimizer(make_accelerator):
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, optimizer)
     assert optimizer.recipe == torch_bf16.get_recipe(
-        "bf16-stochastic", weights="remainder16", exp_avg="fp32", exp_avg_sq="bf16_nearest",
+        "bf16-stochastic", weights="bf16+16", exp_avg="fp32", exp_avg_sq="bf16_nearest",
         seed=9, keep_fp32=("2",), accumulate="fp32",
     )  # fmt: skip
     assert model[2].weight.dtype == torch.float32
@@ -43,16 +43,16 @@ def test_every_option_of_the_handler_reaches_the_optimizer(make_accelerator):
 
 
 def test_the_environment_fills_in_what_the_handler_leaves_open(make_accelerator, monkeypatch):
-    monkeypatch.setenv("BF16_WEIGHTS", "master32")
+    monkeypatch.setenv("BF16_WEIGHTS", "bf16+fp32")
     monkeypatch.setenv("BF16_EXP_AVG", "fp32")
     monkeypatch.setenv("BF16_SEED", "4")
-    handler = BF16RecipeKwargs(weights="remainder16")
+    handler = BF16RecipeKwargs(weights="bf16+16")
     accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[handler])
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator.prepare(model, optimizer)
     recipe = optimizer.recipe
-    assert (recipe.weights, recipe.exp_avg, recipe.seed) == ("remainder16", "fp32", 4)
+    assert (recipe.weights, recipe.exp_avg, recipe.seed) == ("bf16+16", "fp32", 4)
 
 
 def test_the_environment_alone_is_enough(make_accelerator, monkeypatch):

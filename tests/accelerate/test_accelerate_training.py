@@ -184,7 +184,7 @@ def test_clipping_by_value_limits_every_gradient(make_accelerator, mode, model, 
 
 
 def test_optimizer_state_from_fp32_training_is_taken_over_exactly(make_accelerator, model, batches):
-    from torch_bf16.rounding import join16
+    from torch_bf16.numerics.rounding import join16
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x, y in batches[:3]:
@@ -211,7 +211,7 @@ def test_two_accelerators_in_one_process(make_accelerator, train, mode, batches)
 
 
 def test_an_optimizer_of_ours_keeps_the_users_recipe(make_accelerator, train, model, batches):
-    from torch_bf16.rounding import join16
+    from torch_bf16.numerics.rounding import join16
 
     weight = model.up.weight.detach().clone()
     accelerator = make_accelerator("bf16-stochastic")

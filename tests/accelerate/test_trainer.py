@@ -100,7 +100,7 @@ def test_launched_trainer_trains_saves_and_resumes_bit_for_bit(make_trainer, lau
 def test_training_goes_on_from_the_best_model_and_not_from_stale_masters(make_trainer, launched):
     started = {}
 
-    class Watch(TrainerCallback):
+    class Guard(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             started.setdefault("weights", bits(model))
 
@@ -110,7 +110,7 @@ def test_training_goes_on_from_the_best_model_and_not_from_stale_masters(make_tr
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
     loaded = bits(trainer.model)
-    trainer.add_callback(Watch())
+    trainer.add_callback(Guard())
     trainer.args.max_steps = 1
     trainer.args.load_best_model_at_end = False
     for group in trainer.optimizer.param_groups:

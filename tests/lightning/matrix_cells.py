@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional as F
 
-from torch_bf16.flat_parameters import is_flattened, spans_of
-from torch_bf16.sharding import box_of, local
+from torch_bf16.sharding.dtensor import box_of, local
+from torch_bf16.sharding.fsdp1 import is_flattened, spans_of
 
 LIMIT, MICRO_BATCHES, STEPS, EPOCHS = 0.1, 2, 2, 2
 RESHARDED = [*itertools.product(("fsdp1", "fsdp2"), (TRAINERS[0], FABRICS[1]))]

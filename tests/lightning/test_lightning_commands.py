@@ -19,7 +19,7 @@ FAMILIES = {"lightning.pytorch": "lightning_bf16.pytorch"}
 OPTIONS = {
     "recipe": "bf16-fp32-master",
     "compute": "bf16",
-    "weights": "master32",
+    "weights": "bf16+fp32",
     "exp_avg": "bf16_nearest",
     "exp_avg_sq": "bf16_stochastic",
     "accumulate": "bf16",

@@ -115,7 +115,7 @@ KINDS = {
     "CosineAnnealingWarmRestarts": ({"T_0": 2}, "step"),
     "CyclicLR": ({"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}, "step"),
     "OneCycleLR": ({"max_lr": 0.1, "total_steps": 8}, "step"),
-    "ReduceLROnPlateau": ({"factor": 0.5, "patience": 0}, "epoch"),
+    "ReduceLROnPlateau": ({"factor": 0.5, "time_limit": 0}, "epoch"),
 }
 
 

@@ -152,7 +152,7 @@ def test_losses_and_what_is_logged_have_the_digits_of_fp32(precision, right):
 
 
 def test_losses_that_fall_by_a_ten_thousandth_are_no_ties_to_early_stopping(precision, right):
-    stop = EarlyStopping("val_loss", patience=1)
+    stop = EarlyStopping("val_loss", time_limit=1)
 
     def validation_step(self, batch, batch_idx):
         loss = self(batch[0]).mean() * 0 + 1

@@ -161,7 +161,7 @@ def test_options_that_exclude_each_other_or_are_unknown_are_refused():
         lightning_bf16.BF16Precision(accumulate="int4")
 
 
-@pytest.mark.parametrize("weights", ["bf16_stochastic", "remainder16", "master32"])
+@pytest.mark.parametrize("weights", ["bf16_stochastic", "bf16+16", "bf16+fp32"])
 def test_every_field_of_a_recipe_is_an_option(pl, weights):
     module = make_module(pl)
     options = {

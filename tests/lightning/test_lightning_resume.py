@@ -124,7 +124,7 @@ def test_the_checkpoint_of_another_recipe_goes_on_and_says_what_was_rounded(pl, 
     resumed, after = fit(pl, "bf16-stochastic", epochs=2, checkpoint=tmp_path / "some.ckpt")
     assert resumed.global_step == 10
     assert "state 0 remainder16" not in after
-    assert "weights remainder16 -> bf16_stochastic" in caplog.text
+    assert "weights bf16+16 -> bf16_stochastic" in caplog.text
 
 
 def test_a_checkpoint_of_32_true_goes_on_in_bf16(pl, mode, tmp_path):

@@ -12,9 +12,9 @@ import torch
 from torch_bf16.errors import BackendUnavailableError
 
 from .bucket import Bucket, Variant
-from .scalars import Call
+from .scalars import StepInputs
 
-__all__ = ["BACKENDS", "Bucket", "Call", "Variant", "choose", "explain", "name_of_chosen"]
+__all__ = ["BACKENDS", "Bucket", "StepInputs", "Variant", "choose", "explain", "name_of_chosen"]
 
 BACKENDS = ("cpu", "eager", "triton")
 """Names of the backends that can be asked for."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_bf16 import rules
-from torch_bf16.counter_rng import FIRST_MOMENT, GRADIENT, SECOND_MOMENT, WEIGHT, Draw
 from torch_bf16.formats import Format
+from torch_bf16.numerics.counter_rng import FIRST_MOMENT, GRADIENT, SECOND_MOMENT, WEIGHT, Draw
 from torch_bf16.rules import Rule
 
 __all__ = ["Bucket", "Variant"]
@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """A readable identifier, for example ``adamw_remainder16_fp32_fp32_bfloat16``."""
+        """A readable identifier, for example ``adamw_bf16+16_fp32_fp32_bfloat16``."""
         parts = [self.rule.name, *(each.name for each in self.formats)]
         return "_".join([*parts, str(self.gradient).removeprefix("torch.")])
 

@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import Tensor
 
-from torch_bf16.counter_rng import block_keys, draw16, noise_bits
+from torch_bf16.numerics.counter_rng import block_keys, draw16, noise_bits
 from torch_bf16.rules import lift
 
 from .bucket import Bucket

@@ -17,11 +17,11 @@ from torch_bf16.rules import Rule
 
 from .bucket import Bucket
 
-__all__ = ["Call", "HostScalars", "evaluate", "sign_of"]
+__all__ = ["HostScalars", "StepInputs", "evaluate", "sign_of"]
 
 
 @dataclass(frozen=True)
-class Call:
+class StepInputs:
     """What one step was told beside the hyperparameters.
 
     Attributes:
@@ -70,7 +70,7 @@ class HostScalars:
         self._counters = [each.detach().numpy() for each in steps]
         self._numbers = np.empty(0, np.int64)
 
-    def set(self, groups: Sequence[Mapping[str, Any]], call: Call) -> None:
+    def set(self, groups: Sequence[Mapping[str, Any]], call: StepInputs) -> None:
         """Bring the next step's scalars into the buckets.
 
         Raises:

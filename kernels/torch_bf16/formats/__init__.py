@@ -2,19 +2,19 @@
 
 from .blocks import BLOCK, INT8, UINT8
 from .format import Format, Plane
-from .masters import MASTER32, REMAINDER8, REMAINDER16
+from .masters import BF16_PLUS_8, BF16_PLUS_16, BF16_PLUS_FP32
 from .single import BF16_NEAREST, BF16_STOCHASTIC, FP32
 
 __all__ = [
     "BF16_NEAREST",
+    "BF16_PLUS_8",
+    "BF16_PLUS_16",
+    "BF16_PLUS_FP32",
     "BF16_STOCHASTIC",
     "BLOCK",
     "FORMATS",
     "FP32",
     "INT8",
-    "MASTER32",
-    "REMAINDER8",
-    "REMAINDER16",
     "ROLES",
     "UINT8",
     "Format",
@@ -28,15 +28,15 @@ FORMATS = {
         FP32,
         BF16_NEAREST,
         BF16_STOCHASTIC,
-        REMAINDER16,
-        REMAINDER8,
-        MASTER32,
+        BF16_PLUS_16,
+        BF16_PLUS_8,
+        BF16_PLUS_FP32,
         INT8,
         UINT8,
     )
 }
 
-_WEIGHTS = (BF16_NEAREST, BF16_STOCHASTIC, REMAINDER16, REMAINDER8, MASTER32)
+_WEIGHTS = (BF16_NEAREST, BF16_STOCHASTIC, BF16_PLUS_16, BF16_PLUS_8, BF16_PLUS_FP32)
 _MOMENTS = {each.name: each for each in (FP32, BF16_NEAREST, BF16_STOCHASTIC, INT8)}
 
 ROLES: dict[str, dict[str, Format]] = {

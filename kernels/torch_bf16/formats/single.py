@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_bf16.rounding import bf16_nearest, bf16_stochastic
+from torch_bf16.numerics.rounding import bf16_nearest, bf16_stochastic
 
 from .format import Format, Plane
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import Call
+from torch_bf16.backends import StepInputs
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAFACTOR, ADAFACTOR_VECTOR, Rule
 
@@ -76,7 +76,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         super().__init__(
             params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize
         )
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR
@@ -91,7 +91,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         format_ = self.recipe.format_of("weights", parameter)
         others = tuple(state[key] for key in format_.plane_names("")[1:])
 
-        def direction(gradient: Tensor, step: int, call: Call) -> Tensor:
+        def direction(gradient: Tensor, step: int, call: StepInputs) -> Tensor:
             group = self.param_groups[number]
             eps1, eps2 = group["eps"]
             eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1

@@ -76,7 +76,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         )
         # Some versions of torch make the state here, in the parameters' dtype.
         self.state.clear()
-        self._adopt(recipe)
+        self._setup(recipe)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return ADAGRAD

@@ -99,7 +99,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -155,4 +155,4 @@ class Adam(_AdamFamily, torch.optim.Adam):
             fused=fused,
             **newer,
         )
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_bf16.argument_checks import check_ranges
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADOPT as RULE
 from torch_bf16.rules import Rule
 
 from .optimizer import BF16Optimizer
-from .ranges import check_ranges
 
 __all__ = ["ADOPT"]
 
@@ -70,7 +70,7 @@ class ADOPT(BF16Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, options)
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return RULE

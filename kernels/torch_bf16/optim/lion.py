@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_bf16.argument_checks import check_ranges
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import LION, Rule
 
 from .optimizer import BF16Optimizer
-from .ranges import check_ranges
 
 __all__ = ["Lion"]
 
@@ -52,7 +52,7 @@ class Lion(BF16Optimizer):
         check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return LION

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import Call
+from torch_bf16.argument_checks import check_ranges
+from torch_bf16.backends import StepInputs
+from torch_bf16.engine.running_average import move_averages
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAMW, FIRST_MOMENT, MUON, Rule
 
 from .optimizer import BF16Optimizer, Direction
-from .ranges import check_ranges
-from .running_average import move_averages
 
 __all__ = ["Muon", "orthogonalise"]
 
@@ -149,7 +149,7 @@ class Muon(BF16Optimizer, _Torchs):
         self._adamw = (adamw_betas, adamw_eps)
         # torch's own constructor refuses all that is no matrix.
         torch.optim.Optimizer.__init__(self, params, options)
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch; ``use_muon`` says who steps it.
@@ -184,7 +184,7 @@ class Muon(BF16Optimizer, _Torchs):
         format_ = self.recipe.format_of(FIRST_MOMENT, parameter)
         planes = tuple(state[key] for key in format_.plane_names("momentum_buffer"))
 
-        def direction(gradient: Tensor, step: int, call: Call) -> Tensor:
+        def direction(gradient: Tensor, step: int, call: StepInputs) -> Tensor:
             group = self.param_groups[number]
             scale = float(call.multiplier) * (-1.0 if group.get("maximize") else 1.0)
             momentum = float(group["momentum"])

@@ -70,7 +70,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
             capturable=capturable,
             differentiable=differentiable,
         )
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return NADAM

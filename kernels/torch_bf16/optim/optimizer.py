@@ -10,20 +10,25 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from torch_bf16 import checkpoint, lost_bits
-from torch_bf16.backends import BACKENDS, Call, capture
-from torch_bf16.bit_views import REMAINDERS, masters_in
-from torch_bf16.flat_parameters import shapes_of, spans_of
-from torch_bf16.islands import kept
-from torch_bf16.plan import Member, Plan
+from torch_bf16.backends import BACKENDS, StepInputs, cuda_graphs
+from torch_bf16.engine.guard import no_torch_function
+from torch_bf16.engine.pending import Pending, check_capturable
+from torch_bf16.engine.plan import Member, Plan
+from torch_bf16.gradients.accumulation import GradientAccumulation, accumulate_as
+from torch_bf16.gradients.release import GradientRelease
+from torch_bf16.model import residuals
+from torch_bf16.model.casting import kept
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.recoding import Changes, stored_format
-from torch_bf16.sharding import local, place_like, version_of
-from torch_bf16.watch import plain_access
+from torch_bf16.sharding.dtensor import local, place_like, version_of
+from torch_bf16.sharding.fsdp1 import shapes_of, spans_of
+from torch_bf16.sharding.zero import whole_of_the_made
+from torch_bf16.states import schema
+from torch_bf16.states.recoding import Changes, stored_format
+from torch_bf16.states.views import REMAINDERS, masters_in
 
-from .accumulation import GradientAccumulation, accumulate_as
-from .admission import (
-    Seen,
+from .state_dict import Checkpointed
+from .validation import (
+    Snapshot,
     check_formats,
     check_gradient,
     check_group,
@@ -32,15 +37,11 @@ from .admission import (
     check_unchanged,
     check_whole,
 )
-from .checkpointed import Checkpointed
-from .decoupling import FULLY_DECOUPLED, settle
-from .next_step import NextStep, check_capturable
-from .release import GradientRelease
-from .zero_redundancy import whole_of_the_made
+from .weight_decay import FULLY_DECOUPLED, resolve_peak_lr
 
 __all__ = ["BF16Optimizer", "Direction"]
 
-Direction = Callable[[Tensor, int, Call], Tensor]
+Direction = Callable[[Tensor, int, StepInputs], Tensor]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -74,12 +75,12 @@ class BF16Optimizer(Checkpointed):
     observers: list[Observer]
     _plan: Plan | None
     _captured: list[Plan]
-    _seen: dict[Tensor, Seen]
-    _next: NextStep
+    _seen: dict[Tensor, Snapshot]
+    _next: Pending
     _accumulation: GradientAccumulation | None = None
     _release: GradientRelease | None = None
 
-    def _adopt(
+    def _setup(
         self,
         recipe: str | Recipe,
         backend: str | None = None,
@@ -92,7 +93,7 @@ class BF16Optimizer(Checkpointed):
         for number, group in enumerate(self.param_groups):
             if fully_decoupled_weight_decay:
                 group.setdefault(FULLY_DECOUPLED, fully_decoupled_weight_decay)
-            settle(group, number, self.decouples_decay(group))
+            resolve_peak_lr(group, number, self.decouples_decay(group))
         self.recipe = get_recipe(recipe)
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
@@ -100,7 +101,7 @@ class BF16Optimizer(Checkpointed):
         check_formats(self)
         self._names, self._whole = {}, whole_of_the_made()
         self.observers = []
-        self._forget()
+        self._invalidate()
         # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
         self._step_supports_amp_scaling = True
         self._captured = []
@@ -124,10 +125,10 @@ class BF16Optimizer(Checkpointed):
         """Whether a group's weight decay acts on the weights and not through the gradient."""
         return bool(group.get("decoupled_weight_decay"))
 
-    def _forget(self) -> None:
+    def _invalidate(self) -> None:
         self._plan = None
         self._seen = {}
-        self._next = NextStep()
+        self._next = Pending()
 
     # Kernels read addresses, which a traced step would not have.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -154,7 +155,7 @@ class BF16Optimizer(Checkpointed):
         groups = self.param_groups
         for number, group in enumerate(groups):
             self._check_options(group, number)
-        with plain_access():
+        with no_torch_function():
             taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
         if self._release is not None:
             self._release.finish()
@@ -176,26 +177,26 @@ class BF16Optimizer(Checkpointed):
         parameters: list[Tensor],
         plan: Plan | None,
         setting: Any,
-        call: Call,
+        call: StepInputs,
         observers: Sequence[Observer] = (),
     ) -> Plan:
         """Take the step of some parameters, in their order; the plan to give again for the next."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
-        if capture.capturing():
+        if cuda_graphs.capturing():
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
             # The graph refers to the plan's tables as long as it lives.
             self._captured += [plan] if plan is not None else []
         if plan is None or not fits:
             plan = self._make_plan(parameters, setting)
-        self._respect_writes(plan.written())
+        self._invalidate_remainders(plan.written())
         for observer in observers:
             observer.before_update(plan.members, call.multiplier)
         plan.run(self.param_groups, call)
         for observer in observers:
             observer.after_update()
         # The kernels write through addresses, which autograd does not see.
-        with plain_access():
+        with no_torch_function():
             torch.autograd.graph.increment_version(parameters)
         plan.note_versions()
         return plan
@@ -212,7 +213,7 @@ class BF16Optimizer(Checkpointed):
         state, seen = self.state.get(parameter, {}), self._seen.get(parameter)
         masters = masters_in({key: local(each) for key, each in state.items()})
         written = seen is not None and seen.version != version_of(parameter)
-        if (known := lost_bits.second_plane(parameter, torch.int16)) is not None and not masters:
+        if (known := residuals.second_plane(parameter, torch.int16)) is not None and not masters:
             masters = {"remainder16": known}
         format_ = stored_format(masters, "", torch.bfloat16) if masters else None
         if format_ is None or (written and "master" not in masters):
@@ -287,7 +288,7 @@ class BF16Optimizer(Checkpointed):
         try:
             number, group = len(self.param_groups) - 1, self.param_groups[-1]
             check_group(self, number)
-            settle(group, number, self.decouples_decay(group))
+            resolve_peak_lr(group, number, self.decouples_decay(group))
         except Exception:
             self.param_groups.pop()
             raise
@@ -302,7 +303,7 @@ class BF16Optimizer(Checkpointed):
         super().__setstate__(state)
         self.observers = []
         self._captured = []
-        self._forget()
+        self._invalidate()
         accumulate_as(self.recipe, self)
 
     def _setting(self) -> tuple[Any, ...]:
@@ -317,7 +318,7 @@ class BF16Optimizer(Checkpointed):
             [[id(parameter) for parameter in group["params"]] for group in groups],
         )
 
-    def _places(
+    def _collect(
         self, parameters: Sequence[Tensor]
     ) -> list[tuple[Tensor, int, int, Callable[[], str]]]:
         """Parameter, group, position and label of all that takes part, checked."""
@@ -342,15 +343,15 @@ class BF16Optimizer(Checkpointed):
     def _make_plan(self, parameters: list[Tensor], setting: Any) -> Plan:
         """Check all that takes part, complete its states, and keep these if nothing is wrong."""
         self.recipe = get_recipe(self.recipe)
-        places = self._places(parameters)
+        places = self._collect(parameters)
         members, changes = [], Changes()
         for parameter, number, position, label in places:
             rule = self.rule_for(self.param_groups[number], parameter)
-            state = checkpoint.complete_state(
+            state = schema.complete_state(
                 self.state.get(parameter, {}), parameter, rule, self.recipe, label(), changes
             )
             spans = spans_of(parameter, self._name(number, position))
-            seen = self._seen.get(parameter) or Seen.of(parameter)
+            seen = self._seen.get(parameter) or Snapshot.of(parameter)
             direction = None
             if rule.stage_states:
                 check_whole(parameter, label)
@@ -361,17 +362,17 @@ class BF16Optimizer(Checkpointed):
         self._next.get_ready({each.parameter.device for each in members})
         # Only now, so that an error above leaves no half-made states.
         if self._release is None:
-            self._point_out(members)
+            self._warn_once(members)
         if changes.lost:
             _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
         for each in members:
             self.state[each.parameter] = each.state
             self._seen[each.parameter] = each.seen
-            lost_bits.forget(each.parameter)
-        lost_bits.forget_absent(p for group in self.param_groups for p in group["params"])
+            residuals.forget(each.parameter)
+        residuals.forget_absent(p for group in self.param_groups for p in group["params"])
         return plan
 
-    def _point_out(self, members: list[Member]) -> None:
+    def _warn_once(self, members: list[Member]) -> None:
         """Say, once, what cannot have been meant but is no error: a cast that was forgotten."""
         matrices = [e.parameter for e in members if max(map(len, shapes_of(e.parameter))) > 1]
         if any(self.state.get(parameter) for parameter in matrices):
@@ -383,7 +384,7 @@ class BF16Optimizer(Checkpointed):
                 *(self.recipe.name, self.recipe.name),
             )
         formats = {p: self.recipe.format_of("weights", p) for p in matrices}
-        dropped = [p for p in matrices if lost_bits.remembered(p) and not formats[p].planes[1:]]
+        dropped = [p for p in matrices if residuals.remembered(p) and not formats[p].planes[1:]]
         if dropped:
             _logger.warning(
                 "the model was cast for exact masters, and recipe %r of the optimizer keeps none "
@@ -391,7 +392,7 @@ class BF16Optimizer(Checkpointed):
                 *(self.recipe.name, len(dropped)),
             )
 
-    def _respect_writes(self, written: Iterable[Member]) -> None:
+    def _invalidate_remainders(self, written: Iterable[Member]) -> None:
         """Drop the lower half of weights that something else has written since the last step."""
         for each in written:
             for key in REMAINDERS & each.state.keys():

@@ -64,7 +64,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
             capturable=capturable,
             differentiable=differentiable,
         )
-        self._adopt(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return RADAM

@@ -83,7 +83,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
             maximize,
             differentiable,
         )
-        self._adopt(recipe)
+        self._setup(recipe)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if group["centered"]:

@@ -73,7 +73,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._adopt(recipe)
+        self._setup(recipe)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if not group["momentum"]:

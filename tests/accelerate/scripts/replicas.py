@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from torch_bf16.rounding import join16
+from torch_bf16.numerics.rounding import join16
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 rank = accelerator.process_index

@@ -18,12 +18,12 @@ __all__ = [
     "and32",
     "float_from_bits",
     "float_to_bits",
+    "inlined",
     "intrinsic",
     "low32",
     "max32",
     "mul32",
     "or32",
-    "part",
     "shl32",
     "shr32",
     "sub32",
@@ -33,7 +33,7 @@ __all__ = [
 # Its functions are called without their first argument, which no type checker knows.
 intrinsic: Any = extending.intrinsic
 
-part: Any = functools.partial(
+inlined: Any = functools.partial(
     numba.njit,  # pyright: ignore[reportCallIssue]
     # IEEE division: Python's raises on zero, and that branch would keep a loop from vectorising.
     error_model="numpy",
@@ -75,7 +75,7 @@ shl32 = _binary("shl")
 shr32 = _binary("lshr")
 
 
-@part
+@inlined
 def max32(a, b):
     return a if a > b else b
 

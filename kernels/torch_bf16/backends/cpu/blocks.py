@@ -1,14 +1,14 @@
 """The formats of whole blocks in Numba's dialect: a tile of blocks is encoded together.
 
-A scale is known when a whole block is. So numbers are put aside in ``room``, memory on the stack,
-and encoded when a tile of them is there. In floats from a number's place on, ``room`` has those of
-even index, and ``ODD`` behind them the others; at ``ROOTS`` their roots, which a rule may have
-taken anyway; at ``SCALES``, for each pair of neighbours, the scale of their block, and later what a
-root is multiplied by; and for stochastic formats at ``PER_SCALE`` what a number is multiplied by,
-and at ``NOISE`` what ``threshold`` made of their noise.
+A scale is known when a whole block is. So numbers are put aside in ``scratch``, memory on the
+stack, and encoded when a tile of them is there. In floats from a number's place on, ``scratch`` has
+those of even index, and ``ODD`` behind them the others; at ``ROOTS`` their roots, which a rule may
+have taken anyway; at ``SCALES``, for each pair of neighbours, the scale of their block, and later
+what a root is multiplied by; and for stochastic formats at ``PER_SCALE`` what a number is
+multiplied by, and at ``NOISE`` what ``threshold`` made of their noise.
 
 ``decode(byte, scale)`` gives a number of a byte in the uppermost quarter of a uint32, and
-``encode(room, place, pair)`` such a byte of the number at ``place``, ``pair`` being the place of
+``encode(scratch, place, pair)`` such a byte of the number at ``place``, ``pair`` being the place of
 the first of its pair.
 """
 
@@ -23,15 +23,15 @@ from .bits import (
     and32,
     float_from_bits,
     float_to_bits,
+    inlined,
     max32,
     or32,
-    part,
     shl32,
     shr32,
     xor32,
 )
-from .memory import TILE
-from .vectors import HALF_BLOCK, fill, largest_magnitude
+from .llvm_hints import TILE
+from .simd import HALF_BLOCK, fill, largest_magnitude
 
 __all__ = [
     "BLOCK_CODECS",
@@ -40,7 +40,7 @@ __all__ = [
     "ROOTS",
     "SCALES",
     "new_scales",
-    "size_in_room",
+    "size_in_scratch",
     "spread",
     "threshold",
 ]
@@ -55,51 +55,51 @@ _TOP_INT8, _TOP_UINT8 = _f32(127.0**2), _f32(255.0**2)
 _UNIT_INT8, _UNIT_UINT8 = _f32(1 / 127.0**2), _f32(1 / 255.0**2)
 
 
-def size_in_room(format_):
-    """How many floats of ``room`` the numbers of a tile take."""
+def size_in_scratch(format_):
+    """How many floats of ``scratch`` the numbers of a tile take."""
     return 0 if format_.block == 1 else 4 * TILE if format_.stochastic else TILE * 5 // 2
 
 
-@part
-def spread(planes, first, count, room, at):
+@inlined
+def spread(planes, first, count, scratch, at):
     """Put the scales of ``count`` numbers from element ``first`` on beside their pairs."""
     for block in range(count // BLOCK):
-        fill(room, _uint(at + SCALES + block * HALF_BLOCK), planes[1][first // BLOCK + block])
+        fill(scratch, _uint(at + SCALES + block * HALF_BLOCK), planes[1][first // BLOCK + block])
 
 
-@part
-def new_scales(planes, first, count, room, at, top, stochastic):
+@inlined
+def new_scales(planes, first, count, scratch, at, top, stochastic):
     """Store the scales, and put beside each pair ``top`` divided by its own, and the root of it."""
     for block in range(count // BLOCK):
         i = _uint(at + block * HALF_BLOCK)
         # As integers, NaN is above infinity and that above all numbers.
-        largest = largest_magnitude(room, i, i + _uint(ODD))
+        largest = largest_magnitude(scratch, i, i + _uint(ODD))
         bits = max32(largest, _SMALLEST_SCALE) if largest > _u32(0) else largest
         bits = or32(bits, _QUIET) if bits >= _INFINITY else bits
         scale = float_from_bits(bits)
         planes[1][first // BLOCK + block] = scale
         per_scale = top / scale
-        fill(room, i + _uint(SCALES), np.sqrt(per_scale))
+        fill(scratch, i + _uint(SCALES), np.sqrt(per_scale))
         if stochastic:
-            fill(room, i + _uint(PER_SCALE), per_scale)
+            fill(scratch, i + _uint(PER_SCALE), per_scale)
 
 
-@part
+@inlined
 def decode_int8(byte, scale):
     code = float_from_bits(xor32(shr32(byte, _S24), _u32(0x4B000080))) - _f32(8388736.0)
     return code * abs(code) * _UNIT_INT8 * scale
 
 
-@part
-def encode_int8(room, place, pair):
-    root = room[place + _uint(ROOTS)] * room[pair + _uint(SCALES)]
+@inlined
+def encode_int8(scratch, place, pair):
+    root = scratch[place + _uint(ROOTS)] * scratch[pair + _uint(SCALES)]
     # A NaN, which no integer is, becomes 0.
     root = root if root > _f32(0.0) else _f32(0.0)
-    signed = or32(float_to_bits(root), and32(float_to_bits(room[place]), _SIGN))
+    signed = or32(float_to_bits(root), and32(float_to_bits(scratch[place]), _SIGN))
     return shl32(float_to_bits(float_from_bits(signed) + _SIGNED_ONES), _S24)
 
 
-@part
+@inlined
 def threshold(r):
     """Of the odd multiples of 2**-15 below 2, the one that 16 random bits stand for."""
     # Bit 23 and a shift of 7 make the exponent of 2.
@@ -107,22 +107,22 @@ def threshold(r):
     return float_from_bits(shl32(draw, _S7)) - _f32(2.0)
 
 
-@part
+@inlined
 def decode_uint8(byte, scale):
     code = float_from_bits(or32(shr32(byte, _S24), _u32(0x4B000000))) - _ONES
     return code * code * _UNIT_UINT8 * scale
 
 
-@part
-def encode_uint8(room, place, pair):
-    x = room[place]
-    root = room[place + _uint(ROOTS)] * room[pair + _uint(SCALES)]
+@inlined
+def encode_uint8(scratch, place, pair):
+    x = scratch[place]
+    root = scratch[place + _uint(ROOTS)] * scratch[pair + _uint(SCALES)]
     root = root if root > _f32(1.25) else _f32(1.25)
     # Down to a whole number, but to the one below where a tie goes there; then it goes up.
     bits = float_to_bits(root + _f32(8388607.5))
     code = float_from_bits(bits) - _ONES
-    limit = room[place + _uint(NOISE)] * (code + _f32(0.5))
-    up = x * room[pair + _uint(PER_SCALE)] - code * code > limit
+    limit = scratch[place + _uint(NOISE)] * (code + _f32(0.5))
+    up = x * scratch[pair + _uint(PER_SCALE)] - code * code > limit
     byte = add32(bits, _u32(1)) if up else bits
     return shl32(byte if x > _f32(0.0) else _u32(0), _S24)
 

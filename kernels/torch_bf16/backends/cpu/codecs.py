@@ -15,9 +15,9 @@ from .bits import (
     and32,
     float_from_bits,
     float_to_bits,
+    inlined,
     mul32,
     or32,
-    part,
     shl32,
     shr32,
     sub32,
@@ -35,7 +35,7 @@ _M1, _M2, _M3 = _u32(0xED5AD4BB), _u32(0xAC4C1B51), _u32(0x31848BAB)
 _LARGEST_16, _LARGEST_24 = _f32(3.3895313892515355e38), _f32(3.4027717462407993e38)
 
 
-@part
+@inlined
 def _mixed(x, k1):
     x = mul32(x, _M1)
     x = add32(xor32(x, shr32(x, _S11)), k1)
@@ -43,14 +43,14 @@ def _mixed(x, k1):
     return mul32(xor32(x, shr32(x, _S15)), _M3)
 
 
-@part
+@inlined
 def word(k0, k1, index):
     """``counter_rng``'s word for one element, but for the last exclusive or: see the draws."""
     x = xor32(index, k0)
     return _mixed(xor32(x, shr32(x, _S17)), k1)
 
 
-@part
+@inlined
 def word_pair(k0, k1, index, near):
     """The words of an even ``index`` and the next; ``near`` is in the same block of 2**17.
 
@@ -60,62 +60,62 @@ def word_pair(k0, k1, index, near):
     return _mixed(x, k1), _mixed(xor32(x, _ONE), k1)
 
 
-@part
+@inlined
 def upper_draw(word):
     return shr32(word, _S16)
 
 
-@part
+@inlined
 def lower_draw(word):
     return and32(xor32(word, shr32(word, _S16)), _LOW)
 
 
-@part
+@inlined
 def _nearest(x):
     bits = float_to_bits(x)
     up = add32(and32(shr32(bits, _S16), _ONE), _u32(0x7FFF))
     return add32(bits, up if x == x else _u32(0))
 
 
-@part
+@inlined
 def _stochastic(x, r):
     # Above the largest bf16 nothing is added: such numbers are cut to it, Inf and NaN stay.
     return add32(float_to_bits(x), r if abs(x) <= _LARGEST_16 else _u32(0))
 
 
-@part
+@inlined
 def _visible(x, bits):
     """What shows of a number in two parts: rounded half away from zero."""
     return add32(bits, _HALF if x == x else _u32(0))
 
 
-@part
+@inlined
 def decode_fp32(values):
     return values[0]
 
 
-@part
+@inlined
 def encode_fp32(x, r):
     return (x,)
 
 
-@part
+@inlined
 def decode_bf16(values):
     return float_from_bits(values[0])
 
 
-@part
+@inlined
 def encode_bf16_nearest(x, r):
     return (_nearest(x),)
 
 
-@part
+@inlined
 def encode_bf16_stochastic(x, r):
     return (_stochastic(x, r),)
 
 
-@part
-def decode_remainder16(values):
+@inlined
+def decode_bf16_plus_16(values):
     high, low = values[0], shr32(values[1], _S16)
     magnitude = and32(high, _MAGNITUDE)
     # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
@@ -125,14 +125,14 @@ def decode_remainder16(values):
     return float_from_bits(or32(high, low) if magnitude > _INFINITY else signed)
 
 
-@part
-def encode_remainder16(x, r):
+@inlined
+def encode_bf16_plus_16(x, r):
     bits = float_to_bits(x)
     return _visible(x, bits), shl32(bits, _S16)
 
 
-@part
-def decode_remainder8(values):
+@inlined
+def decode_bf16_plus_8(values):
     high = values[0]
     # Flipping the top bit and subtracting it again extends the sign.
     low = sub32(xor32(shr32(values[1], _S16), _HALF), _HALF)
@@ -141,24 +141,24 @@ def decode_remainder8(values):
     return float_from_bits(add32(high, and32(low, _u32(0x7FFF)) if zero else low))
 
 
-@part
-def encode_remainder8(x, r):
+@inlined
+def encode_bf16_plus_8(x, r):
     # Above the largest 24-bit float nothing is added; Inf and NaN stay.
     noise = shr32(r, _S8) if abs(x) <= _LARGEST_24 else _u32(0)
     bits = add32(float_to_bits(x), noise)
     return _visible(x, bits), shl32(bits, _S16)
 
 
-@part
-def decode_master32(values):
+@inlined
+def decode_bf16_plus_fp32(values):
     visible, master = values
     # A weight written from outside no longer is the rounded master: then the weight counts.
     rounded = or32(_nearest(master), _QUIET if master != master else _u32(0))
     return master if and32(rounded, _HIGH) == visible else float_from_bits(visible)
 
 
-@part
-def encode_master32(x, r):
+@inlined
+def encode_bf16_plus_fp32(x, r):
     return _nearest(x), x
 
 
@@ -166,7 +166,7 @@ CODECS = {
     "fp32": (decode_fp32, encode_fp32),
     "bf16_nearest": (decode_bf16, encode_bf16_nearest),
     "bf16_stochastic": (decode_bf16, encode_bf16_stochastic),
-    "remainder16": (decode_remainder16, encode_remainder16),
-    "remainder8": (decode_remainder8, encode_remainder8),
-    "master32": (decode_master32, encode_master32),
+    "bf16+16": (decode_bf16_plus_16, encode_bf16_plus_16),
+    "bf16+8": (decode_bf16_plus_8, encode_bf16_plus_8),
+    "bf16+fp32": (decode_bf16_plus_fp32, encode_bf16_plus_fp32),
 }

@@ -18,10 +18,10 @@ import torch
 from torch_bf16.backends.bucket import Variant
 from torch_bf16.formats import BF16_NEAREST, FP32
 
-from . import elements
-from .bits import add32, and32, low32, mul32, part, shl32, shr32, xor32
-from .memory import ROOM, TILE, no_alias, room_on_stack, wide_vectors
-from .workshop import Workshop, carray, jit, source_hash
+from . import codegen
+from .bits import add32, and32, inlined, low32, mul32, shl32, shr32, xor32
+from .compiler import Compiler, carray, jit, source_hash
+from .llvm_hints import SCRATCH, TILE, no_alias, scratch_on_stack, wide_vectors
 
 __all__ = ["CHUNK", "compile_step"]
 
@@ -52,14 +52,14 @@ _SIGNATURE = numba.void(
 )
 
 
-@part
+@inlined
 def _mix32(x):
     x = mul32(xor32(x, shr32(x, _S16)), _M1)
     x = mul32(xor32(x, shr32(x, _S15)), _M2)
     return xor32(x, shr32(x, _S16))
 
 
-@part
+@inlined
 def _block_keys(bases, tensor, step, index_hi):
     """``counter_rng.block_keys`` for each format of a tensor: uint32 ``[formats * 2]``."""
     keys = np.empty(2 * bases.shape[1], np.uint32)
@@ -83,7 +83,7 @@ def _update_one(planes, scalars, keys, i, index):
 def _update_slice(planes, scalars, keys, index, addresses, start, numel):
     no_alias()
     wide_vectors()
-    room = carray(room_on_stack(), (ROOM,), np.float32)
+    scratch = carray(scratch_on_stack(), (SCRATCH,), np.float32)
     size = planes[0][0].shape[0]
     # A pair starts where the global index is even; what is left at either end goes alone.
     ahead = np.int64(and32(index, _ONE))
@@ -92,29 +92,29 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
         n = min(parts.tile, size - first) // 2 * 2
         if start + first + _AHEAD < numel:
             parts.fetch(addresses, start + first + _AHEAD)
-        parts.load(planes, first, n, room)
+        parts.load(planes, first, n, scratch)
         element = add32(index, low32(first))
         for pair in range(n // 2):
             # Unsigned: an index that might be negative keeps the loop from vectorising.
             j = np.uintp(pair)
             i = np.uintp(first) + j + j
-            one, two = parts.read_two(planes, i, room, j)
+            one, two = parts.read_two(planes, i, scratch, j)
             weight, states = parts.rule(one[1], one[0], one[2:], scalars)
             next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
             words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)), index)
             parts.write_two(
-                planes[1:], i, (weight, *states), (next_weight, *next_states), words, room, j
+                planes[1:], i, (weight, *states), (next_weight, *next_states), words, scratch, j
             )
-        parts.scale(planes, first, n, room)
+        parts.scale(planes, first, n, scratch)
         for pair in range(n // 2):
             j = np.uintp(pair)
-            parts.write_codes(planes, np.uintp(first) + j + j, room, j)
+            parts.write_codes(planes, np.uintp(first) + j + j, scratch, j)
     for end in range(ahead + behind):
         i = 0 if end < ahead else size - 1
         parts.update_one(planes, scalars, keys, np.uintp(i), add32(index, low32(i)))
 
 
-@part
+@inlined
 def _no_update(planes, scalars, keys, i, index):
     return None
 
@@ -159,9 +159,9 @@ def compile_step(variant: Variant, n_scalars: int):
         allocates nothing that grows with the tensors, and may run in several threads over different
         chunks.
     """
-    workshop = Workshop(variant)
+    compiler = Compiler(variant)
     formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
-    places = elements.places(formats)
+    places = codegen.places(formats)
     # Two numbers that share a stream share its word: same keys, so that it is computed once.
     streams = [draw.stream for draw in variant.draws]
     pairs = list(zip(variant.formats, variant.draws, strict=True))
@@ -170,25 +170,25 @@ def compile_step(variant: Variant, n_scalars: int):
         (drawn.index(draw.stream), draw.shift) if each.stochastic else None for each, draw in pairs
     ]
     built: Any = ModuleType("parts")
-    built.rule = workshop.lift(variant.rule.update)
-    built.read_one, built.read_two = elements.reads(workshop, formats, places)
-    built.write_one, built.write_two = elements.writes(workshop, formats[1:], places[1:], draws)
-    built.load, built.scale, built.write_codes = elements.blocks(workshop, formats, places)
-    built.one_word, built.two_words = elements.words(
-        workshop, [2 * streams.index(stream) for stream in drawn]
+    built.rule = compiler.lift(variant.rule.update)
+    built.read_one, built.read_two = codegen.reads(compiler, formats, places)
+    built.write_one, built.write_two = codegen.writes(compiler, formats[1:], places[1:], draws)
+    built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, places)
+    built.one_word, built.two_words = codegen.words(
+        compiler, [2 * streams.index(stream) for stream in drawn]
     )
-    built.arrays = workshop.views(formats)
+    built.arrays = compiler.views(formats)
     in_blocks = any(each.block > 1 for each in formats)
     built.tile = TILE if in_blocks else _STRIP
-    built.fetch = workshop.fetch([plane for each in formats for plane in each.planes], built.tile)
-    built.take_scalars = workshop.take(n_scalars)
-    built.take_keys = workshop.take(2 * len(variant.formats))
+    built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], built.tile)
+    built.take_scalars = compiler.take(n_scalars)
+    built.take_keys = compiler.take(2 * len(variant.formats))
     if in_blocks:
         built.update_one = _no_update
     else:
-        built.update_one = workshop.compile(workshop.rebind(_update_one, parts=built))
-    built.update_slice = workshop.compile(workshop.rebind(_update_slice, parts=built))
-    run = workshop.rebind(_run_chunks, parts=built)
+        built.update_one = compiler.compile(compiler.rebind(_update_one, parts=built))
+    built.update_slice = compiler.compile(compiler.rebind(_update_slice, parts=built))
+    run = compiler.rebind(_run_chunks, parts=built)
     return _cached(run, f"run_{variant.name}_{source_hash()}")
 
 

@@ -59,6 +59,6 @@ def scalars(
     rule: Rule, buckets: Sequence[Bucket], groups: Sequence[int], steps: Sequence[Tensor]
 ) -> Any:
     """What brings the scalars of each step into the buckets: see :class:`.DeviceScalars`."""
-    from .prepare import DeviceScalars
+    from .scalars import DeviceScalars
 
     return DeviceScalars(rule, buckets, groups, steps)

@@ -185,9 +185,9 @@ def decode(FORMAT: tl.constexpr, planes):
         return planes[0]
     elif FORMAT == "bf16_nearest" or FORMAT == "bf16_stochastic":
         return _float(planes[0])
-    elif FORMAT == "remainder16":
+    elif FORMAT == "bf16+16":
         return _join16(planes[0], planes[1])
-    elif FORMAT == "remainder8":
+    elif FORMAT == "bf16+8":
         return _join8(planes[0], planes[1])
     elif FORMAT == "int8":
         code = _float((planes[0] >> 24) ^ 0x4B000080) - 8388736.0
@@ -195,7 +195,7 @@ def decode(FORMAT: tl.constexpr, planes):
     elif FORMAT == "uint8":
         code = _float((planes[0] >> 24) | 0x4B000000) - 8388608.0
         return _from_codes(code, planes[1], 1 / 65025)
-    elif FORMAT == "master32":
+    elif FORMAT == "bf16+fp32":
         # A weight written from outside no longer is the rounded master: then the weight counts.
         kept = (_nearest(planes[1]) & 0xFFFF0000) == planes[0]
         return tl.where(kept, planes[1], _float(planes[0]))
@@ -212,15 +212,15 @@ def encode(FORMAT: tl.constexpr, x, words, WORD: tl.constexpr, SHIFT: tl.constex
         return (_nearest(x),)
     elif FORMAT == "bf16_stochastic":
         return (_stochastic(x, _draw16(words[WORD], SHIFT)),)
-    elif FORMAT == "remainder16":
+    elif FORMAT == "bf16+16":
         return _split16(x)
-    elif FORMAT == "remainder8":
+    elif FORMAT == "bf16+8":
         return _stochastic8(x, _draw16(words[WORD], SHIFT) >> 8)
     elif FORMAT == "int8":
         return _int8(x)
     elif FORMAT == "uint8":
         return _uint8(x, _draw16(words[WORD], SHIFT))
-    elif FORMAT == "master32":
+    elif FORMAT == "bf16+fp32":
         return _nearest(x), x
     else:
         tl.static_assert(False, "a format without a codec in Triton's dialect")

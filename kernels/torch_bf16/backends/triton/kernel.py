@@ -203,7 +203,8 @@ def step(
 
     Reads: the tables, and each plane of each number once.
     Writes: each plane but the gradient's, once and in place; no two programs write one element.
-    Numerics: fp32, nothing fused, IEEE division and square root: the bits of ``tests/oracle.py``.
+    Numerics: fp32, nothing fused, IEEE division and square root: the bits of the
+        oracle in ``tests/support``.
     Launch: one program per chunk, in one dimension; no number among the arguments.
     """
     chunk = tl.program_id(0).to(tl.int64)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import capture
+from torch_bf16.backends import cuda_graphs
 
 __all__ = ["Table", "on", "upload"]
 
@@ -52,7 +52,7 @@ class Table:
         Raises:
             RuntimeError: there were too many captures since the last ordinary step.
         """
-        if capture.capturing():
+        if cuda_graphs.capturing():
             return self._capture(table)
         if self._copy is None:
             self._copy = upload(table, self._device)

@@ -1,0 +1,163 @@
+"""Where the parts of a variant's kernel are compiled, and those of them that know no format."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from itertools import count
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.np.unsafe import ndarray
+
+from torch_bf16 import rules
+from torch_bf16.backends.bucket import Variant
+
+from .bits import inlined
+from .llvm_hints import address_as_pointer, prefetch
+
+__all__ = ["ELEMENTS", "Compiler", "carray", "jit", "source_hash"]
+
+# Bytes of a cache line.
+_LINE = 64
+
+ELEMENTS = {
+    torch.bfloat16: np.uint16,
+    torch.int16: np.uint16,
+    torch.int8: np.uint8,
+    torch.uint8: np.uint8,
+    torch.float32: np.float32,
+}
+
+_ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
+_as_tuple: Any = ndarray.to_fixed_tuple
+carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
+
+jit: Any = functools.partial(numba.njit, error_model="numpy", nogil=True)
+
+
+@inlined
+def _sqrt(x):
+    return np.sqrt(x)
+
+
+@inlined
+def _div(a, b):
+    return a / b
+
+
+@inlined
+def _maximum(a, b):
+    return a if a > b else (b if b >= a else a + b)
+
+
+@inlined
+def _minimum(a, b):
+    return a if a < b else (b if b <= a else a + b)
+
+
+@inlined
+def _sign(x):
+    return _PLUS_ONE if x > _ZERO else (_MINUS_ONE if x < _ZERO else x - x)
+
+
+_ARITHMETIC = {
+    "sqrt": _sqrt,
+    "div": _div,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "sign": _sign,
+}
+
+
+class Compiler:
+    """Compiles the parts of one variant, each under a symbol of its own, should one not be inlined.
+
+    Kernels read from the cache are linked by symbol, and Numba numbers symbols per process: parts
+    of two variants that were compiled by two processes would be taken for one another.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        self._suffix = f"{variant.name}_{source_hash()}"
+        self._numbers = count()
+
+    def compile(self, function) -> Any:
+        function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
+        return inlined(function)
+
+    def rebind(self, function, **names):
+        """``function`` with some of its globals replaced, not yet compiled."""
+        return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
+
+    def lift(self, update):
+        """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
+        return rules.lift(update, _ARITHMETIC, self.compile)
+
+    def view(self, planes, column):
+        """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""
+        if not planes:
+            return _no_arrays
+        dtype, rest = ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
+        itemsize, block = planes[0].dtype.itemsize, planes[0].block
+
+        def view(addresses, start, n):
+            pointer = address_as_pointer(addresses[column] + start // block * itemsize)
+            array = carray(pointer, (n // block,), dtype)
+            return (array, *rest(addresses, start, n))
+
+        return self.compile(view)
+
+    def views(self, formats, column=0):
+        """The same for the planes of several numbers, as nested tuples."""
+        if not formats:
+            return _no_arrays
+        one = self.view(formats[0].planes, column)
+        rest = self.views(formats[1:], column + len(formats[0].planes))
+
+        def view(addresses, start, n):
+            return (one(addresses, start, n), *rest(addresses, start, n))
+
+        return self.compile(view)
+
+    def fetch(self, planes, n, column=0):
+        """``fetch(addresses, first)``: has ``n`` elements of each plane fetched."""
+        if not planes:
+            return _nothing_to_fetch
+        rest = self.fetch(planes[1:], n, column + 1)
+        itemsize, block = planes[0].dtype.itemsize, planes[0].block
+        lines = -(-n * itemsize // (block * _LINE))
+
+        def fetch(addresses, first):
+            start = addresses[column] + first // block * itemsize
+            for line in range(lines):
+                prefetch(start + line * _LINE)
+            rest(addresses, first)
+
+        return self.compile(fetch)
+
+    def take(self, length):
+        """``take(row)``: the first ``length`` elements as a tuple, kept in registers."""
+        return self.compile(lambda row: _as_tuple(row, length))
+
+
+@inlined
+def _no_arrays(addresses, start, n):
+    return ()
+
+
+@inlined
+def _nothing_to_fetch(addresses, first):
+    return None
+
+
+@functools.cache
+def source_hash() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for folder in (Path(rules.__file__).parent, Path(__file__).parent):
+        for source in sorted(folder.glob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,118 @@
+"""How planes are read and written: one element, or two neighbours at once.
+
+In registers an element of two bytes is the upper half of a uint32 and one of a single byte its
+uppermost quarter; what is below is dropped when it is written. Two bf16 neighbours are one load of
+32 bits, whose halves a shift and a mask tell apart, and a vector of them needs no shuffle. That is
+so where the lower byte comes first in memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from .bits import and32, inlined, intrinsic, or32, shl32, shr32
+
+__all__ = ["LOADS", "STORES"]
+
+_u32 = np.uint32
+
+
+def _address_of_two(context, builder, array_type, array, index, width):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), ir.IntType(width).as_pointer())
+
+
+def _both(width):
+    """``(load, store)`` of two neighbours of a plane as one word of ``width`` bits."""
+
+    @intrinsic
+    def load(typingctx, plane, i):
+        def codegen(context, builder, signature, arguments):
+            plane, index = arguments
+            where = _address_of_two(context, builder, signature.args[0], plane, index, width)
+            # Of the alignment of one element: it may be the second of its word.
+            word = builder.load(where, align=width // 16)
+            return word if width == 32 else builder.zext(word, ir.IntType(32))
+
+        return types.uint32(plane, i), codegen
+
+    @intrinsic
+    def store(typingctx, plane, i, word):
+        def codegen(context, builder, signature, arguments):
+            plane, index, word = arguments
+            where = _address_of_two(context, builder, signature.args[0], plane, index, width)
+            low = word if width == 32 else builder.trunc(word, ir.IntType(width))
+            builder.store(low, where, align=width // 16)
+            return context.get_dummy_value()
+
+        return types.none(plane, i, types.uint32), codegen
+
+    return load, store
+
+
+def _access(dtype, bits):
+    """``((load_one, load_two), (store_one, store_two))`` for elements of 8 or 16 bits."""
+    load, store = _both(2 * bits)
+    # From the top of a word of 32 bits down to one element, and to two.
+    below, below_two = _u32(32 - bits), _u32(32 - 2 * bits)
+    top = _u32((1 << bits) - 1 << 32 - bits)
+    second_of_two = _u32((1 << bits) - 1 << bits)
+
+    @inlined
+    def load_one(plane, i):
+        return shl32(_u32(plane[i]), below)
+
+    @inlined
+    def load_two(plane, i):
+        word = load(plane, i)
+        return shl32(word, below), and32(shl32(word, below_two), top)
+
+    @inlined
+    def store_one(plane, i, value):
+        plane[i] = dtype(shr32(value, below))
+
+    @inlined
+    def store_two(plane, i, first, second):
+        store(plane, i, or32(shr32(first, below), and32(shr32(second, below_two), second_of_two)))
+
+    return (load_one, load_two), (store_one, store_two)
+
+
+@inlined
+def load_float(plane, i):
+    return plane[i]
+
+
+@inlined
+def load_floats(plane, i):
+    return plane[i], plane[i + np.uintp(1)]
+
+
+@inlined
+def store_float(plane, i, x):
+    plane[i] = x
+
+
+@inlined
+def store_floats(plane, i, first, second):
+    plane[i] = first
+    plane[i + np.uintp(1)] = second
+
+
+_HALVES, _BYTES = _access(np.uint16, 16), _access(np.uint8, 8)
+
+LOADS = {
+    np.uint16: _HALVES[0],
+    np.uint8: _BYTES[0],
+    np.float32: (load_float, load_floats),
+}
+"""``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the array's dtype."""
+
+STORES = {
+    np.uint16: _HALVES[1],
+    np.uint8: _BYTES[1],
+    np.float32: (store_float, store_floats),
+}
+"""``store(plane, i, x)`` and ``store(plane, i, first, second)``, likewise."""

@@ -1,0 +1,252 @@
+"""The way out: exact fp32 weights and moments, for programs that know nothing of this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.states.views import MASTERS, from_view, masters_in
+from torch_bf16.states.schema import HEADER
+from .files import check_if_ours
+from torch_bf16.errors import CheckpointError
+from torch_bf16.sharding.fsdp1 import bare_name, is_flattened
+from torch_bf16.states.fp32 import fp32_numbers
+from torch_bf16.optim import BF16Optimizer
+from torch_bf16.states.recoding import stored_format
+
+__all__ = [
+    "export_file",
+    "fp32_optimizer_state_dict",
+    "fp32_state_dict",
+    "fp32_weights",
+    "read_checkpoint",
+]
+
+
+def fp32_state_dict(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """The module's state dict with each bf16 weight as the fp32 number that training goes on from.
+
+    Args:
+        module: buffers and parameters of other dtypes are as in ``module.state_dict()``.
+        optimizer: the one that has the exact masters. Without one, or for a recipe that keeps
+            none, a bf16 weight is upcast.
+
+    Returns:
+        New tensors for what was bf16; the module's own for the rest.
+
+    Example:
+        >>> fp32 = torch.nn.Linear(4, 4)
+        >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
+        <All keys matched successfully>
+
+    Raises:
+        NotImplementedError: FSDP1 has flattened the module; the message says what works.
+    """
+    if any(map(is_flattened, module.parameters())):
+        raise NotImplementedError(
+            "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
+            "flattened: its weights are in pieces on all ranks. Gather {'model': "
+            "model.state_dict(), 'optimizer': FSDP.optim_state_dict(model, optimizer)} with "
+            "FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT), torch.save it, and "
+            "export that file: python -m torch_bf16 export FILE TARGET"
+        )
+    weights = dict(module.state_dict(keep_vars=True))
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            continue
+        if isinstance(optimizer, BF16Optimizer) and isinstance(value, nn.Parameter):
+            weights[name] = optimizer.exact_weight(value)
+        elif isinstance(value, nn.Parameter) and value.dtype == torch.bfloat16:
+            weights[name] = value.detach().float()
+        else:
+            weights[name] = value.detach()
+    return weights
+
+
+def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
+    """A state dict of new tensors for the same ``torch.optim`` class over fp32 parameters.
+
+    Moments become fp32 numbers, exactly those that the next step would read. Masters are left out:
+    they belong to the weights, see :func:`fp32_state_dict`.
+
+    Example:
+        >>> fp32 = torch.nn.Linear(4, 4)
+        >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
+        <All keys matched successfully>
+        >>> plain = torch.optim.AdamW(fp32.parameters())
+        >>> plain.load_state_dict(torch_bf16.fp32_optimizer_state_dict(optimizer))
+    """
+    state_dict = optimizer.state_dict()
+    state_dict.pop(HEADER, None)
+    dims = {
+        key: parameter.ndim
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        for parameter, key in zip(group["params"], saved["params"], strict=True)
+    }
+    state_dict["state"] = {
+        key: fp32_numbers(from_view(each, dims[key])) for key, each in state_dict["state"].items()
+    }
+    return state_dict
+
+
+def fp32_weights(
+    model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None
+) -> tuple[dict[str, Tensor], int]:
+    """Exact fp32 weights from two saved state dicts.
+
+    Args:
+        model: of the module.
+        optimizer: of the optimizer; None upcasts.
+
+    Returns:
+        The weights, and how many of them had an exact master.
+
+    Raises:
+        CheckpointError: there are masters, and the optimizer's state dict has no parameter names.
+    """
+    states = {} if optimizer is None else _by_name(optimizer)
+    # Whatever wrapped the model when one of the two was saved.
+    bare = {bare_name(name): name for name in model}
+    found_by = {name: name if name in model else bare.get(bare_name(name)) for name in states}
+    lost = [n for n, to in found_by.items() if to is None and masters_in(states[n])]
+    if lost:
+        raise CheckpointError(
+            f"the exact masters of {', '.join(lost[:4])} ({len(lost)} in all) belong to no weight "
+            f"here; the weights are {', '.join([*model][:4])} and so on: model and optimizer are "
+            "not of one run. Nothing was written"
+        )
+    states = {to: states[name] for name, to in found_by.items() if to is not None}
+    # A tied weight has a state under one of its names only.
+    same = {model[n].data_ptr(): state for n, state in states.items() if n in model}
+    found, exact = {}, 0
+    for name, value in model.items():
+        if not isinstance(value, Tensor):
+            continue
+        state = states.get(name) or same.get(value.data_ptr(), {})
+        masters = masters_in(state)
+        if value.dtype != torch.bfloat16:
+            found[name] = value
+        elif masters:
+            format_ = stored_format(masters, "", value.dtype)
+            if format_ is None or any(each.shape != value.shape for each in masters.values()):
+                raise CheckpointError(
+                    f"the master of {name!r} does not fit its weight of shape "
+                    f"{tuple(value.shape)}: model and optimizer are not from one checkpoint"
+                )
+            keys = format_.plane_names("")[1:]
+            found[name] = format_.decode([value.contiguous(), *(masters[key] for key in keys)])
+            exact += 1
+        else:
+            found[name] = value.float()
+    return found, exact
+
+
+def export_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    dtype: str = "float32",
+    optimizer: str | os.PathLike[str] | None = None,
+) -> str:
+    """Write the weights of a checkpoint to a file of their own.
+
+    Args:
+        source: a file of ``save_checkpoint``, ``torch.save`` or Lightning, or a safetensors file of
+            weights, such as that in a folder of Accelerate.
+        target: ``*.safetensors``, else a file of ``torch.save``.
+        dtype: ``"float32"`` makes bf16 weights fp32, exact where there is a master; ``"bfloat16"``
+            leaves all as it was trained.
+        optimizer: the file with the optimizer's state dict, where ``source`` has none.
+
+    Returns:
+        One line about what was written.
+
+    Raises:
+        CheckpointError: there are no weights in ``source``, or the masters cannot be assigned.
+    """
+    weights, states = read_checkpoint(Path(source))
+    if optimizer is not None:
+        states = torch.load(optimizer, map_location="cpu", weights_only=True)
+        states = states if isinstance(states.get("state"), Mapping) else _parts(states)[1]
+    if dtype == "float32":
+        weights, exact = fp32_weights(weights, states)
+        said = f"{exact} of them from exact masters"
+    else:
+        weights = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
+        said = "as they were trained"
+    _write({name: each.contiguous() for name, each in weights.items()}, Path(target))
+    return f"{target}: {len(weights)} tensors, {said}"
+
+
+def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """The state dicts of the model and, if there is one, of the optimizer in a file."""
+    if source.suffix == ".safetensors":
+        return _safetensors().load_file(source), None
+    check_if_ours(source)
+    content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    weights, states = _parts(content)
+    if weights is None:
+        held = ", ".join(map(str, list(content)[:8]))
+        raise CheckpointError(
+            f"{source} has no weights: it holds {held}. They are looked for under 'model' and "
+            "'state_dict', or as the whole file"
+        )
+    return weights, states
+
+
+def _parts(content: Any) -> tuple[Any, Any]:
+    weights = content.get("model", content.get("state_dict"))
+    states = content.get("optimizer", content.get("optimizer_states"))
+    if isinstance(states, list):
+        states = states[0] if len(states) == 1 else None
+    if weights is None and content and all(isinstance(v, Tensor) for v in content.values()):
+        weights = content
+    return weights, states
+
+
+def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    groups, states = optimizer["param_groups"], optimizer["state"]
+    names = optimizer.get(HEADER, {}).get("names") or [g.get("param_names", ()) for g in groups]
+    named = {
+        key: name
+        for group, its in zip(groups, names, strict=True)
+        for name, key in zip(its, group["params"], strict=False)
+        if name is not None
+    }
+    # FSDP1 and torch.distributed.checkpoint put names in the place of numbers.
+    named |= {key: key for key in states if isinstance(key, str)}
+    nameless = [state for key, state in states.items() if key not in named]
+    if not any(key in MASTERS for state in nameless for key in state):
+        return {name: states[key] for key, name in named.items() if key in states}
+    raise CheckpointError(
+        "the optimizer's state dict says no names of parameters, so that its exact masters cannot "
+        "be assigned. Export from the program: torch_bf16.fp32_state_dict(model, optimizer); and "
+        "give the optimizer model.named_parameters(), or convert() its module, for the next time"
+    )
+
+
+def _write(weights: dict[str, Tensor], target: Path) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    if target.suffix == ".safetensors":
+        # A copy for each name: the format has no tensors that share memory.
+        _safetensors().save_file({k: v.clone() for k, v in weights.items()}, partial)
+    else:
+        torch.save(weights, partial)
+    os.replace(partial, target)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError(
+            "this needs safetensors: pip install 'torch-bf16[safetensors]', or give the target "
+            "another suffix for a file of torch.save"
+        ) from error
+    return safetensors.torch

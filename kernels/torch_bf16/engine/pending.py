@@ -1,0 +1,130 @@
+"""What the next step is told, and what CUDA graph capture asks of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from numbers import Real
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from torch_bf16.backends import StepInputs
+
+__all__ = ["Pending", "check_capturable", "clip_coefficient"]
+
+
+class Pending:
+    """What the next step was told, and how many were skipped.
+
+    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
+    the optimizer's attributes, but what they set stays with them.
+    """
+
+    def __init__(self) -> None:
+        self.coefficient: float | Tensor = 1.0
+        self._clipped: list[TensorWeakRef] = []
+        self._found_inf: Tensor | None = None
+        self._skipped: dict[torch.device, Tensor] = {}
+
+    def reset(self) -> None:
+        """Forget what was told."""
+        self.coefficient, self._found_inf, self._clipped = 1.0, None, []
+
+    def scale(self, coefficient: float | Tensor) -> None:
+        """Multiply every gradient by ``coefficient``.
+
+        Raises:
+            ValueError: it is neither a number nor a tensor with one element.
+        """
+        one = coefficient.numel() == 1 if isinstance(coefficient, Tensor) else None
+        if not (isinstance(coefficient, Real) if one is None else one):
+            raise ValueError(
+                f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
+                "which the next step multiplies every gradient"
+            )
+        self.coefficient = coefficient
+
+    def only_for(self, gradients: Iterable[Tensor]) -> None:
+        """Keep what was told as long as any of these gradients is there."""
+        self._clipped = [TensorWeakRef(each) for each in gradients]
+
+    def drop_if_stale(self, gradients: Iterable[Tensor]) -> None:
+        """Forget what was told of gradients none of which is there any more, and say so."""
+        if not self._clipped:
+            return
+        there = {id(each) for each in gradients}
+        if not any(id(each()) in there for each in self._clipped):
+            self.reset()
+            warnings.warn(
+                "gradients were clipped and then replaced before a step read them, by "
+                "model.zero_grad() or p.grad = None, say: this step scales nothing and skips "
+                "nothing. Clip after the last backward() before the step",
+                stacklevel=3,
+            )
+
+    def skip_where(self, found_inf: Tensor) -> None:
+        """Leave everything as it is where ``found_inf``, a tensor with one element, is not 0."""
+        self._found_inf = found_inf
+
+    def call(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
+        """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes."""
+        if self._found_inf is not None:
+            mine = self._found_inf
+            both = None if found_inf is None else found_inf.to(mine.device, non_blocking=True)
+            found_inf = mine if both is None else mine + both
+        return StepInputs(self.coefficient, grad_scale, found_inf)
+
+    def get_ready(self, devices: Iterable[torch.device]) -> None:
+        """Make the counters of skipped steps; a graph could not replay their making."""
+        for device in devices:
+            if device not in self._skipped:
+                self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+
+    def count(self, call: StepInputs) -> None:
+        """Count a step that was skipped, without asking the device whether it was."""
+        found = call.found_inf
+        if found is None:
+            return
+        found = torch.as_tensor(found)
+        self.get_ready([found.device])
+        self._skipped[found.device].add_(found.reshape(()) != 0)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return sum(int(each) for each in self._skipped.values())
+
+
+def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: str | None) -> None:
+    """Refuse a capture whose replays would not be steps.
+
+    Args:
+        optimizer: its groups say whether they are capturable; those without the option are.
+        planned: whether the plan of the last step serves this one.
+        obstacle: what else stands in the way.
+
+    Raises:
+        RuntimeError: the step cannot be captured; nothing was recorded by it.
+    """
+    name = type(optimizer).__name__
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"a step of {name} is being captured in a CUDA graph, and a parameter group has "
+            "capturable=False: its hyperparameters need not be fit for replays. Make the optimizer "
+            "with capturable=True and give it lr as a tensor on the device, or step outside of the "
+            "capture"
+        )
+    if not planned:
+        obstacle = (
+            "other parameters take part than in its last step, or it has taken none: take a step "
+            "with the same parameters before the capture, so that states and tables exist"
+        )
+    if obstacle is not None:
+        raise RuntimeError(f"a step of {name} cannot be captured in a CUDA graph: {obstacle}")
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """What torch multiplies gradients of that norm by, at most 1; 0-d, where ``norm`` is."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

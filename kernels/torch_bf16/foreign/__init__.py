@@ -1,0 +1,1 @@
+"""Optimizers that step by their own code on fp32 copies, and the conversion of others."""

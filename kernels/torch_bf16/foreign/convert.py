@@ -1,0 +1,234 @@
+"""Turning a user's ``torch.optim`` optimizer into ours, in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
+from weakref import ref
+
+import torch
+from torch import nn
+
+from torch_bf16.model.casting import WRAPPERS
+from torch_bf16.optim.adafactor import Adafactor
+from torch_bf16.optim.adagrad import Adagrad
+from torch_bf16.optim.adam import Adam, AdamW
+from torch_bf16.optim.muon import Muon
+from torch_bf16.optim.nadam import NAdam
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.radam import RAdam
+from torch_bf16.optim.rmsprop import RMSprop
+from torch_bf16.optim.sgd import SGD
+from torch_bf16.optim.validation import check_group
+from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
+from torch_bf16.sharding.fsdp1 import register
+from torch_bf16.sharding.zero import Whole, is_zero
+from torch_bf16.states.recoding import Changes
+
+from .capabilities import examine
+from .optimizer import ROLES, ForeignOptimizer, foreign_class
+
+__all__ = ["CONVERTIBLE", "convert"]
+
+CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
+    each.torch_class: each
+    for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, Adafactor, Muon, SGD)
+}
+"""For each ``torch.optim`` class, ours."""
+
+_T = TypeVar("_T", bound=torch.optim.Optimizer)
+
+
+def convert(
+    optimizer: _T,
+    recipe: str | Recipe = "true-bf16-stochastic",
+    *,
+    module: nn.Module | None = None,
+    backend: str | None = None,
+    roles: Mapping[str, str | None] | None = None,
+) -> _T:
+    """Make an optimizer store its numbers by a recipe, in place.
+
+    For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class takes
+    its own, on fp32 copies of some tensors at a time (64 MB of them, or one tensor); then weights
+    and the states it is known to keep (:data:`ROLES`) are encoded by the recipe, and whatever
+    else it keeps stays as it is, in fp32. Its step is first tried on small made-up parameters: an
+    optimizer that couples its parameters, by a norm over all of them, say, steps on all at once.
+    Of sharded parameters it steps on this rank's parts where pieces of made-up tensors gave the
+    bits of whole ones, else on whole tensors that are gathered for it.
+
+    The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that
+    were built on it before or will be after. State it already has is taken over: moments are
+    rounded into the recipe's formats at once.
+
+    Of a ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted; its
+    noise is keyed by the places that parameters have in the whole, whichever rank updates them.
+
+    Args:
+        optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        module: the module that owns the parameters: their names then key the rounding noise, so
+            that it does not depend on the order of the parameters.
+        backend: name of the backend that takes the steps; None for the best that works.
+        roles: for a class without a kernel, states whose meaning their name does not say:
+            ``{"z": "exp_avg"}`` has ``state["z"]`` stored as a first moment, None keeps it in fp32.
+
+    Returns:
+        ``optimizer`` itself.
+
+    Raises:
+        ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
+            backend is not known; nothing has been changed.
+        NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
+            needs a closure, keeps data outside ``state``, wraps another optimizer, or rewrites
+            weights outside of ``step``.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> torch_bf16.convert(optimizer, "bf16-stochastic", module=model) is optimizer
+        True
+    """
+    recipe = get_recipe(recipe)
+    if is_zero(optimizer):
+        local: Any = _local_optimizer(optimizer)
+        convert(local, recipe, module=module, backend=backend, roles=roles)
+        local._whole = Whole(optimizer)
+        return optimizer
+    if isinstance(optimizer, BF16Optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} already stores its numbers by recipe "
+            f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its "
+            "state. To change the recipe, make a new torch.optim optimizer and convert that one"
+        )
+    if module is not None and not isinstance(module, nn.Module):
+        raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if module is not None:
+        register(module)
+    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
+        raise ValueError(
+            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
+            "None for fp32"
+        )
+    target = _target(optimizer)
+    own_step = issubclass(target, ForeignOptimizer)
+    trait = examine(optimizer) if own_step else None
+    for number in range(len(optimizer.param_groups)):
+        check_group(optimizer, number, own_step)
+    wrapped = _scheduler_wrapper(optimizer)
+
+    source, converted = type(optimizer), cast("Any", optimizer)
+    attributes = dict(vars(optimizer))
+    converted.__class__ = target
+    try:
+        converted._setup(recipe, backend)
+        if trait is not None:
+            converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
+            converted._couples, converted._halves = trait.couples, trait.halves
+        if module is not None:
+            converted._names = _names(optimizer, module)
+        taken = _take_over(converted)
+    except Exception:
+        if converted._accumulation is not None:
+            converted._accumulation.remove()
+        converted.__class__ = source
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        raise
+    for parameter, state in taken.items():
+        optimizer.state[parameter] = state
+        if not state:
+            del optimizer.state[parameter]
+    # torch hangs its profiling and step hooks on the class the first time that one is made.
+    converted._patch_step_function()
+    if wrapped:
+        optimizer.__dict__["step"] = _count_steps(optimizer)
+    return optimizer
+
+
+def _local_optimizer(zero: Any) -> torch.optim.Optimizer:
+    local = getattr(zero, "optim", None)
+    if not isinstance(local, torch.optim.Optimizer):
+        raise NotImplementedError(
+            "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True: it steps inside the "
+            "backward pass by functions of torch that store fp32 numbers as they are. Make it with "
+            "overlap_with_ddp=False. Nothing was changed"
+        )
+    return local
+
+
+def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:
+    known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
+        )
+    return CONVERTIBLE.get(type(optimizer)) or foreign_class(type(optimizer))
+
+
+def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
+    taken = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            state = optimizer.state.get(parameter)
+            fused = not isinstance(optimizer, ForeignOptimizer)
+            if fused and state and float(state.get("step", 1)) == 0:
+                taken[parameter] = {}  # torch's Adagrad makes it before the first step
+            elif state:
+                label = optimizer.label(number, position)
+                taken[parameter] = optimizer._complete(state, parameter, group, label, Changes())
+    return taken
+
+
+def _names(optimizer: Any, module: nn.Module) -> dict[tuple[int, int], str]:
+    known: dict[Any, str] = {}
+    for name, parameter in _named_parameters(module):
+        # The first name of a tied parameter counts, as in module.named_parameters().
+        known.setdefault(parameter, name)
+    return {
+        (number, position): known[parameter]
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+        if parameter in known
+    }
+
+
+def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter
+    for name, child in module.named_children():
+        # Wrappers put themselves into the names; the noise must not depend on them.
+        ddp = name == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
+        inner = prefix if ddp or name in WRAPPERS else f"{prefix}{name}."
+        yield from _named_parameters(child, inner)
+
+
+def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an LR scheduler put its own ``step`` on the optimizer, bound to the old class."""
+    step = optimizer.__dict__.get("step")
+    if step is None:
+        return False
+    # The scheduler's wrapper names the class's own step as what it wraps; a user's step on either
+    # side of it does not, though functools.wraps may have copied the scheduler's mark.
+    own = getattr(step, "__wrapped__", None) is type(optimizer).step
+    if not own or not hasattr(step, "_wrapped_by_lr_sched"):
+        raise NotImplementedError(
+            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which "
+            "would go on running the old update; convert the optimizer first, replace its step then"
+        )
+    return True
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> Any:
+    # What torch's LRScheduler does to see that the optimizer steps before it, over the new class.
+    step, reference = type(optimizer).step, ref(optimizer)
+
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        live = reference()
+        live._opt_called = True  # pyright: ignore
+        return step(live, *args, **kwargs)  # pyright: ignore
+
+    wrapper._wrapped_by_lr_sched = True  # pyright: ignore
+    return wrapper

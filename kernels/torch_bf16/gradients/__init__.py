@@ -1,0 +1,1 @@
+"""What happens to gradients before the step: sums, norms, release, reduction."""

@@ -1,0 +1,350 @@
+"""Summing the gradients of several micro-batches without losing the small ones.
+
+torch sums them in ``p.grad``, in bf16 and to the nearest: beside a sum of 0.5, a gradient of 0.001
+changes nothing. Two other formats of the sum are offered here, and ``p.grad`` stays where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.argument_checks import check_module
+from torch_bf16.backends import Bucket, Variant, choose, cuda_graphs
+from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.numerics.counter_rng import GRADIENT, stream_base, sum_base, tensor_key
+from torch_bf16.recipe import ACCUMULATIONS, Recipe
+from torch_bf16.rules import ACCUMULATE
+from torch_bf16.sharding.dtensor import Span, is_dtensor, local, span_of
+from torch_bf16.sharding.fsdp1 import is_flattened
+
+from .backward import ForwardOutputs, at_end_of_backward, own_parameters, sharded_modules
+from .reduction import Fp32Reduction
+
+__all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
+
+
+def accumulate_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, format: str | None = None
+) -> GradientAccumulation:
+    """Sum the gradients of micro-batches in a format of their own.
+
+    Everything else stays as it is in torch: ``backward`` adds to ``p.grad``, ``zero_grad`` resets
+    it, and clipping and the step see the sum. Formats:
+
+    - ``"bf16"``: torch's own, 2 bytes per parameter. Gradients below 2^-9 of the sum are lost.
+    - ``"bf16_stochastic"``: 2 bytes. A sum is rounded up or down with the right probabilities, in
+      place, when a gradient arrives; only that one gradient exists beside it. The noise is a pure
+      function of seed, step, micro-batch, parameter and element, with no state to be saved.
+    - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter.
+
+    Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
+    ``no_sync``, in bf16 for the first two and in fp32 for the last. Under FSDP2 the sharded
+    gradients are summed; with ``set_requires_gradient_sync(False)``, FSDP2 itself sums whole ones,
+    in its ``reduce_dtype``. A recipe with ``accumulate="fp32"`` does all this on its own where no
+    wrapper is involved; call this after wrapping a model with DDP or ``fully_shard``.
+
+    Args:
+        model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
+        optimizer: one of this package, or converted; its parameters get hooks. The format it had
+            before is given up.
+        format: see above; None takes the recipe's ``accumulate``.
+
+    Returns:
+        A handle; ``remove()`` gives gradients back to torch.
+
+    Raises:
+        ValueError: the format is unknown, the optimizer is not one of ours, or the wrapper of the
+            model has an option that would undo the format.
+        NotImplementedError: gradients are released, or FSDP1 sums them.
+
+    Example:
+        >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+        >>> for micro_batch in torch.randn(3, 8, 4).unbind():
+        ...     (model(micro_batch).square().mean() / 3).backward()
+        >>> optimizer.step()
+        >>> handle.remove()
+    """
+    if not hasattr(optimizer, "_accumulation"):
+        raise ValueError(
+            f"accumulate_gradients was given a {type(optimizer).__name__}, which has no recipe; "
+            "make it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
+        )
+    check_module("accumulate_gradients", model)
+    ours: Any = optimizer
+    format = ours.recipe.accumulate if format is None else format
+    if format not in ACCUMULATIONS:
+        raise ValueError(
+            f"accumulation format {format!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
+        )
+    if ours._release is not None:
+        raise NotImplementedError(
+            f"the parameters cannot be accumulated in {format!r}: their gradients are released "
+            "inside backward(), so that nothing adds up. remove() the release first"
+        )
+    return GradientAccumulation(optimizer, format, model)
+
+
+def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
+    """Follow a recipe's ``accumulate``, as far as that needs no module."""
+    if recipe.accumulate != "bf16":
+        GradientAccumulation(optimizer, recipe.accumulate)
+
+
+@dataclass
+class _Sum:
+    """The kernel call that adds to one sum, and what it was made for."""
+
+    made_for: tuple[Any, ...]
+    backend: ModuleType
+    bucket: Bucket
+    spans: list[Span]
+
+
+class GradientAccumulation:
+    """A handle on how an optimizer's gradients are summed; see :func:`accumulate_gradients`.
+
+    Attributes:
+        format: ``"bf16"``, ``"bf16_stochastic"`` or ``"fp32"``.
+    """
+
+    def __init__(self, optimizer: Any, format: str, model: nn.Module | None = None) -> None:
+        if format != "bf16":
+            _check_parts(optimizer, format)
+        if optimizer._accumulation is not None:
+            optimizer._accumulation.remove()
+        self.format = format
+        self._optimizer = weakref.ref(optimizer)
+        self._hooks: list[Any] = []
+        self._hooked: dict[Tensor, tuple[int, int]] = {}
+        # Sums that are out of p.grad while autograd puts the next gradient there.
+        self._aside: dict[Tensor, Tensor] = {}
+        self._sums: dict[Tensor, _Sum] = {}
+        self._numbers: dict[Tensor, int] = {}
+        self._steps: dict[Tensor, int] | None = None
+        self._task = -1
+        self._reduction: Fp32Reduction | None = None
+        if format != "bf16":
+            modules = [] if model is None else list(sharded_modules(model, format))
+            try:
+                if model is not None and format == "fp32":
+                    self._reduction = Fp32Reduction.of(model)
+                for module in modules:
+                    take = functools.partial(self._take_all, own_parameters(module))
+                    self._hooks.append(ForwardOutputs(module, take))
+                self.hook_parameters()
+            except Exception:
+                self.remove()
+                raise
+            self._hooks += [
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_post_hook(self._after_step),
+            ]
+        optimizer._accumulation = self
+
+    def remove(self) -> None:
+        """Give gradients back to torch; those there are become the parameters' dtype."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._reduction is not None:
+            self._reduction.remove()
+        if self.format == "fp32":
+            for parameter in self._hooked:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                if gradient is not None:
+                    parameter.grad = gradient.to(parameter.dtype)
+        self._hooked.clear()
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer._accumulation is self:
+            optimizer._accumulation = None
+
+    def hook_parameters(self) -> None:
+        """Hook the parameters that are new, or no longer frozen."""
+        optimizer: Any = self._optimizer()
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                # A frozen parameter takes no hook; it is looked at again after each step.
+                if parameter not in self._hooked and parameter.requires_grad:
+                    self._hook(parameter)
+                if parameter.requires_grad:
+                    self._hooked[parameter] = number, position
+
+    def _hook(self, parameter: Tensor) -> None:
+        sharded = is_dtensor(parameter)
+        if self.format == "fp32":
+            if not hasattr(parameter, "grad_dtype"):
+                raise ValueError(
+                    "accumulating gradients in fp32 beside bf16 parameters needs torch 2.10 or "
+                    f"newer, and this is {torch.__version__}; use 'bf16_stochastic'"
+                )
+            # FSDP2 puts bf16 gradients there before its hooks run; autograd casts what it puts.
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = None if sharded else torch.float32
+            if gradient is not None:
+                parameter.grad = gradient.float()
+            if self._reduction is not None:
+                self._hooks += self._reduction.hook(parameter)
+            if not sharded:
+                return
+        # Not called for what FSDP2 shards: see ForwardOutputs.
+        reference = weakref.ref(parameter)
+        self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._merge))
+
+    def _take_all(self, parameters: list[Any]) -> None:
+        """Take sums out of ``p.grad``, so that the next gradient is not added but put there."""
+        for parameter in parameters:
+            # What a backward pass that failed has left here is not to be added to another's.
+            self._aside.pop(parameter, None)
+            if parameter.dtype == torch.bfloat16 and parameter.grad is not None:
+                self._aside[parameter] = parameter.grad
+                parameter.grad = None
+        task = torch._C._current_graph_task_id()
+        if self._aside and task != self._task:
+            self._task = task
+            at_end_of_backward(self._put_back)
+
+    def _put_back(self) -> None:
+        """Return the sums that no gradient has come for, as under ``torch.autograd.grad``."""
+        for parameter, total in self._aside.items():
+            if parameter.grad is None:
+                parameter.grad = total
+        self._aside.clear()
+        self._task = -1
+
+    def _merge(self, parameter: Any) -> None:
+        """Add the gradient that has just arrived to the sum, and put this back into ``p.grad``."""
+        total = self._aside.pop(parameter, None)
+        if parameter.dtype != torch.bfloat16:
+            return
+        if self._optimizer() is None:
+            self.remove()
+        new = parameter.grad
+        if total is None:
+            self._numbers[parameter] = 0
+            if self.format == "fp32" and new.dtype != torch.float32:
+                parameter.grad = new.float()
+            return
+        if not self._hooked or new.requires_grad or not _alike(new, total, parameter):
+            parameter.grad = total + new
+            return
+        with torch.no_grad():
+            if total.dtype == torch.float32:
+                local(total).add_(local(new))
+            elif cuda_graphs.capturing():
+                parameter.grad = total
+                raise RuntimeError(
+                    "a CUDA graph cannot record the sum of a second micro-batch in "
+                    "'bf16_stochastic': the number of the micro-batch is counted on the host, and "
+                    "every replay would draw the same noise. Accumulate in 'fp32', or capture "
+                    "passes with one micro-batch each. The sum so far is in p.grad; this gradient "
+                    "was not added"
+                )
+            else:
+                self._add(parameter, local(total), local(new))
+        parameter.grad = total
+
+    def _add(self, parameter: Tensor, total: Tensor, new: Tensor) -> None:
+        number = self._numbers[parameter] = self._numbers.get(parameter, -1) + 1
+        target = total.contiguous()
+        optimizer: Any = self._optimizer()
+        step = self._step_of(parameter)
+        made_for = (target.data_ptr(), target.numel(), new.dtype, step, optimizer.recipe.seed)
+        known = self._sums.get(parameter)
+        if known is None or known.made_for != made_for:
+            known = self._sums[parameter] = self._make(parameter, target, new.dtype, made_for)
+        bucket = known.bucket
+        bucket.gradients = _pieces(new.resolve_neg().contiguous(), known.spans)
+        bucket.steps = np.full(len(known.spans), number, np.int64)
+        known.backend.run(bucket)
+        bucket.gradients = ()
+        if target is not total:
+            total.copy_(target)
+            del self._sums[parameter]
+        # The kernel writes through addresses, which autograd does not see.
+        torch.autograd.graph.increment_version(total)
+
+    def _make(
+        self, parameter: Tensor, total: Tensor, dtype: torch.dtype, made_for: tuple[Any, ...]
+    ) -> _Sum:
+        optimizer: Any = self._optimizer()
+        spans = span_of(parameter, optimizer._name(*self._hooked[parameter])).short()
+        variant = Variant(
+            ACCUMULATE, BF16_STOCHASTIC, (), dtype, total.device, strided=spans[0].strided
+        )
+        base = stream_base(optimizer.recipe.seed, tensor_key(spans[0].name), GRADIENT.stream)
+        bucket = Bucket(
+            variant=variant,
+            planes=[[(each,)] for each in _pieces(total, spans)],
+            numels=np.array([span.numel for span in spans], np.int64),
+            offsets=np.array([span.offset for span in spans], np.int64),
+            widths=np.array([span.width for span in spans], np.int64),
+            pitches=np.array([span.pitch for span in spans], np.int64),
+            bases=np.array([[sum_base(base, self._step_of(parameter))]] * len(spans), np.uint32),
+            rows=np.zeros(len(spans), np.int64),
+            scalars=np.ones((1, 1), np.float32),
+        )
+        return _Sum(made_for, choose(total.device, optimizer.backend), bucket, spans)
+
+    def _step_of(self, parameter: Tensor) -> int:
+        """The number of the step that the sum is for."""
+        if self._steps is None:
+            optimizer: Any = self._optimizer()
+            counted = [
+                # A class without a fused rule may count in another way, or not at all.
+                (p, s.get("noise_step", s.get("step")))
+                for p, s in optimizer.state.items()
+                if "noise_step" in s or "step" in s
+            ]
+            # All at once: where they are on a device, reading one waits for it.
+            numbers = _integers([step for _, step in counted])
+            self._steps = dict(zip((p for p, _ in counted), numbers, strict=True))
+        return self._steps.get(parameter, 0) + 1
+
+    def _after_step(self, *_: Any) -> None:
+        self._steps = None
+        # Sums that are zeroed and not freed count from the start, too, as a resumed run does.
+        self._numbers.clear()
+        if len(self._hooked) < sum(len(g["params"]) for g in self._optimizer().param_groups):  # pyright: ignore
+            self.hook_parameters()
+
+
+def _check_parts(optimizer: Any, format: str) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(map(is_flattened, parameters)):
+        raise NotImplementedError(
+            f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "
+            "beside bf16 parameters, and shows a parameter only the sum. Shard with "
+            "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16'"
+        )
+
+
+def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
+    """Whether a gradient can be added to a sum where both lie in memory."""
+    if new.layout != torch.strided or total.layout != torch.strided:
+        return False
+    # Of a tensor that is not sharded the attribute is absent.
+    placed = getattr(new, "placements", None) == getattr(total, "placements", None)
+    return placed and local(new).shape == local(total).shape == local(parameter).shape
+
+
+def _pieces(memory: Tensor, spans: list[Span]) -> list[Tensor]:
+    if len(spans) == 1:
+        return [memory]
+    return [memory.view(-1)[span.start : span.start + span.numel] for span in spans]
+
+
+def _integers(steps: list[Any]) -> Iterator[int]:
+    if any(isinstance(step, Tensor) and step.device.type != "cpu" for step in steps):
+        steps = torch.stack([torch.as_tensor(step) for step in steps]).tolist()
+    return (int(step) for step in steps)

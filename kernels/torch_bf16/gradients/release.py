@@ -1,0 +1,262 @@
+"""Gradient release: the step runs inside the backward pass, and each gradient dies at once.
+
+The idea is that of "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+(Lv et al., 2023, https://arxiv.org/abs/2306.09782): no two gradients need to exist together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_bf16.argument_checks import check_max_norm, check_module
+from torch_bf16.backends import StepInputs
+from torch_bf16.engine.pending import clip_coefficient
+from torch_bf16.engine.plan import Plan
+from torch_bf16.sharding.dtensor import is_dtensor, local_gradient
+from torch_bf16.sharding.fsdp1 import is_flattened
+
+from .backward import released
+
+__all__ = ["GradientRelease", "release_gradients"]
+
+_NORMS = ("parameter", "last_step")
+
+
+def release_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    norm: str = "parameter",
+) -> GradientRelease:
+    """Take each parameter's step as soon as its gradient is there, inside ``backward()``.
+
+    A gradient is freed before the next one is made, so that gradients cost the largest of them and
+    not 2 bytes per parameter. Weights and states are, bit for bit, those of ``optimizer.step()``
+    after the whole backward pass. The training loop stays as it is: ``optimizer.step()`` counts the
+    step, for LR schedulers too, and takes it for parameters whose gradient came by another way; so
+    learning rates must be set before ``backward()``.
+
+    A step that runs before all gradients exist cannot know their norm. Two clips that need not:
+    ``norm="parameter"`` clips each parameter's gradient to ``max_norm`` by its own norm, as with
+    ``clip_grad_norm_([p], max_norm)`` for each ``p``; ``norm="last_step"`` multiplies all by the
+    coefficient that the global norm of the step before asks for (the first step is clipped per
+    parameter).
+
+    With FSDP2, gradients are released group by group, as they are reduced, and the norm of a
+    sharded parameter is one small all-reduce inside the backward pass, which ``"last_step"`` needs
+    in its first step alone. What cannot work:
+
+    - DDP, whose reducer needs all gradients to the end of the pass: use ``fully_shard``.
+    - Accumulation over several backward passes: use larger batches, or an accumulation format.
+    - Clipping by the global norm of this step, ``total_norm``, ``scale_next_step``: see above. What
+      is not ours is not refused: ``torch.nn.utils.clip_grad_norm_`` finds no gradient to clip.
+    - ``GradScaler``: bf16 has fp32's range and needs no loss scaling.
+
+    Args:
+        model: the module as it is called: after ``fully_shard`` wrapped it.
+        optimizer: one of this package, or converted; its parameters get hooks.
+        max_norm: bound of the norm that ``norm`` names; None clips nothing.
+        norm: ``"parameter"`` or ``"last_step"``.
+
+    Returns:
+        A handle; ``remove()`` returns to ordinary steps.
+
+    Raises:
+        ValueError: an argument cannot be meant.
+        NotImplementedError: the combination is one of those above.
+
+    Example:
+        >>> handle = torch_bf16.release_gradients(model, optimizer, max_norm=1.0)
+        >>> model(torch.randn(8, 4)).square().mean().backward()  # updates the weights
+        >>> optimizer.step()
+        >>> handle.remove()
+    """
+    if not hasattr(optimizer, "_release"):
+        raise ValueError(
+            f"release_gradients was given a {type(optimizer).__name__}, which takes its step for "
+            "all parameters at once; make it a torch_bf16 optimizer, or torch_bf16.convert it first"
+        )
+    if norm not in _NORMS:
+        raise ValueError(f"norm={norm!r} is unknown; use one of {', '.join(_NORMS)}")
+    check_module("release_gradients", model)
+    check_max_norm(max_norm)
+    ours: Any = optimizer
+    parameters = [p for group in ours.param_groups for p in group["params"]]
+    why = None
+    # Only a class that has no fused rule says how it couples its parameters.
+    if hasattr(ours, "_couples"):
+        why = (
+            f"{type(optimizer).__name__} has no fused rule, and its own step may count or look at "
+            "all parameters together. Use an optimizer of torch_bf16, or step after the backward "
+            "pass"
+        )
+    elif any(parameter in released for parameter in parameters) and ours._release is None:
+        why = "another optimizer has released those of the same parameters. Remove that one first"
+    elif any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        why = _DDP
+    elif any(map(is_flattened, parameters)):
+        why = (
+            "FSDP1 reduces them together, into the gradient of a flat parameter. Shard the model "
+            "with fully_shard, whose gradients can be released, or step after the backward pass"
+        )
+    elif ours._accumulation is not None and ours._accumulation.format != "bf16":
+        why = (
+            f"they are accumulated in {ours._accumulation.format!r}, which is for several backward "
+            "passes per step, and a released gradient is gone after one. Make the recipe with "
+            "accumulate='bf16', or do not release gradients"
+        )
+    elif ours.observers:
+        why = (
+            "an UpdateMonitor watches the optimizer, which looks at whole steps. Remove it, or do "
+            "not release gradients"
+        )
+    if why:
+        raise NotImplementedError(f"gradients cannot be released: {why}")
+    return GradientRelease(model, optimizer, max_norm, norm)
+
+
+_DDP = (
+    "DDP reduces them in buckets, which hold all of them to the end of the backward pass. Shard "
+    "the model with fully_shard, whose gradients can be released, or step after the backward pass"
+)
+
+
+class GradientRelease:
+    """A handle on released gradients; see :func:`release_gradients`.
+
+    Attributes:
+        last_norm: fp32 norm of all gradients of the last step, 0-d, before clipping; None until
+            then, and where ``norm`` is not ``"last_step"``.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, max_norm: float | None, norm: str) -> None:
+        if optimizer._release is not None:
+            optimizer._release.remove()
+        self.last_norm: Tensor | None = None
+        self._max_norm, self._by_last_step = max_norm, norm == "last_step"
+        self._optimizer = weakref.ref(optimizer)
+        self._plans: dict[Tensor, Plan] = {}
+        self._stepped: set[Tensor] = set()
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        # The same object for all parameters of a step: comparing it with itself costs nothing.
+        self._setting: Any = None
+        self._hooks: list[Any] = [model.register_forward_pre_hook(_refuse_ddp)]
+        self._hooked: set[Tensor] = set()
+        self._hook_parameters()
+        optimizer._release = self
+
+    def remove(self) -> None:
+        """Return to ordinary steps, after ``backward()``."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self._hooked:
+            released.pop(parameter, None)
+        self._hooked.clear()
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer._release is self:
+            optimizer._release = None
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """What a resumed run needs to repeat this one where ``norm="last_step"``."""
+        return {"last_norm": self.last_norm}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor | None]) -> None:
+        """Go on with the saved norm."""
+        self.last_norm = state_dict["last_norm"]
+
+    def finish(self) -> None:
+        """Count the step: the next backward pass belongs to the next one."""
+        if getattr(self._optimizer(), "grad_scale", None) is not None:
+            raise NotImplementedError(
+                "gradients are released and torch.amp.GradScaler scales the loss: the steps inside "
+                "backward() saw scaled gradients, so the weights of this step are wrong. bf16 has "
+                "the range of fp32 and needs no scaling: train without GradScaler"
+            )
+        if self._norms:
+            self.last_norm = _total(self._norms)
+        self._norms = []
+        self._stepped.clear()
+        self._setting = None
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        optimizer: Any = self._optimizer()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                # A frozen parameter takes no hook; it is looked at again after each step.
+                if parameter not in self._hooked and parameter.requires_grad:
+                    self._hooked.add(parameter)
+                    released[parameter] = True
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step))
+
+    def _step(self, parameter: Tensor) -> None:
+        optimizer: Any = self._optimizer()
+        if optimizer is None:
+            self.remove()
+            return
+        if parameter in self._stepped:
+            # Else the next step would take it for one that came by another way.
+            parameter.grad = None
+            raise NotImplementedError(
+                "a second backward pass reached a parameter whose gradient was released and whose "
+                "step was taken: accumulating gradients is impossible then. Call optimizer.step() "
+                "after each backward(), or remove() the release and accumulate gradients, e.g. "
+                "with Recipe(accumulate='bf16_stochastic'). The second gradients were not used"
+            )
+        if self._setting is None:
+            self._setting = optimizer._setting()
+        coefficient: float | Tensor = 1.0
+        if self._max_norm is not None:
+            coefficient = self._coefficient(parameter, self._max_norm)
+        self._stepped.add(parameter)
+        self._plans[parameter] = optimizer._update(
+            [parameter], self._plans.get(parameter), self._setting, StepInputs(coefficient)
+        )
+        parameter.grad = None
+
+    @torch.no_grad()
+    def _coefficient(self, parameter: Tensor, max_norm: float) -> Tensor:
+        gradient: Any = parameter.grad
+        if is_dtensor(parameter):
+            gradient = local_gradient(parameter, gradient)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        if self._by_last_step:
+            self._norms.append((parameter, norm))
+            if self.last_norm is not None:
+                return clip_coefficient(self.last_norm.to(norm.device), max_norm)
+        # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
+        return clip_coefficient(_total([(parameter, norm)]), max_norm)
+
+
+def _refuse_ddp(module: nn.Module, arguments: Any) -> None:
+    # Where DDP came later than the release: its reducer would average gradients that are gone.
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise NotImplementedError(f"gradients cannot be released: {_DDP}")
+
+
+def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The norm of all gradients, those of sharded parameters over all ranks."""
+    device = norms[0][1].device
+    squares: dict[Any, list[Tensor]] = {}
+    for parameter, norm in norms:
+        placed: Any = parameter
+        key = (placed.device_mesh, placed.placements) if is_dtensor(parameter) else None
+        squares.setdefault(key, []).append(norm.to(device).square())
+    totals = []
+    for key, some in squares.items():
+        total = torch.stack(some).sum()
+        if key is not None:
+            mesh, placements = key
+            for dimension, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(total, group=mesh.get_group(dimension))
+        totals.append(total)
+    return torch.stack(totals).sum().sqrt()

@@ -1,0 +1,63 @@
+"""``torch.amp.GradScaler`` for bf16 gradients on GPUs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.sharding.dtensor import local
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that also reads bf16 gradients on GPUs.
+
+    torch has no kernel there that checks and unscales bf16, and its scaler raises
+    ``NotImplementedError``; on CPUs, and for fp32 gradients, torch's own works with our optimizers
+    as it is. bf16 has the range of fp32 and needs no scaling: this is for scripts that scale
+    anyway.
+
+    Without ``unscale_``, gradients are read once and not written: our optimizers divide by the
+    scale inside the step, and where one is not finite skip it on the device, without waiting.
+    Arguments and use are those of ``torch.amp.GradScaler``.
+
+    Example:
+        >>> scaler = torch_bf16.GradScaler("cpu")
+        >>> scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        # Called by unscale_, and by step with a factor of 1 and allow_fp16, to look only.
+        if not isinstance(optimizer, BF16Optimizer):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    gradient = local(parameter.grad)
+                    if gradient.numel():
+                        alike[gradient.device, gradient.dtype].append(gradient)
+            found: dict[torch.device, Tensor] = {}
+            for (device, _), gradients in alike.items():
+                # The largest magnitude: Inf and NaN are seen, and no sum can overflow.
+                largest = torch._foreach_norm(gradients, float("inf"))  # pyright: ignore[reportPrivateImportUsage]
+                new = (~torch.stack([each.float() for each in largest]).isfinite()).any().float()
+                found[device] = torch.maximum(found[device], new) if device in found else new
+                if not allow_fp16:
+                    torch._foreach_mul_(gradients, inv_scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        return found or {found_inf.device: found_inf}

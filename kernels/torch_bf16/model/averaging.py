@@ -1,0 +1,205 @@
+"""An exponential moving average of weights that moves.
+
+    average = average + (weight - average) * (1 - decay)
+
+At a decay of 0.9999 an average in bf16, rounded to nearest, never moves at all: a step of bf16 is
+0.4 % of it. Here it is fp32, or bf16 rounded stochastically, which is right in the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from torch_bf16.argument_checks import check_module
+from torch_bf16.engine.running_average import move_averages
+from torch_bf16.formats import BF16_STOCHASTIC, FP32
+from torch_bf16.sharding.dtensor import is_dtensor
+from torch_bf16.sharding.fsdp1 import is_flattened
+
+__all__ = ["EMA", "ema_multi_avg_fn"]
+
+_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16_STOCHASTIC}
+
+
+def _move(averages, values, names, rate: float, step: int, seed: int, backend: str | None) -> None:
+    """Move each average towards its value, all tensors of a kind in one call."""
+    alike: dict[Any, list[int]] = {}
+    for number, (average, value) in enumerate(zip(averages, values, strict=True)):
+        if average.dtype not in _FORMATS or value.dtype not in _FORMATS:
+            average.lerp_(value.to(average.dtype), rate)
+        else:
+            alike.setdefault((average.dtype, value.dtype, average.device), []).append(number)
+    for (kept, _, device), numbers in alike.items():
+        copies = [averages[n].detach().contiguous() for n in numbers]
+        move_averages(
+            _FORMATS[kept],
+            [(copy,) for copy in copies],
+            [values[n].to(device) for n in numbers],
+            [f"average of {names[n]}" for n in numbers],
+            rate=rate,
+            step=step,
+            seed=seed,
+            backend=backend,
+        )
+        for n, copy in zip(numbers, copies, strict=True):
+            if copy.data_ptr() != averages[n].data_ptr():
+                averages[n].copy_(copy)
+
+
+def _check_decay(decay: float, seed: int) -> None:
+    number = isinstance(decay, Real) and not isinstance(decay, bool)
+    if not (number and 0.0 <= float(decay) <= 1.0):
+        raise ValueError(f"decay={decay!r} must be a number between 0 and 1")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed={seed!r} must be an int")
+
+
+def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
+    if any(map(is_dtensor, tensors)):
+        raise NotImplementedError(
+            "an average of sharded parameters (DTensors) cannot be kept: each rank has a part of "
+            "them. What works: an EMA of a whole copy of the model, made before it is sharded, and "
+            "update_parameters() with another whole copy, into which "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) was loaded. Nothing was averaged"
+        )
+
+
+def ema_multi_avg_fn(
+    decay: float = 0.999, *, seed: int = 0, backend: str | None = None
+) -> Callable[[Sequence[Tensor], Sequence[Tensor], Any], None]:
+    """What ``torch.optim.swa_utils.AveragedModel`` takes as ``multi_avg_fn``.
+
+    Like ``get_ema_multi_avg_fn`` of torch, with averages in bf16 rounded stochastically. The noise
+    depends on seed, number of the update, position and element: the same on every replica.
+
+    Raises:
+        ValueError: ``decay`` is not between 0 and 1.
+
+    Example:
+        >>> average = torch.optim.swa_utils.AveragedModel(
+        ...     model, multi_avg_fn=torch_bf16.ema_multi_avg_fn(0.9999))
+        >>> average.update_parameters(model)
+    """
+    _check_decay(decay, seed)
+
+    def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
+        _refuse_sharded([*averages, *values])
+        names = [f"#{number}" for number in range(len(averages))]
+        _move(averages, values, names, 1.0 - decay, int(n_averaged), seed, backend)
+
+    return move
+
+
+class EMA(AveragedModel):
+    """An exponential moving average of a module's weights, as a module of its own.
+
+    A ``torch.optim.swa_utils.AveragedModel``: ``update_parameters(model)`` after each step,
+    ``ema(x)`` to compute with the average, ``state_dict()`` to save it, ``update_bn`` for it.
+    The first update copies. Buffers are copied at each update, or averaged with ``use_buffers``.
+
+    Args:
+        model: what is averaged; copied, not changed.
+        decay: share of the average that an update keeps.
+        dtype: ``torch.float32``, or ``torch.bfloat16`` rounded stochastically with half the
+            memory; None keeps the dtype of each parameter.
+        use_buffers: average floating-point buffers too.
+        device: where the average is kept; None for the model's.
+        seed: of the rounding noise, which parameters' names key; the same on every replica.
+        backend: name of the backend; None for the best that works.
+
+    Raises:
+        ValueError: ``model`` is no module, or ``decay``, ``dtype`` or ``seed`` not one of those.
+        NotImplementedError: ``model`` is sharded, or FSDP1 has flattened it.
+
+    Example:
+        >>> ema = torch_bf16.EMA(model, decay=0.9999)
+        >>> ema.update_parameters(model)
+        >>> with ema.swapped(model):
+        ...     prediction = model(torch.ones(1, 4))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        dtype: torch.dtype | None = torch.float32,
+        use_buffers: bool = False,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        check_module("EMA", model)
+        _check_decay(decay, seed)
+        _refuse_sharded(model.parameters())
+        if dtype is not None and dtype not in _FORMATS:
+            raise ValueError(f"dtype={dtype} must be torch.float32, torch.bfloat16 or None")
+        if any(map(is_flattened, model.parameters())):
+            raise NotImplementedError(
+                f"EMA was given a {type(model).__name__} that FullyShardedDataParallel (FSDP1) has "
+                "flattened, which cannot be copied: its process groups cannot. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        move = ema_multi_avg_fn(decay, seed=seed, backend=backend)
+        super().__init__(model, device, multi_avg_fn=move, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
+        self.decay, self.seed, self.backend = decay, seed, backend
+        if dtype is not None:
+            for parameter in self.module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move the average towards the weights that ``model`` has now."""
+        check_module("update_parameters", model)
+        _refuse_sharded(model.parameters())
+        ours, theirs = dict(self.module.named_parameters()), dict(model.named_parameters())
+        buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
+        if self.use_buffers:
+            ours, theirs = {**ours, **buffers}, {**theirs, **others}
+        if ours.keys() != theirs.keys():
+            missing = sorted(ours.keys() ^ theirs.keys())
+            raise ValueError(
+                f"update_parameters: the model given and the averaged one differ in {missing[:4]}; "
+                "give the module that EMA was made of, not a wrapper around it"
+            )
+        number = int(self.n_averaged) + 1
+        names = list(ours)
+        if number == 1:
+            for name in names:
+                ours[name].copy_(theirs[name])
+        else:
+            _move(
+                [ours[name] for name in names],
+                [theirs[name] for name in names],
+                *(names, 1.0 - self.decay, number, self.seed, self.backend),
+            )
+        if not self.use_buffers:
+            for name, buffer in buffers.items():
+                buffer.copy_(others[name])
+        self.n_averaged += 1
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """Within the context ``model`` computes with the average, in its own dtypes.
+
+        Its weights are put aside, not written, so that exact masters stay what they are. Take no
+        optimizer step inside.
+        """
+        average = dict(self.module.named_parameters())
+        aside = [(parameter, parameter.data) for parameter in model.parameters()]
+        try:
+            for name, parameter in model.named_parameters():
+                parameter.data = average[name].data.to(parameter.device, parameter.dtype)
+            yield
+        finally:
+            for parameter, data in aside:
+                parameter.data = data

@@ -1,0 +1,279 @@
+"""Casting a module to bf16 without ruining what must stay as it is.
+
+``module.to(torch.bfloat16)`` rounds rotary frequencies, drops the imaginary part of complex buffers
+and makes metrics stop counting at 256. :func:`cast_module` casts parameters only, leaves islands of
+fp32 where they are needed, and has the bits that fp32 weights lose kept, so that exact masters
+start from the weights the user had.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_bf16.model import residuals
+from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.sharding.dtensor import is_dtensor, local
+
+from .cpu_autocast import fill_gaps
+
+__all__ = ["WRAPPERS", "cast_module", "fp32_parameters", "kept"]
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+"""Parts that wrappers put into the names of what is inside them."""
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that somebody asked to keep in fp32."""
+
+
+def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic") -> nn.Module:
+    """Cast the fp32 parameters of a module to bf16, in place.
+
+    Parameters keep their identity, so tied weights stay tied and optimizers made before keep
+    working. What stays as it was: every buffer (rotary frequencies, complex ones, batch-norm
+    statistics), metrics of torchmetrics, modules with running statistics (batch norm; torch cannot
+    mix bf16 gains with fp32 statistics on CPUs), modules named by ``recipe.keep_fp32`` (which
+    compute in fp32, their inputs upcast), and parameters that are not fp32 or not plain tensors
+    (quantised weights).
+
+    Call it before the module is wrapped by DDP or FSDP1: afterwards a change of dtype would cut the
+    hooks that reduce gradients. Modules sharded by ``fully_shard`` or tensor parallelism can be
+    cast before or after that, but before their first forward; on the meta device too.
+
+    Args:
+        module: mutated.
+        recipe: name or :class:`Recipe`; decides which parameters get an exact master, for which the
+            bits that each fp32 weight loses are kept until the first step (2 bytes per element, 4
+            with ``bf16+fp32``).
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP or FSDP1 or has
+            run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of ``keep_fp32``
+            matches nothing; nothing has been changed then.
+
+    Example:
+        >>> model = cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+    recipe = get_recipe(recipe)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"cast_module takes a torch.nn.Module, not {type(module).__name__}")
+    islands, asked = _islands(module, recipe.keep_fp32)
+    kept = _staying(module, asked)
+    named = [(n, p) for n, p in module.named_parameters() if id(p) not in kept and _is_plain(p)]
+    for name, parameter in named:
+        if parameter.dtype in (torch.float16, torch.float64):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+                "cast_module starts from float32. Call module.float() first"
+            )
+    chosen = {id(p): p for _, p in named if p.dtype == torch.float32}
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} is not initialised yet and would come out as float32; run the "
+                "module once, then call cast_module"
+            )
+    if chosen:
+        _check_wrappers(module)
+    _check_groups(module, set(chosen))
+    fill_gaps()
+    gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
+    rests = {}
+    for parameter in chosen.values():
+        parameter.grad = None
+
+    def cast(t: Tensor) -> Tensor:
+        if id(t) not in chosen or t.dtype != torch.float32:
+            return t
+        weight, rests[id(t)] = residuals.split(t.detach(), recipe)
+        return weight
+
+    # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
+    # weights.
+    module._apply(cast)
+    # Not before: torch converts no DTensor that has a weak reference.
+    _kept.update((p, True) for p in asked)
+    for key, parameter in chosen.items():
+        if key in gradients:
+            parameter.grad = gradients[key].to(torch.bfloat16)
+    residuals.remember(module, {key: rest for key, rest in rests.items() if rest is not None})
+    for island in _callable(islands):
+        island.forward = functools.partial(_forward_in_fp32, island)
+    return module
+
+
+def fp32_parameters(
+    module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
+) -> dict[str, nn.Parameter]:
+    """The fp32 parameters that :func:`cast_module` leaves in fp32.
+
+    Args:
+        module: only read.
+        recipe: name or :class:`Recipe`.
+
+    Returns:
+        Parameters by name.
+
+    Raises:
+        ValueError: a pattern of ``keep_fp32`` matches nothing.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        >>> sorted(fp32_parameters(net))
+        ['1.bias', '1.weight']
+    """
+    staying = _staying(module, _islands(module, get_recipe(recipe).keep_fp32)[1])
+    named = module.named_parameters()
+    return {name: p for name, p in named if id(p) in staying and p.dtype == torch.float32}
+
+
+def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
+    staying = {id(p) for p in asked}
+    for each in itertools.chain(_metrics(module), _running_norms(module)):
+        staying.update(id(p) for p in each.parameters())
+    return staying
+
+
+def _check_wrappers(module: nn.Module) -> None:
+    for sub in module.modules():
+        if isinstance(sub, DistributedDataParallel):
+            raise ValueError(
+                "cast_module was given a module inside DistributedDataParallel, whose hooks a "
+                "change of dtype would cut: gradients would not be reduced any more. Cast first, "
+                "then wrap it"
+            )
+        if type(sub).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                "cast_module was given a module inside FullyShardedDataParallel, which has copied "
+                "its parameters into flat ones. Cast first, then wrap it; or shard with "
+                "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
+            )
+        state = getattr(sub, "_get_fsdp_state", None)
+        # None until the first forward, which settles the dtype that gradients are reduced to.
+        if state is not None and getattr(state(), "_is_root", None) is not None:
+            raise ValueError(
+                "cast_module was given a module that fully_shard wraps and that has run already; "
+                "FSDP settles its dtypes in the first forward. Cast before it"
+            )
+
+
+def _check_groups(module: nn.Module, cast: set[int]) -> None:
+    # FSDP2 says it in its first forward, without names.
+    first: dict[Any, dict[torch.dtype, str]] = {}
+    for name, parameter, group in _in_groups(module):
+        if parameter.requires_grad and parameter.is_floating_point():
+            dtype = torch.bfloat16 if id(parameter) in cast else parameter.dtype
+            first.setdefault(group, {}).setdefault(dtype, name)
+    for names in first.values():
+        if len(names) > 1:
+            held = " and ".join(f"{name!r} in {dtype}" for dtype, name in names.items())
+            raise ValueError(
+                f"one group of fully_shard would hold {held}, and FSDP reduces the gradients of a "
+                "group in one dtype (norms with running statistics and modules in keep_fp32 stay "
+                "in float32). Give each module that stays a group of its own: fully_shard(norm) "
+                "before the module around it. Nothing was changed"
+            )
+
+
+def _in_groups(
+    module: nn.Module, prefix: str = "", group: Any = None
+) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """What ``fully_shard`` has sharded, each with the group that it is gathered and reduced in."""
+    state = getattr(module, "_get_fsdp_state", None)
+    group = group if state is None else state()
+    for name, parameter in module.named_parameters(recurse=False):
+        if group is not None and is_dtensor(parameter):
+            yield prefix + name, parameter, group
+    for name, child in module.named_children():
+        yield from _in_groups(child, f"{prefix}{name}.", group)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
+    plain = type(local(parameter)) is Tensor if is_dtensor(parameter) else False
+    return (plain or type(parameter) is nn.Parameter) and parameter.is_floating_point()
+
+
+def kept(parameter: Tensor) -> bool:
+    """Whether a recipe's ``keep_fp32`` named this parameter or its module."""
+    return parameter in _kept
+
+
+def _islands(
+    module: nn.Module, keep_fp32: Iterable[str | type]
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The modules that compute in fp32, and the parameters that stay in it, theirs included."""
+    islands: list[nn.Module] = []
+    asked: list[nn.Parameter] = []
+    modules = [(_unwrapped(name), sub) for name, sub in module.named_modules()]
+    for key in keep_fp32:
+        matches = [
+            sub
+            for name, sub in modules
+            if (isinstance(sub, key) if isinstance(key, type) else fnmatchcase(name, key))
+        ]
+        named = () if isinstance(key, type) else module.named_parameters()
+        parameters = [p for name, p in named if fnmatchcase(_unwrapped(name), str(key))]
+        if not matches and not parameters:
+            known = [name for name, _ in modules if name]
+            raise ValueError(
+                f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
+                "parameters; its modules are "
+                + ", ".join(known[:20])
+                + (", ..." if len(known) > 20 else "")
+            )
+        islands += matches
+        asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
+    return islands, asked
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    # Nobody calls a ModuleList; its members compute.
+    for module in modules:
+        if type(module).forward is nn.Module.forward:
+            yield from _callable(module.children())
+        else:
+            yield module
+
+
+def _metrics(module: nn.Module) -> Iterator[nn.Module]:
+    for sub in module.modules():
+        if any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__):
+            yield sub
+
+
+def _running_norms(module: nn.Module) -> Iterator[nn.Module]:
+    for sub in module.modules():
+        if isinstance(sub, _NormBase) and sub.track_running_stats:
+            yield sub
+
+
+def _forward_in_fp32(module: nn.Module, *args, **kwargs):
+    def upcast(x):
+        return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
+
+    args, kwargs = tree_map(upcast, (args, kwargs))
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    device = next((t.device.type for t in tensors), "cpu")
+    with torch.autocast(device, enabled=False):
+        return type(module).forward(module, *args, **kwargs)

@@ -1,0 +1,130 @@
+"""Parameter groups from a module, by pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from torch_bf16.argument_checks import check_module
+
+__all__ = ["param_groups"]
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def param_groups(
+    module: nn.Module,
+    *,
+    weight_decay: float | None = None,
+    no_decay: Sequence[str | type[nn.Module]] = (),
+    groups: Mapping[str | type[nn.Module], Mapping[str, Any]] | None = None,
+    muon: bool = False,
+) -> list[dict[str, Any]]:
+    """The trainable parameters of a module, in groups, each with its name and exactly once.
+
+    Parameters with at most one dimension and those of embeddings are not decayed. Names key the
+    rounding noise, so that it does not depend on how parameters are grouped.
+
+    A key is a shell-style pattern of qualified parameter names (``"*.pos_embed"``) or a module
+    class, which stands for the parameters that its modules hold themselves.
+
+    Args:
+        module: its parameters are not changed. A tied one counts where it comes first.
+        weight_decay: of the parameters that are decayed; None leaves it to the optimizer.
+        no_decay: keys of further parameters that are not decayed.
+        groups: key -> options of a group (``lr``, ``betas`` ...); the first key that fits counts.
+            An option ``weight_decay`` goes before what is said above.
+        muon: say for each group whether :class:`torch_bf16.Muon` orthogonalises its updates
+            (``use_muon``): those of matrices outside of embeddings. Put the output layer into
+            ``groups`` with ``{"use_muon": False}``.
+
+    Returns:
+        Groups with different options, for any optimizer of torch 2.6 or newer.
+
+    Raises:
+        ValueError: a key fits no parameter, there is none to train, or an argument has another
+            type.
+
+    Example:
+        >>> groups = torch_bf16.param_groups(model, weight_decay=0.1)
+        >>> [[name for name, _ in group["params"]] for group in groups]
+        [['weight'], ['bias']]
+        >>> optimizer = torch_bf16.AdamW(groups, lr=1e-3)
+    """
+    check_module("param_groups", module)
+    if isinstance(no_decay, (str, type)):
+        raise ValueError(f"no_decay={no_decay!r} must be a sequence of keys: ({no_decay!r},)")
+    if not isinstance(groups or {}, Mapping):
+        raise ValueError(
+            f"groups={groups!r} must map keys to options of a group, for example "
+            '{"*.bias": {"lr": 1e-4}}'
+        )
+    groups = groups or {}
+    _check_keys("no_decay", no_decay)
+    _check_keys("groups", groups)
+    for key, given in groups.items():
+        if not isinstance(given, Mapping) or "params" in given:
+            raise ValueError(
+                f"groups[{key!r}]={given!r} must map names of options to values, for example "
+                '{"lr": 1e-4}; the parameters are those that the key fits'
+            )
+    owners: dict[int, list[nn.Module]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(owner)
+    used: set[Any] = set()
+
+    def fits(key: str | type[nn.Module], name: str, parameter: nn.Parameter) -> bool:
+        found = (
+            fnmatchcase(name, key)
+            if isinstance(key, str)
+            else any(isinstance(owner, key) for owner in owners[id(parameter)])
+        )
+        if found:
+            used.add(key)
+        return found
+
+    made: dict[Any, dict[str, Any]] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        embeds = any(isinstance(owner, _EMBEDDINGS) for owner in owners[id(parameter)])
+        # All keys are tried, so that none counts as unknown because another was faster.
+        exempt = [fits(key, name, parameter) for key in no_decay]
+        chosen = [key for key in groups if fits(key, name, parameter)]
+        options: dict[str, Any] = {}
+        if any(exempt) or embeds or parameter.ndim <= 1:
+            options["weight_decay"] = 0.0
+        elif weight_decay is not None:
+            options["weight_decay"] = weight_decay
+        if muon:
+            options["use_muon"] = parameter.ndim == 2 and not embeds
+        if chosen:
+            options.update(groups[chosen[0]])
+        # Keyed by what the options say: dicts and tensors among them have no hash.
+        key = repr(sorted(options.items()))
+        made.setdefault(key, {"params": [], **options})["params"].append((name, parameter))
+    if unknown := [key for key in (*no_decay, *groups) if key not in used]:
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        raise ValueError(
+            f"{', '.join(map(repr, unknown))}: no trainable parameter of this "
+            f"{type(module).__name__} fits; there are {', '.join(names[:8])}"
+            + (" ..." if len(names) > 8 else "")
+        )
+    if not made:
+        raise ValueError(f"this {type(module).__name__} has no parameter that requires a gradient")
+    return list(made.values())
+
+
+def _check_keys(argument: str, keys: Any) -> None:
+    known = isinstance(keys, Iterable) and all(
+        isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module))
+        for key in keys
+    )
+    if not known:
+        raise ValueError(
+            f"{argument}={keys!r} must hold patterns of parameter names (str) or module classes"
+        )

@@ -1,0 +1,1 @@
+"""What the state dicts of optimizers hold, and how it changes format."""

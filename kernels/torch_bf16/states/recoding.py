@@ -1,0 +1,122 @@
+"""Numbers that go from one format into another, and what that loses.
+
+A checkpoint may come from another recipe than the one it is loaded into. Its numbers are decoded
+exactly and rounded once, to the nearest that the new format holds; what differs is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.formats import FORMATS, Format
+from torch_bf16.numerics.rounding import bf16_nearest
+
+__all__ = ["Changes", "encode_nearest", "recode", "recode_weight", "stored_format"]
+
+
+@dataclass
+class Changes:
+    """What changes of format did to the numbers of an optimizer.
+
+    Attributes:
+        counts: ``(name, old format, new format) -> [numbers, those that are another number now]``.
+    """
+
+    counts: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
+
+    def add(self, name: str, old: Format, new: Format, numbers: int, lost: int) -> None:
+        """Count the numbers of one tensor."""
+        count = self.counts.setdefault((name, old.name, new.name), [0, 0])
+        count[0] += numbers
+        count[1] += lost
+
+    @property
+    def lost(self) -> int:
+        """How many numbers are not what they were."""
+        return sum(lost for _, lost in self.counts.values())
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{name} {old} -> {new}: "
+            + (
+                f"{lost:,} of {numbers:,} numbers rounded"
+                if lost
+                else f"{numbers:,} numbers, exact"
+            )
+            for (name, old, new), (numbers, lost) in self.counts.items()
+        )
+
+
+def stored_format(state: Mapping[str, Any], name: str, first: torch.dtype | None) -> Format | None:
+    """The format that a number is stored in, told by the names and dtypes of its planes.
+
+    Args:
+        state: of one parameter.
+        name: the number's; ``""`` for the weight.
+        first: dtype of the first plane where that is not in ``state``: the parameter's.
+
+    Returns:
+        None where no format has such planes.
+    """
+
+    def fits(format_: Format) -> bool:
+        dtypes = [getattr(state.get(key), "dtype", None) for key in format_.plane_names(name)]
+        if first is not None:
+            dtypes[0] = first
+        return dtypes == [plane.dtype for plane in format_.planes]
+
+    return max(filter(fits, FORMATS.values()), key=lambda each: len(each.planes), default=None)
+
+
+def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
+    """New planes with fp32 numbers, rounded to nearest.
+
+    Args:
+        x: fp32, contiguous.
+        new: their format.
+    """
+    planes = tuple(
+        torch.empty(plane.shape(x.shape), dtype=plane.dtype, device=x.device)
+        for plane in new.planes
+    )
+    encode_nearest(new, x, planes)
+    return planes
+
+
+def encode_nearest(format_: Format, x: Tensor, planes: Sequence[Tensor]) -> None:
+    """Write fp32 numbers into planes without noise: a stochastic format takes its middle draw."""
+    if [plane.dtype for plane in format_.planes] == [torch.bfloat16]:
+        planes[0].copy_(bf16_nearest(x))
+        return
+    middle = torch.full(x.shape, 0x8000, dtype=torch.int32, device=x.device)
+    format_.encode(x, middle if format_.stochastic else None, planes)
+
+
+def recode_weight(x: Tensor, parameter: Tensor, new: Format) -> tuple[Tensor, ...]:
+    """The planes beyond the parameter that make it the exact weight ``x``, as near as can be.
+
+    The parameter is left alone. Formats differ in how they round ties, and one with fewer bits may
+    round across one; there the weight moves to the parameter's side by the least that is needed.
+
+    Args:
+        x: fp32, contiguous.
+        parameter: ``x`` rounded to bf16 in some format's way; contiguous.
+        new: the weight's format.
+    """
+    visible = parameter.detach().view(torch.int16)
+    target = visible.to(torch.int32) << 16
+    # By a unit of fp32's last place, by one of a 24-bit float's, and at last to the parameter.
+    for units in (1, 1 << 8, 1 << 16):
+        planes = recode(x, new)
+        off = planes[0].view(torch.int16) != visible
+        if not off.any():
+            return planes[1:]
+        bits = x.view(torch.int32)
+        moved = bits + (target - bits).clamp_(-units, units)
+        x = torch.where(off, moved, bits).view(torch.float32)
+    return recode(x, new)[1:]

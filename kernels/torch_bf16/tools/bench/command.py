@@ -1,0 +1,270 @@
+"""``python -m torch_bf16 bench``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_bf16.backends import BACKENDS, choose, name_of_chosen
+from torch_bf16.errors import BackendUnavailableError
+from torch_bf16.recipe import RECIPES
+
+from .clock import clock_for
+from .entries import BASELINE, OURS, PEERS, Entry, ours
+from .memory import peak_bytes
+from .models import MODELS, RANDOM, Shapes, random_shapes
+from .plot import can_plot, plot
+from .record import describe, record
+from .report import table
+from .rounds import Measured, measure
+from .rules import BASE, every_rule
+
+__all__ = ["add_arguments", "file_to_write", "run"]
+
+_PARAMETERS, _TENSORS = 50_000_000, 150
+# Of a hundred entries those measured at a time, so that a noisy machine meets them alike.
+_TOGETHER = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--model", choices=MODELS, default=RANDOM, help="whose parameter shapes (default: random)"
+    )
+    parser.add_argument(
+        "--parameters", type=_count, metavar="N", help=f"of random (default: {_PARAMETERS:,})"
+    )
+    parser.add_argument(
+        "--tensors", type=_count, metavar="N", help=f"of random (default: {_TENSORS})"
+    )
+    parser.add_argument("--rounds", type=_count, default=30, metavar="N")
+    parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), metavar="N")
+    parser.add_argument(
+        "--recipes",
+        type=_names(RECIPES, "recipe"),
+        nargs="+",
+        default=[list(OURS)],
+        metavar="NAME",
+        help=f"ours: {', '.join(OURS)} (default: all)",
+    )
+    parser.add_argument(
+        "--against",
+        type=_names(PEERS, "library"),
+        nargs="+",
+        default=[["torch"]],
+        metavar="NAME",
+        help=f"libraries, those that are installed: {','.join(PEERS)} (default: torch)",
+    )
+    parser.add_argument(
+        "--baseline", default=BASELINE, metavar="NAME", help=f"of the ratios (default: {BASELINE})"
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="ours (default: the one chosen for the device)"
+    )
+    parser.add_argument(
+        "--rules",
+        action="store_true",
+        help=f"every elementwise rule in every format, beside AdamW in {BASE}, and nothing else",
+    )
+    parser.add_argument(
+        "--time_limit",
+        type=_count,
+        default=600,
+        metavar="SECONDS",
+        help="for one that compiles to take its first steps (default: 600)",
+    )
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write all figures there"
+    )
+    parser.add_argument(
+        "--plot", type=file_to_write, metavar="FILE", help="draw them there, as PNG"
+    )
+    parser.add_argument(
+        "--from",
+        type=_record,
+        dest="record",
+        metavar="FILE",
+        help="measure nothing: show, and with --plot draw, what --json has written",
+    )
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure, print, write.
+
+    Args:
+        options: parsed.
+        arguments: as they were given, for the record.
+
+    Returns:
+        The exit status.
+    """
+    if options.plot and not can_plot():
+        later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
+        _say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
+    found = options.record
+    if found is None:
+        try:
+            found = _measured(options, arguments)
+        except (BackendUnavailableError, MemoryError, RuntimeError, ValueError) as error:
+            _say(f"error: {error}")
+            return 1
+    print(table(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    if options.plot and can_plot():
+        plot(found, options.plot)
+    return 0
+
+
+def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    device, shapes = options.device, _shapes(options)
+    entries, missing, baseline = _contenders(options)
+    failures = {
+        each.name: f"needs {each.only_on.upper()}"
+        for each in entries
+        if each.only_on not in (None, device.type)
+    }
+    entries = [each for each in entries if each.name not in failures]
+    torch.set_num_threads(options.threads)
+    choose(device, options.backend)
+    measured = measure(
+        entries,
+        shapes,
+        device,
+        options.rounds,
+        _say,
+        first_seconds=options.time_limit,
+        most=_TOGETHER if options.rules else None,
+    )
+    measured.failures = {**failures, **measured.failures}
+    setting = {
+        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "model": options.model,
+        "parameters": sum(torch.Size(shape).numel() for shape in shapes),
+        "tensors": len(shapes),
+        "device_type": device.type,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "backend": name_of_chosen(device, options.backend),
+        "baseline": baseline,
+        "rules": "every elementwise rule" if options.rules else "AdamW",
+        "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
+    }
+    # Of a hundred kinds, what is held says enough.
+    peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
+    cache = clock_for(device).cache_bytes()
+    notes = []
+    if device.type == "cuda" and setting["backend"] == "eager":
+        notes.append("ours ran the eager backend; --backend triton measures the fused kernels")
+    found = record(measured, setting, device, peaks, missing, cache, notes)
+    print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
+    return found
+
+
+def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:
+    """The baseline first; the libraries that are missing; the baseline's name."""
+    if options.rules:
+        return list(every_rule(options.backend)), {}, BASE
+    asked = [name for names in options.against for name in names]
+    peers = {name: PEERS[name] for name in asked}
+    known = {each.name: each for peer in PEERS.values() for each in peer.entries}
+    recipes = ours([name for names in options.recipes for name in names], options.backend)
+    known |= {each.name: each for each in recipes}
+    if options.baseline not in known:
+        raise ValueError(f"no entry {options.baseline!r}; known ones: {', '.join(known)}")
+    found = [each for peer in peers.values() if peer.installed for each in peer.entries]
+    missing = {name: peer.pip for name, peer in peers.items() if not peer.installed}
+    chosen = {each.name: each for each in (known[options.baseline], *found, *recipes)}
+    return list(chosen.values()), missing, options.baseline
+
+
+def _peaks(
+    measured: Measured, shapes: Shapes, options: argparse.Namespace
+) -> dict[str, int | None]:
+    """In processes of their own, now that nothing else is held."""
+    peaks = {}
+    for each in (result.entry for result in measured.results):
+        peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
+        _say(f"{each.name}: peak memory of a process of its own measured")
+    return peaks
+
+
+def _shapes(options: argparse.Namespace) -> Shapes:
+    if options.model != RANDOM:
+        if options.parameters or options.tensors:
+            raise ValueError(
+                f"--parameters and --tensors are for --model {RANDOM}; {options.model} has its own"
+            )
+        return MODELS[options.model]()
+    return random_shapes(options.parameters or _PARAMETERS, options.tensors or _TENSORS)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"no {kind} {name!r}; known ones: {', '.join(known)}"
+                )
+        return names
+
+    return parse
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise argparse.ArgumentTypeError(f"{text!r} is not here: torch sees {count} GPUs")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def file_to_write(text: str) -> Path:
+    """The type of an argument that names a file to write: asked now, not after minutes of work."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
+    return path
+
+
+def _record(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(text).read_text())
+        if found["schema"] != 1:
+            raise ValueError(f"schema {found['schema']}")
+        return found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no record that --json has written ({error})"
+        ) from None
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(float(text))
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value

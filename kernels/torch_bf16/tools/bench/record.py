@@ -1,0 +1,159 @@
+"""The record of a run: all figures, with what is needed to read them, ready for JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .entries import PEERS
+from .rounds import Measured, Result
+
+__all__ = ["describe", "hardware", "processor", "record", "versions"]
+
+_QUANTILES = {"p10": 10, "median": 50, "p90": 90}
+
+
+def record(
+    measured: Measured,
+    setting: Mapping[str, Any],
+    device: torch.device,
+    peaks: Mapping[str, int | None],
+    missing: Mapping[str, str],
+    cache: int | None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Everything about a run as numbers, strings, lists and dicts.
+
+    Args:
+        measured: the run.
+        setting: of the run: command, model, parameters, tensors, baseline ...
+        device: where it ran.
+        peaks: bytes by entry's name where they were measured apart.
+        missing: pip name of each library that is not installed.
+        cache: bytes of the last cache.
+        notes: sentences to add.
+    """
+    copy = _spread(np.array(measured.copy_rates) / 1e9)
+    base = next(e.moved for e in measured.results if e.entry.name == setting["baseline"])
+    rows = [
+        _row(each, setting["parameters"], copy["median"], peaks.get(each.entry.name), base)
+        for each in measured.results
+    ]
+    return {
+        "schema": 1,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        **setting,
+        "hardware": hardware(device),
+        "versions": versions([peer.pip for peer in PEERS.values()]),
+        "cache_bytes": cache,
+        "copy_gb_per_second": copy,
+        "groups": measured.groups,
+        "results": rows,
+        "failed": measured.failures,
+        "missing": dict(missing),
+        "notes": [*notes, *_notes(measured, setting["baseline"], cache)],
+    }
+
+
+def _row(
+    result: Result, parameters: int, copy: float, peak: int | None, base: int
+) -> dict[str, Any]:
+    median = float(np.median(result.seconds))
+    rate = result.moved / median / 1e9
+    peak = result.peak if peak is None else peak
+    return {
+        "name": result.entry.name,
+        "stores": result.entry.stores,
+        "ms": _spread(result.seconds * 1e3),
+        "ratio": _spread(result.ratios),
+        "ratio_per_byte": _spread(result.ratios * base / result.moved),
+        "interleaved": result.interleaved,
+        "ns_per_element": median / parameters * 1e9,
+        "moved_bytes_per_parameter": result.moved / parameters,
+        "gb_per_second": rate,
+        "share_of_copy": rate / copy,
+        "host_ms": _spread(result.host_seconds * 1e3),
+        "launches": result.launches,
+        "bytes_per_parameter": result.held / parameters,
+        "peak_bytes_per_parameter": None if peak is None else peak / parameters,
+        "first_step_seconds": result.first_step,
+        "rounds_ms": [round(float(each) * 1e3, 6) for each in result.seconds],
+    }
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {name: float(np.percentile(values, q)) for name, q in _QUANTILES.items()}
+
+
+def _notes(measured: Measured, baseline: str, cache: int | None) -> list[str]:
+    notes = []
+    together = [result for result in measured.results if result.interleaved]
+    if len(measured.groups) > 1:
+        notes.append(
+            f"not all fitted into memory together: measured in {len(measured.groups)} groups, "
+            + ("each beside the baseline" if len(together) == len(measured.results) else "in turn")
+        )
+    if alone := [r.entry.name for r in measured.results if not r.interleaved]:
+        notes.append(f"ratio to the median of {baseline!r}, not round by round: {', '.join(alone)}")
+    if cache:
+        small = [r.entry.name for r in measured.results if r.moved < 4 * cache]
+        if small:
+            notes.append(
+                f"a step moves less than four times the last cache of {cache / 2**20:.0f} MiB, so "
+                f"that bandwidth is partly the cache's: {', '.join(small)}"
+            )
+    return notes
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Names and sizes of what a run used."""
+    found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": properties.name,
+            "device_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "runtime": f"ROCm {torch.version.hip}"
+            if torch.version.hip
+            else f"CUDA {torch.version.cuda}",
+        }
+    return found
+
+
+def versions(packages: Sequence[str] = ()) -> dict[str, str | None]:
+    """Versions of Python, of ours, of what we use and of ``packages``; None if not installed."""
+    names = ["torch-bf16", "torch", "numpy", "numba", "triton", "lightning", "accelerate"]
+    found: dict[str, str | None] = {"Python": platform.python_version()}
+    for name in dict.fromkeys([*names, *packages]):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    # With what it was built for.
+    found["torch"] = torch.__version__
+    return found
+
+
+def describe(found: Mapping[str, str | None]) -> str:
+    """Versions as one line."""
+    order = sorted(found, key=lambda name: name == "Python")
+    return ", ".join(f"{name} {found[name]}" if found[name] else f"no {name}" for name in order)
+
+
+def processor() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,91 @@
+"""The table of a run, made from its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["LEGEND", "table"]
+
+_WIDTHS = {
+    "ms per step": 23,
+    "ratio": 22,
+    "per byte": 10,
+    "ns/elem": 9,
+    "moved": 8,
+    "GB/s": 9,
+    "of copy": 9,
+    "host ms": 10,
+    "launches": 10,
+    "from_view": 8,
+    "peak": 8,
+}
+
+LEGEND = """\
+ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
+time of {baseline!r} in the same round; per byte: that of times per byte moved. moved: bytes per
+parameter that a step must read and write (gradients read, weights and states read and written, once
+each). GB/s: moved over time, which is less than what really went through memory where temporaries
+did. of copy: GB/s as a share of a device copy in the same rounds. host ms: until the call returns.
+held, peak: bytes per parameter of weights, gradients and states, as allocated, and at the peak."""
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """All of a record that a person wants to see, as plain text."""
+    rows = record["results"]
+    first = max([22, *(len(row["name"]) + 2 for row in rows)])
+    lines = [_heading(record), ""]
+    lines.append(" " * first + "".join(f"{name:>{width}}" for name, width in _WIDTHS.items()))
+    for row in rows:
+        cells = zip(_cells(row), _WIDTHS.values(), strict=True)
+        lines.append(f"{row['name']:{first}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
+    copy = record["copy_gb_per_second"]
+    lines += ["", f"device copy: {_bracket(copy)} GB/s, read and written"]
+    storing: dict[str, list[str]] = {}
+    for row in rows:
+        storing.setdefault(row["stores"], []).append(row["name"])
+    lines += [f"{', '.join(names)}: {stores}" for stores, names in storing.items()]
+    lines += [f"failed: {name}: {why}" for name, why in record["failed"].items()]
+    lines += [f"missing: {name} (pip install {pip})" for name, pip in record["missing"].items()]
+    lines += [f"note: {note}" for note in record["notes"]]
+    return "\n".join([*lines, "", LEGEND.format(baseline=record["baseline"])])
+
+
+def _heading(record: Mapping[str, Any]) -> str:
+    hardware = record["hardware"]
+    place = hardware.get("device", hardware["processor"])
+    threads = "" if "device" in hardware else f", {record['threads']} threads"
+    return (
+        f"{record.get('rules', 'AdamW')}, {record['model']}: {record['parameters']:,} parameters "
+        f"in {record['tensors']} tensors, on {place}{threads}, "
+        f"{record['rounds']} interleaved rounds, "
+        f"our backend {record['backend']!r}"
+    )
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    peak, launches = row["peak_bytes_per_parameter"], row["launches"]
+    return [
+        _bracket(row["ms"]),
+        _bracket(row["ratio"]),
+        _number(per_byte["median"]) if (per_byte := row.get("ratio_per_byte")) else "-",
+        _number(row["ns_per_element"], 4),
+        f"{row['moved_bytes_per_parameter']:.2f}",
+        f"{row['gb_per_second']:.1f}",
+        f"{row['share_of_copy']:.0%}",
+        _number(row["host_ms"]["median"]),
+        "-" if launches is None else str(launches["kernels"]),
+        f"{row['bytes_per_parameter']:.2f}",
+        "-" if peak is None else f"{peak:.2f}",
+    ]
+
+
+def _bracket(spread: Mapping[str, float]) -> str:
+    median, low, high = (_number(spread[name]) for name in ("median", "p10", "p90"))
+    return f"{median} [{low}, {high}]"
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """With so many significant digits, and never an exponent."""
+    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, digits - before)}f}"

@@ -1,0 +1,261 @@
+"""Steps of many optimizers, one after the other within every round."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import methodcaller
+
+import numpy as np
+import torch
+
+from .clock import Clock, clock_for
+from .entries import Entry
+from .memory import available_bytes, grouped, needed_bytes
+from .models import Shapes
+from .running import Copy, Running
+from .time_limit import quiet, time_limit
+
+__all__ = ["Measured", "Result", "measure"]
+
+_UNTIMED_ROUNDS = 2
+# The system and the copy need some, too.
+_SPARE_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
+_COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+
+
+@dataclass
+class Result:
+    """What was measured of one entry.
+
+    Attributes:
+        entry: whose result this is.
+        seconds: per step, ``[rounds]``.
+        ratios: to the baseline's seconds in the same round, or to their median where both did not
+            fit into memory together, ``[rounds]``.
+        host_seconds: until the call of a step returned, ``[rounds]``.
+        first_step: seconds of the very first step, compiling included.
+        held: bytes of weights, gradients and states.
+        moved: bytes that a step must read and write.
+        peak: most bytes during a step; None on a CPU, where a process of its own tells.
+        launches: kernels, copies and fills of one step; None where there are none to count.
+        interleaved: whether the baseline ran in the same rounds.
+    """
+
+    entry: Entry
+    seconds: np.ndarray
+    ratios: np.ndarray
+    host_seconds: np.ndarray
+    first_step: float
+    held: int
+    moved: int
+    peak: int | None
+    launches: dict[str, int] | None
+    interleaved: bool
+
+
+@dataclass
+class Measured:
+    """A whole run.
+
+    Attributes:
+        results: in the order given, without those that failed.
+        failures: why, by the entry's name.
+        copy_rates: bytes per second, read and written, of a copy of one large tensor.
+        groups: names of those that were in memory together.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    copy_rates: list[float] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
+
+
+def measure(
+    entries: Sequence[Entry],
+    shapes: Shapes,
+    device: torch.device,
+    rounds: int,
+    progress: Callable[[str], None] = lambda line: None,
+    available: int | None = None,
+    first_seconds: float = 600,
+    most: int | None = None,
+) -> Measured:
+    """Time steps of each entry, one after the other within every round.
+
+    All are in memory at once where they fit, so that whatever else the machine does meets them
+    alike. Where they do not, they run in groups, each with the baseline in it; one that does not
+    even fit beside the baseline runs alone, and its ratio is to the baseline's median.
+
+    One that fails is left out, with its error; the rest goes on.
+
+    Args:
+        entries: the baseline first.
+        shapes: of the parameters.
+        device: where they are.
+        rounds: timed rounds; three steps and two rounds go before, untimed.
+        progress: is told, line by line, what is going on.
+        available: bytes of memory to use; None for what the system says is free.
+        first_seconds: one that takes longer to be made and to take its first three steps, because
+            it compiles, counts as failed.
+        most: entries in memory at once: the fewer, the closer in time each is to the baseline.
+
+    Raises:
+        MemoryError: the baseline does not fit.
+        RuntimeError: the baseline failed.
+    """
+    clock = clock_for(device)
+    if available is None and (free := available_bytes(device)) is not None:
+        available = max(0, free - _SPARE_BYTES[device.type])
+    baseline = entries[0]
+    measured = Measured()
+    waiting = _groups(entries, shapes, device, available, most, measured)
+    finished: dict[str, Result] = {}
+    while waiting:
+        group = waiting.pop(0)
+        if waiting or measured.groups:
+            progress("in memory together: " + ", ".join(each.name for each in group))
+        running = _start(group, shapes, clock, first_seconds, measured, waiting, progress)
+        copy = Copy(_COPY_BYTES[device.type], clock)
+        _rounds(running, copy, clock, rounds, measured.failures)
+        for each in running:
+            each.close()
+        measured.copy_rates += copy.rates
+        measured.groups.append([each.entry.name for each in running])
+        del copy
+        gc.collect()
+        clock.release()
+        beside = next((each for each in running if each.entry is baseline), None)
+        if beside is not None:
+            reference = np.array(beside.seconds)
+        elif baseline.name in finished:
+            reference = np.median(finished[baseline.name].seconds)
+        else:
+            raise RuntimeError(
+                f"the baseline {baseline.name!r} failed: {measured.failures[baseline.name]}"
+            )
+        for each in running:
+            # The baseline is in several groups; the first one's figures are shown.
+            result = _result(each, reference, beside is not None)
+            finished.setdefault(each.entry.name, result)
+    measured.results = [finished[each.name] for each in entries if each.name in finished]
+    return measured
+
+
+def _groups(
+    entries: Sequence[Entry],
+    shapes: Shapes,
+    device: torch.device,
+    available: int | None,
+    most: int | None,
+    measured: Measured,
+) -> list[list[Entry]]:
+    def need(entry: Entry) -> int:
+        return needed_bytes(entry, shapes)
+
+    fitting = [each for each in entries if available is None or need(each) <= available]
+    for each in entries:
+        if available is not None and each not in fitting:
+            measured.failures[each.name] = (
+                f"needs about {need(each) / 2**30:.1f} GiB on {device}, "
+                f"where {available / 2**30:.1f} GiB can be used"
+            )
+    baseline = entries[0]
+    if available is not None and baseline not in fitting:
+        total = sum(torch.Size(shape).numel() for shape in shapes)
+        fits = int(total * available / need(baseline)) // 10**6
+        raise MemoryError(
+            f"the baseline {baseline.name!r} {measured.failures[baseline.name]}. Free memory, "
+            "choose a --baseline that stores less, a smaller --model, or "
+            f"--model random --parameters {fits}e6"
+        )
+    return grouped(fitting, need, available, most)
+
+
+def _start(
+    group: Sequence[Entry],
+    shapes: Shapes,
+    clock: Clock,
+    first_seconds: float,
+    measured: Measured,
+    waiting: list[list[Entry]],
+    progress: Callable[[str], None],
+) -> list[Running]:
+    running = []
+    for each in group:
+        error = None
+        try:
+            with quiet(), time_limit(first_seconds):
+                running.append(Running(each, shapes, clock))
+        # Whatever a library raises is its own failure. Not kept: it holds the tensors.
+        except Exception as raised:
+            error = _told(raised)
+            out_of_memory = isinstance(raised, torch.OutOfMemoryError)
+        if error is None:
+            progress(f"{each.name}: first step {running[-1].first_step:.2f} s")
+            continue
+        gc.collect()
+        clock.release()
+        if out_of_memory and len(group) > 1 and each is not group[0]:
+            progress(f"{each.name}: no memory beside the others; later, with fewer")
+            waiting.append([group[0], each] if len(group) > 2 else [each])
+        else:
+            progress(f"{each.name}: {error}")
+            measured.failures[each.name] = error
+    return running
+
+
+def _rounds(
+    running: list[Running], copy: Copy, clock: Clock, rounds: int, failures: dict[str, str]
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with quiet():
+            for number in range(-_UNTIMED_ROUNDS, rounds):
+                copy.run(clock, number >= 0)
+                # Another goes first in every round: caches are full of the copy then.
+                first = number % max(len(running), 1)
+                _each(running, methodcaller("run", clock, number >= 0), failures, first)
+            # Last: a profiler that has been there may leave launches slower.
+            for each in running:
+                each.count_launches(clock)
+    finally:
+        gc.enable()
+
+
+def _each(
+    running: list[Running],
+    act: Callable[[Running], None],
+    failures: dict[str, str],
+    first: int = 0,
+) -> None:
+    for each in running[first:] + running[:first]:
+        try:
+            act(each)
+        except Exception as raised:
+            failures[each.entry.name] = _told(raised)
+            each.close()
+            running.remove(each)
+
+
+def _result(each: Running, reference: np.ndarray | np.floating, interleaved: bool) -> Result:
+    seconds = np.array(each.seconds)
+    return Result(
+        entry=each.entry,
+        seconds=seconds,
+        ratios=seconds / reference,
+        host_seconds=np.array(each.host_seconds),
+        first_step=each.first_step,
+        held=each.held,
+        moved=each.moved,
+        peak=each.peak,
+        launches=each.launches,
+        interleaved=interleaved,
+    )
+
+
+def _told(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

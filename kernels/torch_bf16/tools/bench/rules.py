@@ -1,0 +1,87 @@
+"""Every elementwise rule in every format, beside AdamW in ``true-bf16-stochastic``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_bf16 import rules
+from torch_bf16.recipe import RECIPES, Recipe
+
+from .entries import OPTIONS, Entry, ours
+
+__all__ = ["BASE", "FORMATS", "RULES", "every_rule"]
+
+BASE = RECIPES["true-bf16-stochastic"].name
+
+_BETAS = {name: OPTIONS[name] for name in ("lr", "betas", "weight_decay")}
+_RATE = {name: OPTIONS[name] for name in ("lr", "weight_decay")}
+_ROOT = {**_RATE, "eps": OPTIONS["eps"]}
+
+RULES: dict[str, tuple[rules.Rule, str, Mapping[str, Any]]] = {
+    "AdamW": (rules.ADAMW, "AdamW", OPTIONS),
+    "Adam": (rules.ADAM, "Adam", OPTIONS),
+    "AdamW, AMSGrad": (rules.ADAMW_AMSGRAD, "AdamW", {**OPTIONS, "amsgrad": True}),
+    "Adam, AMSGrad": (rules.ADAM_AMSGRAD, "Adam", {**OPTIONS, "amsgrad": True}),
+    "NAdam": (rules.NADAM, "NAdam", OPTIONS),
+    "RAdam": (rules.RADAM, "RAdam", OPTIONS),
+    "ADOPT": (rules.ADOPT, "ADOPT", OPTIONS),
+    "Lion": (rules.LION, "Lion", _BETAS),
+    "SGD": (rules.SGD, "SGD", _RATE),
+    "SGD, momentum": (rules.SGD_MOMENTUM, "SGD", {**_RATE, "momentum": 0.9}),
+    "SGD, Nesterov": (rules.SGD_NESTEROV, "SGD", {**_RATE, "momentum": 0.9, "nesterov": True}),
+    "Adagrad": (rules.ADAGRAD, "Adagrad", _ROOT),
+    "RMSprop": (rules.RMSPROP, "RMSprop", _ROOT),
+    "RMSprop, momentum": (rules.RMSPROP_MOMENTUM, "RMSprop", {**_ROOT, "momentum": 0.9}),
+    "RMSprop, centered": (rules.RMSPROP_CENTERED, "RMSprop", {**_ROOT, "centered": True}),
+    "RMSprop, both": (
+        rules.RMSPROP_CENTERED_MOMENTUM,
+        "RMSprop",
+        {**_ROOT, "centered": True, "momentum": 0.9},
+    ),
+}
+"""The rule, the class of ``torch_bf16`` and its arguments, by the name in the table."""
+
+_FP32: Any = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+_INT8: Any = {"exp_avg": "int8", "exp_avg_sq": "int8"}
+
+FORMATS = {
+    "16": Recipe("16", weights="bf16+fp32", **_FP32),
+    "14": Recipe("14", weights="bf16+16", **_FP32),
+    "12": Recipe("12", weights="bf16+16", exp_avg="fp32"),
+    "10": Recipe("10", weights="bf16+16"),
+    "9": Recipe("9", weights="bf16+8"),
+    "8": Recipe("8"),
+    "7.2": Recipe("7.2", weights="bf16+8", **_INT8),
+    "6.2": Recipe("6.2", **_INT8),
+}
+"""The recipes of docs/options.md, by AdamW's bytes per parameter."""
+
+
+def every_rule(backend: str | None = None) -> tuple[Entry, ...]:
+    """The base, and each rule in each of the formats.
+
+    Args:
+        backend: None for the one that is chosen for the device.
+    """
+    found = {}
+    for name, (rule, optimizer, arguments) in RULES.items():
+        roles = [state.role for state in rule.states if state.role != rules.EXACT]
+        for size, recipe in FORMATS.items():
+            # One without second moments, say, has fewer formats than there are recipes.
+            stored = (name, recipe.weights, *(getattr(recipe, role) for role in roles))
+            found.setdefault(
+                stored,
+                Entry(
+                    f"{name} {size}",
+                    f"weights {recipe.weights}, moments {recipe.exp_avg} / {recipe.exp_avg_sq}",
+                    f"torch_bf16:{optimizer}",
+                    # Some keep a number more than AdamW, in fp32.
+                    estimate=2.1 + recipe.bytes_per_parameter + 4,
+                    arguments=arguments,
+                    options={"recipe": recipe},
+                    attributes={"backend": backend},
+                    scratch=0 if backend != "eager" else 48,
+                ),
+            )
+    return (*ours([BASE], backend), *found.values())

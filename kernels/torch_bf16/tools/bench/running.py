@@ -1,0 +1,98 @@
+"""One entry in memory, and the copy of a large tensor that all are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from .clock import Clock
+from .entries import Entry
+from .memory import held_bytes, moved_bytes
+from .models import Shapes
+
+__all__ = ["Copy", "Running"]
+
+
+class Running:
+    """A entry that has taken its first three steps, and can take more.
+
+    Attributes:
+        entry: which.
+        first_step: seconds of the first step, compiling included.
+        held: bytes of weights, gradients and states.
+        moved: bytes that a step must read and write.
+        peak: most bytes during the second and third step; None where only the system knows.
+        launches: kernels, copies and fills of one step, once counted.
+        seconds: per step, one number for each timed round.
+        host_seconds: until the call of a step returned, likewise.
+
+    Raises:
+        RuntimeError: it does not do the work that is to be timed.
+    """
+
+    def __init__(self, entry: Entry, shapes: Shapes, clock: Clock) -> None:
+        self.entry = entry
+        self.launches: dict[str, int] | None = None
+        self.seconds: list[float] = []
+        self.host_seconds: list[float] = []
+        before = clock.allocated()
+        optimizer = entry.make(shapes, clock.device)
+        self._step: Callable[[], object] = optimizer.step
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        some = max(parameters, key=torch.Tensor.numel).detach().view(-1)[:4096]
+        at_first = some.clone()
+        start = time.perf_counter()
+        self._step()
+        clock.wait()
+        self.first_step = time.perf_counter() - start
+        # What compiling needed for a moment is no part of a training run.
+        clock.start_peak()
+        self._step()
+        self._step()
+        peak = clock.peak()
+        self.peak = None if peak is None or before is None else peak - before
+        if any(parameter.grad is None for parameter in parameters):
+            raise RuntimeError("its step takes the gradients away, and the next has nothing to do")
+        if torch.equal(some, at_first):
+            raise RuntimeError("three steps left the weights as they were")
+        self.held = held_bytes(optimizer)
+        self.moved = moved_bytes(optimizer)
+
+    def run(self, clock: Clock, timed: bool) -> None:
+        """Take a round's steps."""
+        seconds, host = clock.time(self._step)
+        if timed:
+            self.seconds.append(seconds)
+            self.host_seconds.append(host)
+
+    def count_launches(self, clock: Clock) -> None:
+        """Take one more step, and count what it gives the device; None where that fails."""
+        # A profiler that cannot work here must not take the measured times along.
+        with suppress(Exception):
+            self.launches = clock.launches(self._step)
+
+    def close(self) -> None:
+        """Free the tensors; the figures stay."""
+        del self._step
+
+
+class Copy:
+    """A copy of one large tensor to another: the bandwidth that a device has for reads and writes.
+
+    Attributes:
+        rates: bytes per second, read and written, one number for each timed round.
+    """
+
+    def __init__(self, size: int, clock: Clock) -> None:
+        self.rates: list[float] = []
+        self._source = torch.ones(size // 4, device=clock.device)
+        self._target = torch.zeros_like(self._source)
+
+    def run(self, clock: Clock, timed: bool) -> None:
+        """Take a round's copies."""
+        seconds, _ = clock.time(lambda: self._target.copy_(self._source))
+        if timed:
+            self.rates.append(2 * self._source.nbytes / seconds)

@@ -1,0 +1,85 @@
+"""The command line: ``python -m torch_bf16 {info,bench,export}``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torch_bf16.backends import explain, name_of_chosen
+from torch_bf16.checkpoints.export import export_file
+from torch_bf16.errors import CheckpointError
+from torch_bf16.foreign.convert import CONVERTIBLE
+from torch_bf16.foreign.optimizer import BUCKET_BYTES
+from torch_bf16.recipe import RECIPES
+from torch_bf16.tools.bench.command import add_arguments, file_to_write, run
+from torch_bf16.tools.bench.record import describe, processor, versions
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: without the program's name; those of the process if None.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser("python -m torch_bf16", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, recipes, and which backend runs where, and why")
+    bench = commands.add_parser("bench", help="time AdamW steps beside those of torch and others")
+    add_arguments(bench)
+    export = commands.add_parser("export", help="write the exact fp32 weights of a checkpoint")
+    export.add_argument("checkpoint", type=Path, help="of save_checkpoint, torch or Lightning")
+    export.add_argument(
+        "output", type=file_to_write, help="*.safetensors, else a file of torch.save"
+    )
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    export.add_argument(
+        "--optimizer", type=Path, metavar="FILE", help="its state dict, where it is in another file"
+    )
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments)
+    if options.command == "export":
+        return _export(options)
+    return _info() if options.command == "info" else run(options, arguments)
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        print(export_file(options.checkpoint, options.output, options.dtype, options.optimizer))
+    except (CheckpointError, OSError) as error:
+        print(f"python -m torch_bf16 export: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _info() -> int:
+    print(f"{describe(versions())}, {processor()}")
+    print(f"threads: {torch.get_num_threads()} of {os.cpu_count()}")
+    print("\nrecipes (formats; bytes per parameter without the gradient, AdamW):")
+    for name, recipe in RECIPES.items():
+        formats = f"{recipe.weights} / {recipe.exp_avg} / {recipe.exp_avg_sq}"
+        alias = "" if name == recipe.name else f"  (alias of {recipe.name})"
+        print(f"  {name:22} {formats:50} {recipe.bytes_per_parameter:3}{alias}")
+    print(
+        f"\noptimizers with a fused rule: {', '.join(sorted(c.__name__ for c in CONVERTIBLE))}; "
+        f"any other: its own step on fp32 copies, {BUCKET_BYTES >> 20} MB at a time or one tensor"
+    )
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda"))
+    for device in devices:
+        chosen = name_of_chosen(device)
+        print(f"\nbackends for {device}:")
+        for name, reason in explain(device).items():
+            state = "works" if reason is None else f"not here: {reason}"
+            print(f"  {name:8} {state}{'  <- used' if name == chosen else ''}")
+    return 0

@@ -1,0 +1,316 @@
+"""What rounding does to an optimizer's updates, watched while it trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.backends.eager import lift_rule
+from torch_bf16.engine.plan import Member
+from torch_bf16.formats import Format
+from torch_bf16.gradients.clipping import total_norm
+from torch_bf16.optim import BF16Optimizer
+from torch_bf16.recipe import Recipe
+from torch_bf16.sharding.dtensor import is_dtensor, local, local_gradient
+
+__all__ = ["LayerUpdate", "UpdateMonitor"]
+
+_logger = logging.getLogger("torch_bf16")
+
+# Whole blocks of blocked formats, spread over a tensor.
+_BLOCK = 64
+_RUN = 4 * _BLOCK
+_STALLING = 0.5
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """What became of one layer's update in one step, over the elements that were looked at.
+
+    With the intended update ``d`` (the rule's, in fp32) and the one that was stored, ``s``:
+
+    Attributes:
+        survived: ``<s, d> / <d, d>``, the share of the update that rounding let through. 1 on
+            average for stochastic rounding, 1 for exact masters, less where updates are lost.
+        unmoved: share of the elements that were to move and stayed what they were.
+        snr: drift over noise after ``horizon`` such steps, ``sqrt(horizon) * |d| / |s - d|``, the
+            noise of stochastic rounding being its expectation; inf where nothing is rounded away.
+            Below about 1 the walk that rounding adds outweighs what is learned.
+        update: root mean square of ``d``.
+        lr: learning rate of the layer's first parameter.
+        stochastic: whether its weights are rounded stochastically: then ``survived`` of few
+            elements is a matter of chance, and ``snr`` the number to look at.
+    """
+
+    survived: float
+    unmoved: float
+    snr: float
+    update: float
+    lr: float
+    stochastic: bool
+
+
+@dataclass
+class _Sample:
+    """Some elements of one parameter, between the two halves of a step."""
+
+    layer: str
+    member: Member
+    where: Tensor
+    lr: float
+    before: Tensor
+    intended: Tensor
+    noise: Tensor | None
+
+
+class UpdateMonitor:
+    """Guard an optimizer: which share of its updates survives rounding, and where training stalls.
+
+    At every ``every``-th step it computes for some elements of each parameter the update that the
+    rule intends, lets the step happen, and looks at what was stored. It reads and never writes; the
+    training has the same bits with and without it. Between those steps it costs nothing. A step
+    with a gradient that is not finite is not looked at; of a sharded parameter, this rank's part
+    is. Of matrices under Muon and Adafactor and of optimizers without a fused rule, the gradient
+    norm is all there is to see.
+
+    Args:
+        optimizer: of this package.
+        every: steps from one look to the next; None looks only after :meth:`look`.
+        sample: at most so many elements of each parameter, in runs spread over it.
+        horizon: steps that ``LayerUpdate.snr`` speaks of.
+        warn: whether to log, once per layer, that it stalls and what helps.
+
+    Attributes:
+        layers: the last look, by name of the layer: a parameter's name without its last part.
+        gradient_norm: of all gradients at that step, in fp32, as they were in memory.
+
+    Raises:
+        ValueError: ``optimizer`` is not one of ours, or a number is not positive.
+
+    Example:
+        >>> monitor = UpdateMonitor(optimizer, every=1)
+        >>> optimizer.step()
+        >>> shares = [layer.survived for layer in monitor.layers.values()]
+    """
+
+    def __init__(
+        self,
+        optimizer: BF16Optimizer,
+        *,
+        every: int | None = 100,
+        sample: int = 4096,
+        horizon: int = 1000,
+        warn: bool = True,
+    ) -> None:
+        if not isinstance(optimizer, BF16Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} does not round by a recipe, so there is nothing to "
+                "watch; hand over an optimizer of torch_bf16, or convert() it first"
+            )
+        if optimizer._release is not None:
+            raise ValueError(
+                "the optimizer's steps run inside the backward pass, one parameter at a time: its "
+                "gradients are released. remove() the release to watch whole steps"
+            )
+        for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
+            if (name, number) != ("every", None) and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name}={number!r} must be a positive int")
+        self.every, self.sample, self.horizon, self.warn = every, sample, horizon, warn
+        self.layers: dict[str, LayerUpdate] = {}
+        self.gradient_norm = math.nan
+        self._optimizer = optimizer
+        self._steps = 0
+        self._asked = False
+        self._fresh = False
+        self._samples: list[_Sample] = []
+        self._norm: Tensor | None = None
+        self._warned: set[str] = set()
+        optimizer.observers.append(self)
+
+    def look(self) -> None:
+        """Look at the next step, too."""
+        self._asked = True
+
+    def remove(self) -> None:
+        """Stop watching."""
+        if self in self._optimizer.observers:
+            self._optimizer.observers.remove(self)
+
+    def metrics(self, prefix: str = "bf16") -> dict[str, float]:
+        """The last look as flat names and numbers for a logger; infinite ``snr`` is left out."""
+        found: dict[str, float] = {}
+        for layer, each in self.layers.items():
+            found[f"{prefix}/survived/{layer}"] = each.survived
+            found[f"{prefix}/unmoved/{layer}"] = each.unmoved
+            if math.isfinite(each.snr):
+                found[f"{prefix}/snr/{layer}"] = each.snr
+        if not math.isnan(self.gradient_norm):
+            found[f"{prefix}/gradient_norm"] = self.gradient_norm
+            found[f"{prefix}/skipped_steps"] = float(self._optimizer.skipped_steps)
+        return found
+
+    def take_metrics(self, prefix: str = "bf16") -> dict[str, float]:
+        """:meth:`metrics`, once after each look; an empty dict until the next one."""
+        fresh, self._fresh = self._fresh, False
+        return self.metrics(prefix) if fresh else {}
+
+    # What the optimizer calls around an update.
+
+    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
+        """Gradients are there, nothing is updated yet."""
+        self._steps += 1
+        if not self._asked and (self.every is None or self._steps % self.every):
+            return
+        self._asked = False
+        groups = self._optimizer.param_groups
+        layers = self._layer_names()
+        # All of them: what FSDP1 has left nothing of on this rank is a part of the norm, too.
+        self._norm = total_norm([p for group in groups for p in group["params"]])
+        scale, recipe = float(scale), self._optimizer.recipe
+        self._samples = [
+            _take(each, layers[each.parameter], groups[each.group], scale, self.sample, recipe)
+            for each in members
+            # What Muon, Adafactor and a class's own step make of gradients is not known before.
+            if isinstance(each, Member) and each.direction is None and local(each.parameter).numel()
+        ]
+
+    def after_update(self) -> None:
+        """Parameters and states are those of the next step."""
+        if self._norm is None:
+            return
+        samples, norm = self._samples, self._norm.item()
+        self._samples, self._norm = [], None
+        # Where a gradient was not finite, the step was skipped or broke what it touched.
+        if not math.isfinite(norm):
+            return
+        self.gradient_norm, self._fresh = norm, True
+        if not samples:
+            return
+        sums = [_sums(each, self._optimizer.recipe) for each in samples]
+        device = sums[0].device
+        table = torch.stack([each.to(device) for each in sums]).tolist()
+        by_layer: dict[str, list[tuple[_Sample, list[float]]]] = defaultdict(list)
+        for sample, row in zip(samples, table, strict=True):
+            by_layer[sample.layer].append((sample, row))
+        self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
+        if self.warn:
+            self._warn_once()
+
+    def _layer_names(self) -> dict[Tensor, str]:
+        return {
+            parameter: self._optimizer._name(number, position).rpartition(".")[0]
+            or self._optimizer._name(number, position)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for position, parameter in enumerate(group["params"])
+        }
+
+    def _update_of(self, rows: list[tuple[_Sample, list[float]]]) -> LayerUpdate:
+        both, intended, error, unmoved, moving, n = (
+            sum(each) for each in zip(*(row for _, row in rows), strict=True)
+        )
+        return LayerUpdate(
+            survived=both / intended if intended else 1.0,
+            unmoved=unmoved / moving if moving else 0.0,
+            snr=math.sqrt(self.horizon * intended / error) if error else math.inf,
+            update=math.sqrt(intended / n),
+            lr=rows[0][0].lr,
+            stochastic=any(sample.noise is not None for sample, _ in rows),
+        )
+
+    def _warn_once(self) -> None:
+        for layer, each in self.layers.items():
+            if layer in self._warned or each.update == 0:
+                continue
+            if each.survived < _STALLING and not each.stochastic:
+                trouble = f"{1 - each.survived:.0%} of its updates are lost to rounding"
+            elif each.snr < 1:
+                trouble = (
+                    f"rounding noise is {1 / each.snr:.1f} times what it learns in "
+                    f"{self.horizon} steps"
+                )
+            else:
+                continue
+            self._warned.add(layer)
+            _logger.warning(
+                "layer %s: %s at lr %.3g; use weights='bf16+16', which keeps every update "
+                "(2 bytes more per parameter)",
+                *(layer, trouble, each.lr),
+            )
+
+
+def _take(
+    member: Member, layer: str, group: Mapping[str, Any], scale: float, size: int, recipe: Recipe
+) -> _Sample:
+    """Sample a parameter and what its rule, with nothing rounded, would make of it."""
+    rule, parameter = member.rule, member.parameter
+    where = _places(local(parameter).numel(), size, parameter.device)
+    weight = _decode(member, recipe, "", "weights", where)
+    states = tuple(_decode(member, recipe, each.name, each.role, where) for each in rule.states)
+    gradient: Any = parameter.grad
+    if is_dtensor(parameter):
+        gradient = local_gradient(parameter, gradient)
+    gradient = gradient.reshape(-1)[where].float()
+    step = int(member.state["step"]) + 1
+    sign = -1.0 if group.get("maximize") else 1.0
+    options = tuple(float(option) for option in rule.options(group))
+    scalars = rule.scalars(options, step, sign * scale)
+    intended, _ = lift_rule(rule.update)(weight, gradient, states, scalars)
+    stored = recipe.format_of("weights", parameter)
+    noise = _variance(stored, intended) if stored.stochastic else None
+    return _Sample(layer, member, where, float(group["lr"]), weight, intended - weight, noise)
+
+
+def _sums(sample: _Sample, recipe: Recipe) -> Tensor:
+    """fp64 sums over a sample: ``<s, d>``, ``<d, d>``, squared noise, unmoved, moving, all."""
+    after = _decode(sample.member, recipe, "", "weights", sample.where)
+    intended = sample.intended.double()
+    stored = (after - sample.before).double()
+    moving = intended != 0
+    error = (stored - intended).square().sum() if sample.noise is None else sample.noise
+    return torch.stack(
+        [
+            stored @ intended,
+            intended @ intended,
+            error,
+            (moving & (stored == 0)).sum().double(),
+            moving.sum().double(),
+            torch.tensor(float(len(after)), dtype=torch.float64, device=after.device),
+        ]
+    )
+
+
+def _variance(stored: Format, x: Tensor) -> Tensor:
+    """Of the sum of ``x``, rounded stochastically: each goes to one of two neighbours."""
+    planes = [torch.empty_like(x, dtype=plane.dtype) for plane in stored.planes]
+    neighbours = []
+    for draw in (0, 0xFFFF):
+        stored.encode(x, torch.full_like(x, draw, dtype=torch.int32), planes)
+        neighbours.append(stored.decode(planes).double())
+    return ((x - neighbours[0]) * (neighbours[1] - x)).sum()
+
+
+def _decode(member: Member, recipe: Recipe, name: str, role: str, where: Tensor) -> Tensor:
+    stored = recipe.format_of(role, member.parameter)
+    tensors = {**member.state, "": member.parameter.detach()}
+    planes = []
+    for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
+        # The places are whole blocks.
+        at = where if plane.block == 1 else where[:: plane.block] // plane.block
+        planes.append(local(tensors[key]).reshape(-1)[at])
+    return stored.decode(planes)
+
+
+def _places(numel: int, size: int, device: torch.device) -> Tensor:
+    """Indices of at most ``size`` elements: runs of whole blocks, evenly spread."""
+    if numel <= max(size, _RUN):
+        return torch.arange(numel, device=device)
+    runs = max(1, size // _RUN)
+    starts = torch.linspace(0, numel // _BLOCK - _RUN // _BLOCK, runs, device=device).long()
+    return (starts[:, None] * _BLOCK + torch.arange(_RUN, device=device)).reshape(-1)

@@ -1,0 +1,212 @@
+"""Whole steps of every backend against the NumPy oracle, bit for bit."""
+
+import importlib
+import logging
+import multiprocessing
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from bucket_cases import (
+    CASES,
+    SIZES,
+    assert_oracle_agrees,
+    bits,
+    id_of,
+    make_bucket,
+    set_step,
+)
+
+from torch_bf16 import BackendUnavailableError, Recipe, backends
+from torch_bf16.backends import choose, explain
+from torch_bf16.backends import eager as eager_backend
+from torch_bf16.optim import AdamW
+from torch_bf16.rules import RULES
+
+every_backend = pytest.mark.parametrize("backend", ["cpu", "eager"])
+
+
+@every_backend
+@pytest.mark.parametrize("case", CASES, ids=id_of)
+def test_steps_equal_the_oracle_bit_for_bit(backend, case):
+    offsets = [0] * len(SIZES)
+    bucket = make_bucket(*case, offsets)
+    assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2, 3, 1000), offsets)
+
+
+@every_backend
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.states])
+def test_every_rule_with_codes_equals_the_oracle_where_gradients_are_no_numbers(backend, rule):
+    offsets = [0, 64]
+    bucket = make_bucket(rule, "int8", torch.bfloat16, offsets, sizes=(64, 192))
+    assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2, 3), offsets)
+
+
+@every_backend
+def test_noise_follows_the_global_index_across_a_block_of_two_to_the_32(backend):
+    offsets = [5, 2**31, 2**32 - 2, 3 * 2**32 - 4000]
+    bucket = make_bucket("adamw", "stochastic", torch.bfloat16, offsets)
+    assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2), offsets)
+
+
+@every_backend
+def test_a_tensor_of_many_chunks_equals_the_oracle(backend, monkeypatch):
+    monkeypatch.setattr(eager_backend, "SLICE", 70_000)
+    offsets = [7, 2**32 - 40_001]
+    bucket = make_bucket("adamw", "stochastic", torch.bfloat16, offsets, sizes=(200_001, 70_000))
+    assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2), offsets)
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            sizes = (1_500_000, 17, 0, 700_000)
+            bucket = make_bucket("adamw", "stochastic", torch.bfloat16, [0] * 4, sizes=sizes)
+            set_step(bucket, 1)
+            choose(torch.device("cpu"), "cpu").run(bucket)
+            results.append([bits(t).copy() for each in bucket.planes for p in each for t in p])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def step_and_send(optimizer, parameter, pipe):
+    optimizer.step()
+    pipe.send(parameter[::1000].float().sum().item())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_steps_after_its_parent_did():
+    before = torch.get_num_threads()
+    parameter = torch.nn.Parameter(torch.ones(2_000_000, 1, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = AdamW([parameter], lr=0.1)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    try:
+        torch.set_num_threads(2)
+        optimizer.step()
+        child = context.Process(target=step_and_send, args=(optimizer, parameter, theirs))
+        child.start()
+        assert ours.poll(60), "the child did not come back from its step"
+        child.join(60)
+        assert child.exitcode == 0
+        step_and_send(optimizer, parameter, theirs)
+        assert ours.recv() == ours.recv()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_fastest_backend_that_works_is_chosen():
+    assert choose(torch.device("cpu")).__name__.endswith("backends.cpu")
+    assert choose(torch.device("meta")).__name__.endswith("backends.eager")
+
+
+def test_the_triton_backend_is_not_chosen_unasked_before_it_was_measured_on_a_gpu():
+    assert choose(torch.device("cuda")).__name__.endswith("backends.eager")
+
+
+def test_the_triton_backend_says_what_it_lacks(monkeypatch):
+    triton = importlib.import_module("torch_bf16.backends.triton")
+    monkeypatch.setattr(triton, "_missing", triton._missing.__wrapped__)
+    assert "not on mps" in triton.unavailable(torch.device("mps"))
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.1.0"))
+    reason = triton.unavailable(torch.device("cuda"))
+    assert "Triton 3.1.0 was found and 3.6 is needed" in reason
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = triton.unavailable(torch.device("cuda"))
+    assert "Triton cannot be imported" in reason
+    assert 'pip install "torch-bf16[gpu]"' in reason
+
+
+def test_on_a_gpu_the_fused_backend_is_named_once(caplog):
+    backends._automatic.cache_clear()
+    with caplog.at_level(logging.WARNING, "torch_bf16"):
+        for _ in range(2):
+            assert choose(torch.device("cuda")).__name__.endswith("backends.eager")
+    (record,) = caplog.records
+    assert "optimizer.backend = 'triton'" in record.getMessage()
+
+
+def test_a_requested_backend_that_cannot_work_says_why_and_what_does():
+    with pytest.raises(BackendUnavailableError, match=r"cannot run on meta.*Working here: eager"):
+        choose(torch.device("meta"), "cpu")
+    with pytest.raises(ValueError, match="unknown backend 'tpu'; known backends: cpu, eager"):
+        choose(torch.device("cpu"), "tpu")
+    reasons = explain(torch.device("cpu"))
+    assert reasons["cpu"] is reasons["eager"] is None
+    assert "on a CPU only under TRITON_INTERPRET=1" in reasons["triton"]
+
+
+def test_without_numba_the_eager_backend_steps_and_says_so_once(monkeypatch, caplog):
+    from torch_bf16.backends import cpu
+
+    monkeypatch.setitem(sys.modules, "numba", None)
+    cpu._missing.cache_clear()
+    backends._automatic.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "torch_bf16"):
+            for _ in range(2):
+                assert choose(torch.device("cpu")).__name__.endswith("backends.eager")
+        assert len(caplog.records) == 1
+        assert 'pip install "torch-bf16[cpu]"' in caplog.text
+        with pytest.raises(BackendUnavailableError, match="Numba cannot be imported"):
+            choose(torch.device("cpu"), "cpu")
+    finally:
+        cpu._missing.cache_clear()
+        backends._automatic.cache_clear()
+
+
+def test_numba_without_its_compiler_leaves_the_step_to_eager(monkeypatch):
+    from torch_bf16.backends import cpu
+
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    cpu._missing.cache_clear()
+    backends._automatic.cache_clear()
+    try:
+        assert choose(torch.device("cpu")).__name__.endswith("backends.eager")
+        with pytest.raises(BackendUnavailableError, match="unset NUMBA_DISABLE_JIT"):
+            choose(torch.device("cpu"), "cpu")
+    finally:
+        cpu._missing.cache_clear()
+        backends._automatic.cache_clear()
+
+
+def test_a_place_without_a_writable_cache_still_compiles(monkeypatch):
+    from torch_bf16.backends.cpu import kernel
+
+    real, calls = kernel.jit, []
+
+    def jit(*args, **kwargs):
+        calls.append(kwargs)
+        if kwargs.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(kernel, "jit", jit)
+    variant = make_bucket("sgd", "nearest", torch.bfloat16, [0], sizes=(3,)).variant
+    kernel.compile_step.__wrapped__(variant, 3)
+    assert calls[-2].get("cache")
+    assert not calls[-1].get("cache")
+
+
+def test_recipes_reach_the_kernel_as_formats():
+    recipe = Recipe("mixed", weights="bf16+fp32", exp_avg="bf16_stochastic", exp_avg_sq="fp32")
+    parameter = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = AdamW([parameter], recipe=recipe)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    assert {key: value.dtype for key, value in state.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.float32,
+        "master": torch.float32,
+    }

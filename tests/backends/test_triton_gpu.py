@@ -1,0 +1,109 @@
+"""The Triton kernels on a GPU against the NumPy oracle: `pytest -m gpu`."""
+
+import numpy as np
+import pytest
+import torch
+from bucket_cases import (
+    CASES,
+    EVERY_RULE_AND_FORMAT,
+    SIZES,
+    assert_oracle_agrees,
+    beside,
+    bits,
+    id_of,
+    make_bucket,
+    poison,
+    set_step,
+)
+
+from torch_bf16 import backends
+from torch_bf16.backends import eager
+
+pytest.importorskip("triton", reason="the Triton backend needs triton")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+]
+AT_ZERO = (0,) * len(SIZES)
+GPU = torch.device("cuda")
+STOCHASTIC = ("adamw", "stochastic", torch.bfloat16)
+
+
+def run_and_compare(case, offsets=AT_ZERO, steps=(1, 2), sizes=SIZES, change=None, **options):
+    bucket = make_bucket(*case, offsets, sizes=sizes, device="cuda", **options)
+    if change:
+        change(bucket)
+    assert_oracle_agrees(bucket, backends.choose(GPU, "triton"), steps, offsets)
+
+
+@pytest.mark.parametrize("case", CASES, ids=id_of)
+def test_steps_equal_the_oracle_bit_for_bit(case):
+    run_and_compare(case, steps=(1, 2, 3, 1000))
+
+
+@pytest.mark.parametrize("case", EVERY_RULE_AND_FORMAT, ids=id_of)
+def test_every_rule_with_every_format_equals_the_oracle(case):
+    run_and_compare(case)
+
+
+@pytest.mark.parametrize("layout", ["stochastic", "master", "bf16+fp32", "fp32"])
+def test_no_special_number_in_any_plane_is_lost(layout):
+    run_and_compare(("adamw", layout, torch.bfloat16), change=poison)
+
+
+@pytest.mark.parametrize("layout", ["stochastic", "master"])
+def test_unaligned_tensors_equal_the_oracle(layout):
+    run_and_compare(("adamw", layout, torch.bfloat16), place=beside)
+
+
+@pytest.mark.parametrize(
+    "offsets", [(5, 2**31, 2**32 - 2, 3 * 2**32 - 4000), (0, 0, 2**32 - 8, 2**32 - 8192)]
+)
+def test_noise_follows_the_global_index_across_a_block_of_two_to_the_32(offsets):
+    run_and_compare(STOCHASTIC, offsets)
+
+
+def test_a_tensor_of_many_chunks_equals_the_oracle():
+    run_and_compare(STOCHASTIC, (0, 7, 2**32 - 30_000), sizes=(1_000_001, 0, 200_000))
+
+
+def test_a_tensor_of_more_than_two_to_the_31_elements_equals_eager_at_both_ends():
+    size, ends = 2**31 + 5_000, (slice(0, 10_000), slice(2**31 - 5_000, None))
+    bucket = make_bucket("sgd", "stochastic", torch.bfloat16, [0], sizes=(3,), device="cuda")
+    weights = torch.ones(size, dtype=torch.bfloat16, device="cuda")
+    gradient = torch.full_like(weights, 0.3)
+    results = []
+    for backend in (eager, backends.choose(GPU, "triton")):
+        bucket.planes, bucket.gradients = [[(weights.fill_(1.0),)]], [gradient]
+        bucket.numels, bucket.prepared = np.array([size]), None
+        set_step(bucket, 1)
+        backend.run(bucket)
+        results.append([bits(weights[end]).copy() for end in ends])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_nothing_is_compiled_after_the_first_step():
+    from torch_bf16.backends.triton.kernel import step
+
+    bucket = make_bucket(*STOCHASTIC, AT_ZERO, device="cuda")
+    compiled = []
+    for number in (1, 2, 15, 16, 17, 1 << 20):
+        set_step(bucket, number)
+        backends.choose(GPU, "triton").run(bucket)
+        compiled.append(len(step.device_caches[torch.cuda.current_device()][0]))
+    assert len(set(compiled)) == 1
+
+
+def test_a_step_does_not_wait_for_the_device():
+    bucket = make_bucket(*STOCHASTIC, AT_ZERO, device="cuda")
+    backend = backends.choose(GPU, "triton")
+    set_step(bucket, 1)
+    backend.run(bucket)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        set_step(bucket, 2)
+        backend.run(bucket)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

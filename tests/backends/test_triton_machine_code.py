@@ -1,0 +1,156 @@
+"""What the Triton kernels compile to, for GPUs that need not be there.
+
+The bound on instructions follows from the issue rate and the bandwidth of a GPU: see the README in
+``backends/triton``.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the Triton backend needs triton")
+
+import sass
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource, compile
+from triton_variants import (
+    TARGETS,
+    all_variants,
+    compiled,
+    compiled_prepare,
+    one_variant_of_each_other_rule,
+)
+
+from torch_bf16.backends.triton.arithmetic import _exp, _log, _power
+from torch_bf16.backends.triton.scalars import OPTIONS
+from torch_bf16.rules import RULES
+
+VARIANTS = all_variants()
+OTHERS = one_variant_of_each_other_rule()
+# Four numbers, three of them fp32, are more than its registers hold for eight elements.
+SPILL = {"rmsprop_centered_momentum"}
+# Instructions per element that an H200 can issue in the time that it moves a byte: 132
+# multiprocessors, 4 schedulers each, 32 lanes, 1.98 GHz; 4.8 TB/s. Two thirds of them may be used.
+PER_BYTE = 132 * 4 * 32 * 1.98e9 / 4.8e12 * 2 / 3
+
+# A root, the maximum over a block, codes and back: see the README.
+PER_BLOCKED_NUMBER = 36
+
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+def bytes_moved(variant):
+    """(read, written) for each element; scales, of which few threads hold one, left out."""
+    written = sum(p.dtype.itemsize for f in variant.formats for p in f.planes if p.block == 1)
+    return variant.gradient.itemsize + written, written
+
+
+def whole_blocks(variant, folder):
+    """(opcodes executed for a whole block by a thread, its elements, all opcodes of the kernel)."""
+    code = sass.Code.of(compiled(variant, "sm_90").asm["cubin"], folder)
+    bodies = [sass.usual(loop) for loop in code.loops()]
+    (opcodes,) = [body for body in bodies if "STG.E.128" in body]
+    stored = sum(opcodes.count(f"STG.E.{width}") * width // 8 for width in (64, 128))
+    elements = stored / bytes_moved(variant)[1]
+    return opcodes, elements, [sass.opcode(text) for text in code.instructions]
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90"}))
+@every_variant
+def test_every_variant_compiles(name, target):
+    kernel = compiled(VARIANTS[name], target)
+    assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
+
+
+@every_variant
+def test_whole_blocks_use_wide_accesses_no_stack_and_few_instructions(name, tmp_path):
+    variant = VARIANTS[name]
+    opcodes, elements, everything = whole_blocks(variant, tmp_path)
+    assert not [each for each in everything if each.startswith(("LDL", "STL"))]
+    accesses = [each for each in opcodes if each.startswith(("LDG", "STG"))]
+    # Eight elements of a thread: 64 bits of a plane of single bytes, 128 of every other one.
+    bytewise = [
+        plane for each in variant.formats for plane in each.planes if plane.dtype.itemsize == 1
+    ]
+    wide = {"LDG.E.128", "STG.E.128"} | ({"LDG.E.64", "STG.E.64"} if bytewise else set())
+    in_blocks = [each for each in variant.formats if each.block > 1]
+    assert set(accesses) - ({"LDG.E", "STG.E"} if in_blocks else set()) == wide
+    assert accesses.count("LDG.E") == accesses.count("STG.E") == len(in_blocks)
+    assert (
+        accesses.count("STG.E.64") * 8 == accesses.count("LDG.E.64") * 8 == elements * len(bytewise)
+    )
+    read, written = bytes_moved(variant)
+    loaded = sum(accesses.count(f"LDG.E.{width}") * width // 8 for width in (64, 128))
+    assert loaded == elements * read
+    share = PER_BYTE * (9 / 8 if bytewise else 1)
+    bound = (read + written) * share + PER_BLOCKED_NUMBER * len(in_blocks)
+    assert len(opcodes) / elements <= bound
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rules_are_bound_by_memory_too(name, tmp_path):
+    variant = OTHERS[name]
+    opcodes, elements, everything = whole_blocks(variant, tmp_path)
+    spills = [each for each in everything if each.startswith(("LDL", "STL"))]
+    assert not spills or variant.rule.name in SPILL
+    accesses = {each for each in opcodes if each.startswith(("LDG", "STG"))}
+    assert accesses == {"LDG.E.128", "STG.E.128"}
+    # All that an H200 can issue in the time, where the bound above leaves a third.
+    assert len(opcodes) / elements <= sum(bytes_moved(variant)) * PER_BYTE * 1.5
+
+
+def test_adamw_with_stochastic_rounding_takes_64_instructions_at_most(tmp_path):
+    variant = VARIANTS["adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"]
+    opcodes, elements, _ = whole_blocks(variant, tmp_path)
+    assert len(opcodes) / elements <= 64
+
+
+def test_division_and_root_are_ieee_and_nothing_is_fused_or_flushed():
+    ptx = compiled(VARIANTS["adamw_fp32_fp32_fp32_float32"], "sm_90").asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "sqrt.rn.f32" in ptx
+    assert "div.full" not in ptx
+    assert "approx" not in ptx
+    assert "fma.rn" not in ptx
+    assert ".ftz" not in ptx
+
+
+def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
+    for name, variant in VARIANTS.items():
+        if variant.weights.name != "fp32" or variant.gradient == torch.bfloat16:
+            conversions = re.findall(r"cvt\.\S*bf16\S*", compiled(variant, "sm_90").asm["ptx"])
+            assert not conversions, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target):
+    kernel = compiled_prepare(RULES[name], target)
+    if target == "gfx942":
+        assert kernel.asm["hsaco"]
+        return
+    ptx = kernel.asm["ptx"]
+    # A rule whose gradient was scaled before its step divides by nothing.
+    assert set(re.findall(r"div\S*", ptx)) <= {"div.rn.f64"}
+    assert set(re.findall(r"sqrt\S*", ptx)) <= {"sqrt.rn.f64"}
+    assert "fma" not in ptx
+    assert "approx" not in ptx
+
+
+@triton.jit
+def _functions(x_ptr, out_ptr, EXP: tl.constexpr, LOG: tl.constexpr, POWER: tl.constexpr):
+    x = tl.load(x_ptr)
+    tl.store(out_ptr, EXP(x))
+    tl.store(out_ptr + 1, LOG(x))
+    tl.store(out_ptr + 2, POWER(x, 5))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_powers_exp_and_log_compile(target):
+    """No rule uses all of them, and the interpreter takes what the compiler refuses."""
+    fixed = {"EXP": _exp, "LOG": _log, "POWER": _power}
+    signature = {"x_ptr": "*fp64", "out_ptr": "*fp64", **dict.fromkeys(fixed, "constexpr")}
+    source = ASTSource(_functions, signature, constexprs=fixed)
+    assert compile(source, target=TARGETS[target], options=OPTIONS).asm

@@ -1,0 +1,174 @@
+"""The way out: exact fp32 weights and moments, as objects and as files."""
+
+import pytest
+import torch
+from optimizer_cases import RECIPES, bits, every_recipe, take_steps
+
+import torch_bf16
+from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
+from torch_bf16.tools import cli
+from torch_bf16.checkpoints.export import export_file
+
+LIKE = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3), torch.nn.LayerNorm(3)
+    )
+    model[2].bias = model[3].bias  # tied
+    return model
+
+
+def make_run(recipe, named=True):
+    model = torch_bf16.cast_module(make_model(), RECIPES[recipe])
+    parameters = model.named_parameters() if named else model.parameters()
+    optimizer = torch_bf16.AdamW(parameters, **LIKE, recipe=RECIPES[recipe])
+    return model, optimizer
+
+
+def give_gradients(parameters, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator).to(torch.bfloat16)
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+def fp32_run(steps):
+    """The same run in fp32, by an optimizer of the same arithmetic."""
+    model = make_model()
+    optimizer = torch_bf16.AdamW(model.parameters(), **LIKE)
+    for seed in range(steps):
+        give_gradients(model.parameters(), seed)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("recipe", ["master", "mixed"])
+def test_exported_weights_are_those_of_the_run_in_fp32(recipe, steps):
+    model, optimizer = make_run(recipe)
+    if recipe == "mixed" and steps:
+        pytest.skip("its moments are not fp32")
+    for seed in range(steps):
+        give_gradients(model.parameters(), seed)
+        optimizer.step()
+    expected, _ = fp32_run(steps)
+    exported = fp32_state_dict(model, optimizer)
+    assert exported.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert exported[name].dtype == value.dtype
+        if value.is_floating_point():
+            assert torch.equal(bits(exported[name]), bits(value)), name
+    make_model().load_state_dict(exported)
+
+
+@every_recipe
+def test_training_goes_on_in_plain_torch_as_it_would_have_here(recipe):
+    model, optimizer = make_run(recipe)
+    for seed in range(3):
+        give_gradients(model.parameters(), seed)
+        optimizer.step()
+    plain = make_model()
+    plain.load_state_dict(fp32_state_dict(model, optimizer))
+    theirs = torch.optim.AdamW(plain.parameters(), **LIKE, foreach=False)
+    theirs.load_state_dict(fp32_optimizer_state_dict(optimizer))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        state = theirs.state[q]
+        assert state["step"] == 3
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].dtype == torch.float32
+            assert torch.equal(state[key], optimizer.state[p][key].float())
+    give_gradients(model.parameters(), 3)
+    give_gradients(plain.parameters(), 3)
+    optimizer.step()
+    theirs.step()
+    exact = fp32_state_dict(model, optimizer)
+    for name, value in plain.named_parameters():
+        # Where the recipe is exact, a few roundings of the step; else one of bf16's.
+        tolerance = 1e-6 if recipe == "master" else 2.0**-7
+        torch.testing.assert_close(exact[name], value.detach(), rtol=tolerance, atol=1e-6)
+
+
+def test_without_an_optimizer_weights_are_upcast():
+    model, _ = make_run("master")
+    for name, value in fp32_state_dict(model).items():
+        assert value.dtype != torch.bfloat16
+        assert torch.equal(value, model.state_dict()[name].to(value.dtype))
+
+
+def test_a_weight_written_from_outside_is_exported_as_it_was_written():
+    model, optimizer = make_run("master")
+    take_steps(optimizer, [1])
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    assert (fp32_state_dict(model, optimizer)["0.weight"] == 0.5).all()
+
+
+def saved_run(folder, kind):
+    model, optimizer = make_run("master", named=kind != "unnamed")
+    take_steps(optimizer, range(2))
+    path = folder / "run.pt"
+    if kind == "lightning":
+        content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+        torch.save(content, path)
+    elif kind == "torch":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    else:
+        torch_bf16.save_checkpoint(path, model=model, optimizer=optimizer)
+    return model, optimizer, path
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch", "lightning"])
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_the_command_writes_the_exact_weights_of_a_file(kind, suffix, tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer, path = saved_run(tmp_path, kind)
+    output = tmp_path / f"weights.{suffix}"
+    assert cli.main(["export", str(path), str(output)]) == 0
+    assert "from exact masters" in capsys.readouterr().out
+    read = safetensors.load_file(output) if suffix == "safetensors" else torch.load(output)
+    expected = fp32_state_dict(model, optimizer)
+    assert read.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(read[name], value), name
+    assert cli.main(["export", str(path), str(output), "--dtype", "bfloat16"]) == 0
+    read = safetensors.load_file(output) if suffix == "safetensors" else torch.load(output)
+    assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, output.name}
+
+
+def test_weights_and_optimizer_may_be_in_two_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer, _ = saved_run(tmp_path, "ours")
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    safetensors.save_file(weights, tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    export_file(
+        tmp_path / "model.safetensors",
+        tmp_path / "out.safetensors",
+        optimizer=tmp_path / "optimizer.bin",
+    )
+    read = safetensors.load_file(tmp_path / "out.safetensors")
+    for name, value in fp32_state_dict(model, optimizer).items():
+        # Such files have no tied weights; the state has the first of the names.
+        expected = value if name != "3.bias" else weights[name].float()
+        assert torch.equal(read[name], expected), name
+
+
+@pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent"])
+def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, capsys):
+    _, _, path = saved_run(tmp_path, kind)
+    match = "says no names of parameters"
+    if kind == "no weights":
+        torch_bf16.save_checkpoint(path, step=1)
+        match = "has no weights: it holds step"
+    elif kind == "absent":
+        path.unlink()
+        match = "No such file"
+    output = tmp_path / "out.pt"
+    assert cli.main(["export", str(path), str(output)]) == 1
+    assert match in capsys.readouterr().err
+    assert not output.exists()

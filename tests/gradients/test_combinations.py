@@ -1,0 +1,177 @@
+"""Features together: what one of them asks of the others holds, or is refused before training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bf16
+from torch_bf16 import UpdateMonitor
+from torch_bf16.errors import CheckpointError
+
+
+def network(recipe="bf16-stochastic"):
+    torch.manual_seed(0)
+    return torch_bf16.cast_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipe)
+
+
+def backward(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 8, generator=generator).bfloat16()
+    model(x).float().square().mean().backward()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class WithoutStep(torch.optim.Optimizer):
+    """Gradient descent that counts nothing."""
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def test_an_optimizer_without_a_fused_rule_can_be_watched():
+    model = network()
+    optimizer = torch_bf16.convert(torch.optim.Adamax(model.parameters()), module=model)
+    monitor = UpdateMonitor(optimizer, every=1)
+    backward(model)
+    optimizer.step()
+    assert monitor.layers == {}
+    assert monitor.take_metrics()["bf16/gradient_norm"] > 0
+
+
+def test_release_with_an_optimizer_without_a_fused_rule_is_refused():
+    model = network()
+    optimizer = torch_bf16.convert(WithoutStep(model.parameters()), module=model)
+    with pytest.raises(NotImplementedError, match=r"has no fused rule.*step after the backward"):
+        torch_bf16.release_gradients(model, optimizer)
+    before = weights(model)
+    backward(model)
+    assert same(before, weights(model))
+    optimizer.step()
+    assert not same(before, weights(model))
+
+
+def test_two_optimizers_cannot_release_the_same_gradients():
+    model = network()
+    one, other = (torch_bf16.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    torch_bf16.release_gradients(model, one)
+    with pytest.raises(NotImplementedError, match="another optimizer has released"):
+        torch_bf16.release_gradients(model, other)
+    backward(model)
+    one.step()
+
+
+def test_a_released_step_cannot_be_skipped_afterwards():
+    model = network()
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.1)
+    torch_bf16.release_gradients(model, optimizer)
+    with pytest.raises(NotImplementedError, match="cannot be skipped after it"):
+        optimizer.skip_next_step_where(torch.ones(()))
+
+
+def test_a_second_backward_pass_that_release_refuses_leaves_nothing_to_step_with():
+    model = network()
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.5)
+    torch_bf16.release_gradients(model, optimizer)
+    backward(model)
+    after_one = weights(model)
+    with pytest.raises(NotImplementedError, match="second gradients were not used"):
+        backward(model, seed=1)
+    optimizer.step()
+    assert same(after_one, weights(model))
+
+
+@pytest.mark.parametrize("make", [WithoutStep, torch.optim.Adamax, torch_bf16.SGD])
+def test_sums_of_two_steps_draw_noise_of_their_own(make):
+    recipe = torch_bf16.get_recipe("bf16-stochastic", accumulate="bf16_stochastic")
+    model = network(recipe)
+    optimizer = make(model.parameters(), lr=0.0)
+    if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+        optimizer = torch_bf16.convert(optimizer, recipe, module=model)
+    else:
+        optimizer = torch_bf16.SGD(model.named_parameters(), lr=0.0, recipe=recipe)
+    sums = []
+    for _ in range(2):
+        for seed in range(4):
+            backward(model, seed)
+        sums.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not same(*sums)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_run_resumed_between_steps_sums_as_the_uninterrupted_one(set_to_none):
+    recipe = torch_bf16.get_recipe("bf16-stochastic", accumulate="bf16_stochastic")
+
+    def fresh():
+        model = network(recipe)
+        return model, torch_bf16.AdamW(model.named_parameters(), lr=1e-2, recipe=recipe)
+
+    def window(model, optimizer, seed):
+        for micro_batch in range(3):
+            backward(model, 10 * seed + micro_batch)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    model, optimizer = fresh()
+    for seed in range(2):
+        window(model, optimizer, seed)
+    resumed, its = fresh()
+    resumed.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if not set_to_none:
+        for p in resumed.parameters():
+            p.grad = torch.zeros_like(p)
+    for seed in range(2, 4):
+        window(model, optimizer, seed)
+        window(resumed, its, seed)
+    assert same(weights(model), weights(resumed))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda m, o: m, lambda m, o: o.param_groups, lambda m, o: m.named_parameters()],
+    ids=["module", "groups", "names"],
+)
+def test_what_has_no_gradient_to_clip_is_named(make):
+    model = network()
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.1)
+    for clip in (torch_bf16.total_norm, lambda given: torch_bf16.clip_grad_norm_(given, 1.0)):
+        with pytest.raises(ValueError, match=r"give parameters, for example model.parameters\(\)"):
+            clip(make(model, optimizer))
+    with pytest.raises(ValueError, match="of a SGD were asked for"):
+        torch_bf16.total_norm(optimizer)
+    with pytest.raises(ValueError, match="max_norm='a' must be a number"):
+        torch_bf16.clip_grad_norm_(optimizer, "a")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    model = network("bf16-fp32-master")
+    optimizer = torch_bf16.AdamW(model.named_parameters(), recipe="bf16-fp32-master")
+    backward(model)
+    optimizer.step()
+    path = tmp_path / "run.pt"
+    torch_bf16.save_checkpoint(path, model=model, optimizer=optimizer)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        torch_bf16.checkpoints.export.read_checkpoint(path)

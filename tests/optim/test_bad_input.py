@@ -1,0 +1,344 @@
+"""Bad recipes, parameters and options: an error that says what to do, and nothing changed."""
+
+import pytest
+import torch
+from bad_input_cases import (
+    BF16,
+    OURS,
+    assert_equal,
+    assert_step_refused,
+    assert_steps,
+    begun,
+    every_class,
+    parameter,
+    params,
+)
+from torch import nn
+
+import torch_bf16
+from torch_bf16 import Recipe, get_recipe
+
+
+@every_class
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        ("bf16", "unknown recipe 'bf16'; known recipes: true-bf16-stochastic, bf16-stoch"),
+        ("", "unknown recipe ''; known recipes"),
+        (None, "must be a name or a torch_bf16.Recipe, not NoneType; known recipes"),
+        (16, "must be a name or a torch_bf16.Recipe, not int; known recipes"),
+        (Recipe, "must be a name or a torch_bf16.Recipe, not type; known recipes"),
+    ],
+)
+def test_an_unknown_recipe_lists_the_known_ones(ours, recipe, match):
+    p = parameter()
+    with pytest.raises(ValueError, match=match):
+        ours([p], lr=0.1, recipe=recipe)
+    theirs = ours.torch_class([p], lr=0.1)
+    with pytest.raises(ValueError, match=match):
+        torch_bf16.convert(theirs, recipe)
+    assert type(theirs) is ours.torch_class
+    module = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=match):
+        torch_bf16.cast_module(module, recipe)
+    assert module.weight.dtype == torch.float32
+    assert_steps(ours([p], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"sead": 1}, "unknown recipe option sead; known options: accumulate, exp_avg, exp_avg"),
+        ({"weights": "fp32"}, "weights='fp32' does not store bf16 weights; use one of bf16_near"),
+        (
+            {"weights": "int8"},
+            "weights='int8' does not store bf16 weights; use one of bf16_nearest",
+        ),
+        ({"weights": "fp4"}, "weights='fp4' is unknown; use one of bf16_nearest, bf16_stochastic"),
+        ({"weights": None}, "weights=None is unknown; use one of bf16_nearest"),
+        ({"weights": ["fp32"]}, r"weights=\['fp32'\] is unknown; use one of"),
+        ({"exp_avg_sq": "uint8"}, "exp_avg_sq='uint8' is unknown; use one of fp32, bf16_nearest"),
+        ({"exp_avg": "bf16+16"}, "exp_avg='bf16[+]16' is a format for weights; use one of"),
+        (
+            {"exp_avg_sq": "bf16+fp32"},
+            "exp_avg_sq='bf16[+]fp32' is a format for weights; use",
+        ),
+        ({"seed": 1.5}, "seed=1.5 must be an int"),
+        ({"seed": "1"}, "seed='1' must be an int"),
+        ({"seed": None}, "seed=None must be an int"),
+        ({"seed": True}, "seed=True must be an int"),
+        ({"keep_fp32": "head"}, r"must be a tuple .*: keep_fp32=\('head',\)"),
+        ({"keep_fp32": nn.Linear}, "must be a tuple of module name patterns or module classes"),
+        ({"keep_fp32": None}, r"keep_fp32=None must be a tuple of module name patterns \(str\)"),
+        ({"keep_fp32": 5}, "keep_fp32=5 must be a tuple of module name patterns"),
+        ({"keep_fp32": ("head", 5)}, r"keep_fp32=\('head', 5\) must be a tuple of module name"),
+        ({"keep_fp32": (nn.Linear(1, 1),)}, "keep_fp32=.* must be a tuple of module name pattern"),
+    ],
+)
+def test_invalid_options_of_a_recipe_say_what_is_valid(options, match):
+    with pytest.raises(ValueError, match=match):
+        get_recipe("bf16-stochastic", **options)
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**64 - 1, 2**70])
+def test_any_integer_is_a_seed(seed):
+    assert_steps(begun(recipe=get_recipe("bf16-stochastic", seed=seed)))
+
+
+def test_keep_fp32_may_be_any_iterable():
+    recipe = get_recipe("bf16-stochastic", keep_fp32=(key for key in ["a", nn.Linear]))
+    assert recipe.keep_fp32 == ("a", nn.Linear)
+
+
+def test_a_recipe_set_later_takes_the_next_step_and_a_wrong_one_is_refused():
+    optimizer = begun(recipe="bf16-stochastic")
+    optimizer.recipe = "bf16-nonsense"
+    assert_step_refused(optimizer, ValueError, "unknown recipe 'bf16-nonsense'; known recipes")
+    optimizer.recipe = get_recipe("bf16-fp32-master")
+    assert_steps(optimizer)
+    assert optimizer.state[params(optimizer)[0]]["remainder16"].dtype == torch.int16
+    assert optimizer.state[params(optimizer)[0]]["exp_avg"].dtype == torch.float32
+    assert optimizer.state_dict()["torch_bf16"]["recipe"]["weights"] == "bf16+16"
+
+
+WRONG = {
+    "fp16": (torch.float16, r"is torch.float16; .* Call model.float\(\) and then torch_bf16.cast"),
+    "fp64": (torch.float64, r"is torch.float64; .* Call model.float\(\) and then torch_bf16.cast"),
+    "complex": (torch.complex64, r"is torch.complex64; .*Store it as torch.view_as_real\(p\)"),
+    "integer": (torch.int64, "is torch.int64; .*Leave parameters that are no floating-point"),
+    "bool": (torch.bool, "is torch.bool; .*Leave parameters that are no floating-point"),
+}
+
+
+@every_class
+@pytest.mark.parametrize("kind", WRONG)
+def test_parameters_of_other_dtypes_are_refused_at_every_door(ours, kind):
+    dtype, match = WRONG[kind]
+    good, bad = parameter(), parameter(2, 3, dtype=dtype)
+    match = r"parameter number 1 of group 0, shape \(2, 3\), " + match
+    with pytest.raises(ValueError, match=match):
+        ours([good, bad], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter 'b', number 1 of group 0"):
+        ours([("a", good), ("b", bad)], lr=0.1)
+    theirs = ours.torch_class([good, bad], lr=0.1)
+    with pytest.raises(ValueError, match=match):
+        torch_bf16.convert(theirs)
+    assert type(theirs) is ours.torch_class
+
+    optimizer = begun(ours)
+    with pytest.raises(ValueError, match=match.replace("group 0", "group 3")):
+        optimizer.add_param_group({"params": [good, bad]})
+    assert len(optimizer.param_groups) == 3
+    assert_steps(optimizer)
+    optimizer.add_param_group({"params": [good]})
+    assert_steps(optimizer)
+
+
+@every_class
+def test_parameters_without_a_place_for_each_element_are_refused(ours):
+    sparse = nn.Parameter(torch.eye(3, dtype=BF16).to_sparse())
+    expanded = nn.Parameter(torch.ones(3, 1, dtype=BF16).expand(3, 4))
+    negated = nn.Parameter(torch._neg_view(torch.ones(3, 4, dtype=BF16)))
+    with torch.inference_mode():
+        inference = nn.Parameter(torch.ones(3, 4, dtype=BF16), requires_grad=False)
+    kinds = {
+        "torch.sparse_coo": sparse,
+        "an expanded view": expanded,
+        "a view that is negated": negated,
+        "an inference tensor": inference,
+    }
+    for kind, bad in kinds.items():
+        with pytest.raises(
+            ValueError, match=f"number 0 of group 0, .* is {kind}.*; .*Make it dense"
+        ):
+            ours([bad], lr=0.1)
+    assert_steps(ours([nn.Parameter(expanded.detach().clone())], lr=0.1))
+
+
+@every_class
+def test_a_parameter_given_twice_is_refused(ours):
+    p = parameter()
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(
+            ValueError, match=r"group 0 holds a parameter twice, .*give each parameter onc"
+        ),
+    ):
+        ours([p, p], lr=0.1)
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        ours([{"params": [p]}, {"params": [p]}], lr=0.1)
+    optimizer = begun(ours)
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optimizer.add_param_group({"params": params(optimizer)[:1]})
+    assert_steps(optimizer)
+
+
+@every_class
+def test_no_parameters_and_no_list_of_them_are_refused_by_torch(ours):
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ours([], lr=0.1)
+    with pytest.raises(TypeError, match="should be an iterable of Tensors"):
+        ours(parameter(), lr=0.1)
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+        ours([1.0], lr=0.1)
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        ours([parameter() * 2], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "options", "error", "match"),
+    [
+        ("adamw", {"lr": -1.0}, ValueError, "Invalid learning rate"),
+        ("adamw", {"lr": "0.1"}, TypeError, "not supported between instances of 'float' and 'str'"),
+        ("adamw", {"eps": -1.0}, ValueError, "Invalid epsilon"),
+        ("adam", {"betas": (1.0, 0.9)}, ValueError, "Invalid beta parameter at index 0"),
+        ("adam", {"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1"),
+        ("adam", {"weight_decay": -1.0}, ValueError, "Invalid weight_decay"),
+        ("sgd", {"momentum": -1.0}, ValueError, "Invalid momentum"),
+        ("sgd", {"nesterov": True}, ValueError, "Nesterov momentum requires a momentum"),
+        ("adamw", {"differentiable": True}, NotImplementedError, "differentiable=True .* to False"),
+        ("sgd", {"differentiable": True}, NotImplementedError, "differentiable=True .* to False"),
+        ("adamw", {"backend": "cpu"}, TypeError, "unexpected keyword argument 'backend'"),
+    ],
+)
+def test_invalid_options_are_refused(ours, options, error, match):
+    p = parameter()
+    with pytest.raises(error, match=match):
+        OURS[ours]([p], **{"lr": 0.1, **options})
+    assert_steps(OURS[ours]([p], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("ours", "option", "value", "error", "match"),
+    [
+        ("adamw", "lr", None, ValueError, "no step follows from the options of group 2: {'lr': N"),
+        ("adamw", "lr", torch.ones(2), ValueError, "no step follows from the options of group 2"),
+        ("adamw", "betas", (1.0, 0.9), ValueError, "no step follows from the options of group 2"),
+        ("adamw", "betas", 0.9, ValueError, "no step follows from the options of group 2"),
+        ("adam", "eps", "tiny", ValueError, "no step follows from the options of group 2"),
+        ("sgd", "weight_decay", None, ValueError, "no step follows from the options of group 2"),
+        ("sgd", "differentiable", True, NotImplementedError, "differentiable=True in parameter g"),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2], ids=["at first", "later"])
+def test_options_made_invalid_later_are_refused_before_any_group_is_updated(
+    ours, option, value, error, match, steps
+):
+    optimizer = begun(OURS[ours], steps)
+    group = optimizer.param_groups[2]
+    kept, group[option] = group[option], value
+    before = [p.detach().clone() for p in params(optimizer)]
+    with pytest.raises(error, match=match):
+        optimizer.step()
+    assert_equal([p.detach() for p in params(optimizer)], before)
+    assert {float(s["step"]) for s in optimizer.state.values()} <= {float(steps)}
+    group[option] = kept
+    assert_steps(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (
+            torch.optim.LBFGS,
+            NotImplementedError,
+            "LBFGS cannot be converted: it evaluates the clos",
+        ),
+        (lambda p: None, ValueError, "takes a torch.optim optimizer, not NoneType; known: torch.o"),
+        (lambda p: torch.optim.AdamW, ValueError, "takes a torch.optim optimizer, not type; known"),
+    ],
+    ids=["lbfgs", "none", "class"],
+)
+def test_what_cannot_be_converted_says_why_and_goes_on(make, error, match):
+    p = parameter()
+    optimizer = make([p])
+    with pytest.raises(error, match=match):
+        torch_bf16.convert(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        assert type(optimizer) is make
+        optimizer.step(lambda: (p.float() ** 2).sum().requires_grad_())
+
+
+def test_a_second_convert_is_refused():
+    optimizer = torch_bf16.convert(torch.optim.AdamW([parameter()], lr=0.1), "bf16-stochastic")
+    assert_steps(optimizer)
+    for each in (optimizer, begun()):
+        with pytest.raises(
+            ValueError, match="AdamW already stores its numbers by recipe 'true-bf16"
+        ):
+            torch_bf16.convert(each, "bf16-fp32-master")
+    assert optimizer.recipe.name == "true-bf16-stochastic"
+    assert_steps(optimizer)
+
+
+def test_wrong_arguments_of_convert_leave_the_optimizer_torchs():
+    optimizer = torch.optim.AdamW([parameter()], lr=0.1)
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; known backends: cpu, eager"):
+        torch_bf16.convert(optimizer, backend="cuda")
+    with pytest.raises(ValueError, match=r"module must be a torch.nn.Module, not list"):
+        torch_bf16.convert(optimizer, module=[parameter()])
+    assert type(optimizer) is torch.optim.AdamW
+    assert_steps(optimizer)
+    assert_steps(torch_bf16.convert(optimizer))
+
+
+def test_an_unknown_backend_set_later_is_refused():
+    optimizer = begun()
+    optimizer.backend = "cuda"
+    assert_step_refused(optimizer, ValueError, "unknown backend 'cuda'; known backends: cpu, eager")
+    optimizer.backend = None
+    assert_steps(optimizer)
+
+
+def test_describe_takes_a_recipe_and_says_so():
+    with pytest.raises(ValueError, match=r"must be a name or a torch_bf16.Recipe, not NoneType"):
+        torch_bf16.describe(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match="not AdamW; known recipes"):
+        torch_bf16.describe(nn.Linear(2, 2), torch.optim.AdamW([parameter()]))
+
+
+LINEAR = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: torch_bf16.EMA("a"), "EMA was given a str and takes a torch.nn.Module"),
+        (lambda: torch_bf16.EMA(LINEAR, "0.9"), "decay='0.9' must be a number between 0 and 1"),
+        (lambda: torch_bf16.EMA(LINEAR, seed="1"), "seed='1' must be an int"),
+        (
+            lambda: torch_bf16.EMA(LINEAR).update_parameters("a"),
+            "update_parameters was given a str and takes",
+        ),
+        (lambda: torch_bf16.ema_multi_avg_fn("0.9"), "decay='0.9' must be a number"),
+        (
+            lambda: torch_bf16.param_groups(LINEAR.parameters()),
+            "param_groups was given a generator and takes a torch.nn.Module: the model itself",
+        ),
+        (
+            lambda: torch_bf16.param_groups(LINEAR, no_decay="bias"),
+            r"no_decay='bias' must be a sequence of keys: \('bias',\)",
+        ),
+        (
+            lambda: torch_bf16.param_groups(LINEAR, groups=["bias"]),
+            "must map keys to options of a group, for example",
+        ),
+        (lambda: Recipe(keep_fp32=3), "keep_fp32=3 must be a tuple of module name patterns"),
+        (lambda: Recipe(name=3), "name=3 must be a string"),
+        (
+            lambda: torch_bf16.release_gradients(LINEAR, begun(), max_norm="1"),
+            "max_norm='1' must be a positive number, or None to clip nothing",
+        ),
+        (
+            lambda: torch_bf16.release_gradients(LINEAR.parameters(), begun()),
+            "release_gradients was given a generator and takes a torch.nn.Module",
+        ),
+        (
+            lambda: torch_bf16.accumulate_gradients("a", begun(), "fp32"),
+            "accumulate_gradients was given a str and takes a torch.nn.Module",
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_told_from_good_ones(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()

@@ -1,0 +1,212 @@
+"""Muon and Adafactor, whose steps look at a whole matrix: torch's results, and our contracts."""
+
+import copy
+
+import pytest
+import torch
+from optimizer_cases import assert_same, differs, snapshot
+from torch import nn
+
+import torch_bf16
+from torch_bf16.optim.muon import orthogonalise
+
+STEPS = 60
+SHAPES = {
+    "muon": ((8, 5), (5, 9), (6, 6), (0, 3)),
+    "adafactor": ((8, 5), (5, 9, 3), (6,), (), (0, 3)),
+}
+OURS = {"muon": torch_bf16.Muon, "adafactor": torch_bf16.Adafactor}
+THEIRS = {"muon": getattr(torch.optim, "Muon", None), "adafactor": torch.optim.Adafactor}
+OPTIONS = [
+    ("muon", {"lr": 0.02}),
+    ("muon", {"lr": 0.02, "nesterov": False}),
+    ("muon", {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"}),
+    ("muon", {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.5}),
+    ("muon", {"lr": torch.tensor(0.02), "ns_steps": 3, "eps": 0.1}),
+    ("adafactor", {}),
+    ("adafactor", {"weight_decay": 0.3, "maximize": True}),
+    ("adafactor", {"beta2_decay": -0.5, "d": 2.0, "eps": (1e-3, 0.1)}),
+    ("adafactor", {"lr": torch.tensor(0.05)}),
+]
+every_one = pytest.mark.parametrize("name", OURS)
+
+
+def fresh(name, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    # Adafactor of torch divides by the number of elements of an empty one.
+    shapes = SHAPES[name] if dtype == torch.bfloat16 else SHAPES[name][:-1]
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def train(optimizer, parameters, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in parameters:
+            gradient = torch.randn(p.shape, generator=generator) * (1 if step < STEPS // 2 else 0.1)
+            p.grad = gradient.to(p.dtype)
+        optimizer.step()
+
+
+def ours(name, parameters, backend="eager", **options):
+    optimizer = OURS[name](parameters, **options)
+    optimizer.backend = backend
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), OPTIONS, ids=[f"{n}-{'-'.join(o) or 'plain'}" for n, o in OPTIONS]
+)
+def test_results_and_states_are_torchs(name, options):
+    if THEIRS[name] is None:
+        pytest.skip("this version of torch has no Muon")
+    mine, its = fresh(name, torch.float32), fresh(name, torch.float32)
+    first = [p.detach().clone() for p in its]
+    optimizer, reference = ours(name, mine, **options), THEIRS[name](its, **options)
+    train(optimizer, mine, range(STEPS))
+    train(reference, its, range(STEPS))
+    # Muon: a difference of the last bit of fp32 now and then takes a number of the bf16 iteration
+    # to its other neighbour, 2**-8 of a step of lr. Adafactor: as other rules, a few half steps of
+    # fp32 per step at the largest weight.
+    tolerance = 0.02 * 2.0**-8 * 8 if name == "muon" else STEPS * 2.0**-22
+    for p, q, start in zip(mine, its, first, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
+        assert (q - start).abs().max() > 20 * tolerance
+        for key, state in reference.state[q].items():
+            torch.testing.assert_close(optimizer.state[p][key], state, rtol=2.0**-18, atol=2.0**-20)
+    optimizer.load_state_dict(reference.state_dict())
+    saved = optimizer.state_dict()
+    del saved["torch_bf16"]
+    reference.load_state_dict(saved)
+    train(reference, its, [STEPS])
+
+
+@every_one
+@pytest.mark.parametrize("recipe", ["true-bf16-stochastic", "bf16-fp32-master"])
+def test_backends_agree_and_a_resumed_run_equals_an_uninterrupted_one(name, recipe):
+    runs = []
+    for backend, parts in (("eager", [6]), ("cpu", [6]), ("eager", [2, 4])):
+        parameters, done = fresh(name), 0
+        optimizer = ours(name, parameters, backend, lr=0.02, recipe=recipe)
+        for part in parts:
+            train(optimizer, parameters, range(done, done + part))
+            done += part
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = ours(name, parameters, backend, lr=0.02, recipe=recipe)
+            optimizer.load_state_dict(saved)
+        runs.append(snapshot(optimizer))
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+    assert differs(runs[0], snapshot(ours(name, fresh(name))))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_muons_momentum_takes_any_format(backend):
+    """With one in blocks of int8 weights end within a tenth of the way from where fp32 leads."""
+    places = []
+    for exp_avg in ("fp32", "int8"):
+        parameter = nn.Parameter(torch.randn(16, 128, generator=torch.Generator().manual_seed(0)))
+        parameter.data = parameter.data.bfloat16()
+        recipe = torch_bf16.Recipe("mine", weights="bf16+16", exp_avg=exp_avg)
+        optimizer = ours("muon", [parameter], backend, lr=0.02, recipe=recipe)
+        train(optimizer, [parameter], range(10))
+        places.append(parameter.detach().float())
+    assert optimizer.state[parameter]["momentum_buffer"].dtype == torch.int8
+    start = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
+    moved = (places[0] - start).norm()
+    assert (places[1] - places[0]).norm() < 0.1 * moved
+
+
+@every_one
+def test_states_have_their_formats_and_shapes(name):
+    parameters = fresh(name)
+    optimizer = ours(name, parameters)
+    train(optimizer, parameters, range(2))
+    found = {k: (t.dtype, tuple(t.shape)) for k, t in optimizer.state[parameters[0]].items()}
+    step = {"step": (torch.float32, ())}
+    if name == "muon":
+        assert found == {**step, "momentum_buffer": (torch.bfloat16, (8, 5))}
+    else:
+        factors = {"row_var": (torch.float32, (8, 1)), "col_var": (torch.float32, (1, 5))}
+        assert found == step | factors
+        assert optimizer.state[parameters[2]].keys() == {"step", "variance", "remainder16"}
+
+
+@every_one
+def test_a_converted_optimizer_steps_as_one_that_was_made_so(name):
+    if THEIRS[name] is None:
+        pytest.skip("this version of torch has no Muon")
+    mine, its = fresh(name), fresh(name)
+    made, converted = ours(name, mine), torch_bf16.convert(THEIRS[name](its), backend="eager")
+    train(made, mine, range(3))
+    train(converted, its, range(3))
+    assert_same(snapshot(made), snapshot(converted))
+
+
+@every_one
+def test_clipping_and_maximize_are_in_the_direction(name):
+    runs = []
+    for factor, maximize in ((1.0, False), (4.0, True)):
+        parameters = fresh(name)
+        optimizer = ours(name, parameters, maximize=maximize)
+        for p in parameters:
+            p.grad = (torch.ones_like(p) + p.detach().sign()) * (-factor if maximize else factor)
+        optimizer.scale_next_step(1.0 / factor)
+        optimizer.step()
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+
+
+@every_one
+def test_a_shard_is_refused_before_anything_is_updated(name):
+    parameters = fresh(name)
+    optimizer = ours(name, parameters)
+    train(optimizer, parameters, [0])
+    before = snapshot(optimizer)
+    other = nn.Parameter(torch.ones(2, 2).bfloat16())
+    other.placements, other.grad = (), torch.ones(2, 2).bfloat16()
+    optimizer.add_param_group({"params": [other]})
+    with pytest.raises(NotImplementedError, match=r"needs the whole matrix at once\. Use DDP"):
+        optimizer.step()
+    assert_same(before, snapshot(optimizer, parameters))
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one():
+    torch.manual_seed(0)
+    for shape in ((40, 20), (20, 40), (30, 30)):
+        values = torch.linalg.svdvals(
+            orthogonalise(torch.randn(shape), (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
+        )
+        assert values.max() < 1.3
+        # The square one has singular values near zero, which five steps do not lift all the way.
+        assert values.median() > 0.6
+
+
+def test_groups_that_are_not_muons_are_adamws():
+    def make():
+        torch.manual_seed(0)
+        layers = nn.Embedding(5, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+        return torch_bf16.cast_module(nn.Sequential(*layers))
+
+    model, twin = make(), make()
+    groups = torch_bf16.param_groups(model, weight_decay=0.1, muon=True)
+    both = torch_bf16.Muon(groups, lr=0.01)
+    rest = [(n, p) for n, p in twin.named_parameters() if n != "1.weight"]
+    alone = torch_bf16.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    both.backend = alone.backend = "eager"
+    train(both, list(model.parameters()), range(3))
+    train(alone, list(twin.parameters()), range(3))
+    names = [n for n, _ in rest]
+    assert_same(
+        snapshot(both, [dict(model.named_parameters())[n] for n in names]),
+        snapshot(alone, [p for _, p in rest]),
+    )
+    assert set(both.state[model[1].weight]) == {"step", "momentum_buffer"}
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"number 1 of group 0 has shape \(3,\).*use_muon=False"):
+        torch_bf16.Muon([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="unknown adjust_lr_fn='moon'; known: None, 'original'"):
+        torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="moon")
+    with pytest.raises(ValueError, match="ns_steps=100 at least 0 and below 100"):
+        torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=100)

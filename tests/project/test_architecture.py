@@ -1,0 +1,205 @@
+"""Imports point one way, files stay small, and nothing leaks into users' namespaces."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "kernels" / "torch_bf16"
+PLUGINS = ("lightning_bf16", "accelerate_bf16")
+
+# Each row may import the rows above it. Names within one row do not know each other, but a package
+# is one name: its files may import one another.
+LAYERS = (
+    ("errors", "argument_checks", "numerics", "rules"),
+    ("sharding",),
+    ("formats",),
+    ("recipe", "backends"),
+    ("engine",),
+    ("model",),
+    ("states",),
+    ("gradients",),
+    ("optim",),
+    ("foreign",),
+    ("checkpoints",),
+    ("tools",),
+    ("__init__", "__main__"),
+)
+
+# Third-party packages, and the only places that may import them.
+ROOMS = {
+    "numba": ("torch_bf16/backends/cpu",),
+    "llvmlite": ("torch_bf16/backends/cpu",),
+    "triton": ("torch_bf16/backends/triton",),
+    "lightning": ("lightning_bf16",),
+    "pytorch_lightning": ("lightning_bf16",),
+    "lightning_fabric": ("lightning_bf16",),
+    "lightning_utilities": ("lightning_bf16",),
+    "torchmetrics": (),
+    "accelerate": ("accelerate_bf16",),
+    "transformers": ("accelerate_bf16",),
+    "trl": ("accelerate_bf16",),
+    "safetensors": ("torch_bf16/checkpoints/export",),
+    "peft": ("accelerate_bf16",),
+    "matplotlib": ("torch_bf16/tools/bench/plot",),
+}
+
+MAX_LINES = 400
+MAX_DEPTH = 3
+FORBIDDEN_NAMES = {"utils", "common", "helpers", "misc", "helper", "util"}
+
+
+def import_path(file: Path) -> str:
+    """The path below the import root: torch_bf16/optim/adamw.py."""
+    base = ROOT / "kernels" if ROOT / "kernels" in file.parents else ROOT
+    return file.relative_to(base).as_posix()
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Absolute dotted names of all that a file imports, inside functions too."""
+    package = list(Path(import_path(file)).parent.parts)
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layer_of(name: str) -> int:
+    return next(i for i, row in enumerate(LAYERS) if name in row)
+
+
+def core_part(dotted: str) -> str | None:
+    """The part of the core that a dotted name lies in: __init__ for public names, else None."""
+    head, *rest = dotted.split(".")
+    if head != "torch_bf16":
+        return None
+    known = {name for row in LAYERS for name in row}
+    return rest[0] if rest and rest[0] in known else "__init__"
+
+
+CORE_FILES = sorted(CORE.rglob("*.py"))
+PLUGIN_FILES = sorted(f for plugin in PLUGINS for f in (ROOT / plugin).rglob("*.py"))
+PACKAGE_FILES = [*CORE_FILES, *PLUGIN_FILES]
+ALL_FILES = [
+    *PACKAGE_FILES,
+    ROOT / "kernels" / "bf16_autoload.py",
+    *sorted((ROOT / "tests").rglob("*.py")),
+    *sorted((ROOT / "examples").rglob("*.py")),
+]
+
+
+def by_path(files: list[Path]) -> dict:
+    return {"argvalues": files, "ids": [f.relative_to(ROOT).as_posix() for f in files]}
+
+
+def test_the_tree_is_found() -> None:
+    assert len(CORE_FILES) > 10
+    assert {import_path(f).split("/")[0] for f in PLUGIN_FILES} == set(PLUGINS)
+
+
+@pytest.mark.parametrize("file", **by_path(CORE_FILES))
+def test_core_imports_only_layers_above(file: Path) -> None:
+    part = Path(import_path(file)).with_suffix("").parts[1]
+    known = {name for row in LAYERS for name in row}
+    assert part in known, f"{part} has no place in LAYERS yet"
+    for module in imported_modules(file):
+        other = core_part(module)
+        if other is None or other == part:
+            continue
+        assert layer_of(other) < layer_of(part), f"{part} imports {module}, which lies below it"
+
+
+@pytest.mark.parametrize("file", **by_path([f for f in CORE_FILES if f.parent.name == "rules"]))
+def test_rules_import_nothing_outside_their_folder(file: Path) -> None:
+    for module in imported_modules(file):
+        inside = module.startswith("torch_bf16.rules")
+        assert inside or module.split(".")[0] in sys.stdlib_module_names, module
+
+
+@pytest.mark.parametrize("file", **by_path(PACKAGE_FILES))
+def test_optional_packages_stay_in_their_rooms(file: Path) -> None:
+    path = import_path(file)
+    for module in imported_modules(file):
+        rooms = ROOMS.get(module.split(".")[0])
+        if rooms is not None:
+            assert path.startswith(rooms), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("file", **by_path(PLUGIN_FILES))
+def test_plugins_use_only_public_names_of_the_core(file: Path) -> None:
+    plugin = import_path(file).split("/")[0]
+    other = next(p for p in PLUGINS if p != plugin)
+    public = public_names()
+    for module in imported_modules(file):
+        head, *rest = module.split(".")
+        assert head != other, f"{plugin} imports {other}"
+        if head == "torch_bf16" and rest:
+            assert rest[0] in public, f"{module} is not a public name of torch_bf16"
+            assert len(rest) == 1, f"{module} reaches into the core"
+
+
+def public_names() -> set[str]:
+    tree = ast.parse((CORE / "__init__.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError("torch_bf16/__init__.py has no literal __all__")
+
+
+def test_autoload_imports_the_standard_library_only_at_import() -> None:
+    tree = ast.parse((ROOT / "kernels" / "bf16_autoload.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+            assert {str(n).split(".")[0] for n in names} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("file", **by_path(ALL_FILES))
+def test_a_file_stays_within_its_size(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= MAX_LINES
+    assert len(Path(import_path(file)).parts) - 2 <= MAX_DEPTH
+
+
+@pytest.mark.parametrize("file", **by_path(ALL_FILES))
+def test_a_file_is_named_after_a_subject(file: Path) -> None:
+    parts = Path(import_path(file)).with_suffix("").parts
+    assert FORBIDDEN_NAMES.isdisjoint(parts)
+
+
+def test_kernels_and_tests_are_folders_and_no_packages() -> None:
+    """As packages they would shadow the hosts that their folders are named after, and `kernels`."""
+    assert not (ROOT / "__init__.py").exists()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", ["kernels/torch_bf16", *PLUGINS])
+def test_packages_carry_type_information(package: str) -> None:
+    assert (ROOT / package / "py.typed").exists()
+
+
+def test_the_installed_version_is_the_projects() -> None:
+    from importlib.metadata import version
+
+    import torch_bf16
+
+    assert version("torch-bf16") == torch_bf16.__version__
+
+
+def test_the_installed_autoload_module_is_the_one_in_the_tree() -> None:
+    # An editable install copies this one module; a stale copy would be what the tests see.
+    import bf16_autoload
+
+    source = ROOT / "kernels" / "bf16_autoload.py"
+    assert Path(bf16_autoload.__file__).read_text() == source.read_text(), (
+        "run `make install` again: bf16_autoload.py has changed since it was installed"
+    )

@@ -1,0 +1,147 @@
+"""The demos run from end to end, and the verdict of `make demo` can say no."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import convergence
+import learning_rate_sweep
+import lightning_demo as demo
+import pytest
+import torch
+from corpus import batches, load_corpus
+from paired_runs import CONTROL, Interval, student_t
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--steps=4",
+    "--batch-size=2",
+    "--context=16",
+    "--width=16",
+    "--layers=1",
+    "--validation-batches=2",
+    "--corpus-bytes=200000",
+]
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_lightning_demo_ends_with_table_verdicts_and_plot(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "lightning_demo.py"), *TINY, "--accelerator=cpu", cwd=tmp_path)
+    for mode in demo.MODES:
+        assert mode in output
+    plot = tmp_path / "demo" / "loss_curves.png"
+    assert str(plot) in output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"], "nothing else is left behind"
+
+
+@pytest.mark.parametrize("mode", ["bf16-stochastic", "bf16-fp32-master"])
+def test_accelerate_demo_takes_its_mode_from_the_launcher(mode: str, tmp_path: Path) -> None:
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+    script = str(EXAMPLES / "accelerate_demo.py")
+    output = run(*launch, f"--mixed_precision={mode}", script, *TINY, cwd=tmp_path)
+    assert mode in output
+    assert "validation loss" in output
+
+
+STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200000", "--workers=2"]
+
+
+def test_the_convergence_study_compares_every_recipe_in_pairs(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "convergence.py")
+    output = run(script, *STUDY, "--out=study", cwd=tmp_path)
+    assert "bf16 nearest" in output
+    record = json.loads((tmp_path / "study" / "convergence.json").read_text())
+    assert {len(losses) for losses in record["losses"].values()} == {2}
+    differences = record["differences"]["fp32"]
+    assert set(convergence.RECIPES) <= set(differences)
+    for name, each in differences.items():
+        assert each["low"] <= each["mean"] <= each["high"], name
+    assert (tmp_path / "study" / "convergence.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_learning_rate_sweep_gives_shares_of_fp32s_improvement(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "learning_rate_sweep.py")
+    run(script, *STUDY, "--pretraining-steps=2", "--out=sweep", cwd=tmp_path)
+    record = json.loads((tmp_path / "sweep" / "learning_rate_sweep.json").read_text())
+    assert set(record["share_of_improvement"]) == set(learning_rate_sweep.RECIPES)
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    interval = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    # By hand: mean 3, standard error sqrt(2.5 / 5), t = 2.776 for 4 degrees of freedom.
+    assert interval.mean == 3
+    assert interval.high - 3 == pytest.approx(2.776 * 0.5**0.5, rel=1e-3)
+    assert 3 - interval.low == pytest.approx(interval.high - 3)
+    for degrees, t in ((1, 12.706), (2, 4.303), (3, 3.182), (9, 2.262), (19, 2.093), (99, 1.984)):
+        assert student_t(degrees) == pytest.approx(t, rel=2e-3)
+
+
+@pytest.mark.parametrize(("difference", "does"), [(0.0009, True), (0.0011, False)])
+def test_the_verdict_of_the_study_can_say_no(difference: float, does: bool) -> None:
+    interval = Interval(difference, difference - 0.01, difference + 0.01)
+    assert convergence.holds("9 bytes", interval) is does
+    assert not convergence.holds(CONTROL, interval)
+    assert convergence.holds(CONTROL, Interval(0.05, 0.04, 0.06))
+
+
+def finished(losses: dict[str, float]) -> dict[str, demo.Run]:
+    return {mode: demo.Run(validation_loss=loss) for mode, loss in losses.items()}
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((2.0, 2.004, 2.009, 2.1), [True, True, True]),
+        ((2.0, 2.006, 2.011, 2.1), [False, False, True]),
+        ((2.0, 1.994, 1.989, 2.1), [False, False, True]),
+        ((2.0, 2.0, 2.0, 2.02), [True, True, False]),
+        ((2.0, float("nan"), 2.0, float("nan")), [False, True, False]),
+    ],
+    ids=["all-hold", "too-high", "too-low", "control-too-good", "not-a-number"],
+)
+def test_verdicts_follow_the_losses(losses: tuple[float, ...], expected: list[bool]) -> None:
+    found = demo.verdicts(finished(dict(zip(demo.MODES, losses, strict=True))))
+    assert [holds for holds, _ in found] == expected
+    assert ["NOT" not in sentence for _, sentence in found] == expected
+
+
+def test_bytes_per_parameter_counts_a_shared_storage_once() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8))
+    module[1].weight = module[0].weight
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert demo.bytes_per_parameter(module, optimizer) == 4
+    module(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    steps = 2 * 4  # AdamW's fp32 step counters, one for each of two parameters
+    assert demo.bytes_per_parameter(module, optimizer) == 16 + steps / 72
+
+
+def test_corpus_is_the_same_each_time_and_of_the_size_asked_for() -> None:
+    first, second = load_corpus(200_000), load_corpus(200_000)
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    assert 200_000 <= len(first.train) + len(first.validation) < 300_000
+    drawn = batches(first.train, n=3, batch_size=2, context=16, seed=0)
+    assert drawn.shape == (3, 2, 17)
+    assert torch.equal(drawn, batches(second.train, n=3, batch_size=2, context=16, seed=0))
+
+
+def test_corpus_without_sources_says_what_to_do(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"too few \.py files"):
+        load_corpus()

@@ -1,0 +1,211 @@
+"""Buckets of random tensors, and the comparison of a backend's steps with the NumPy oracle."""
+
+import numpy as np
+import oracle
+import torch
+
+from torch_bf16.backends import Bucket, Variant
+from torch_bf16.formats import FORMATS, get_format
+from torch_bf16.numerics.counter_rng import stream_base, tensor_key
+from torch_bf16.rules import RULES
+
+SIZES = (0, 1, 3, 4097)
+UNSIGNED = {
+    torch.bfloat16: np.uint16,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.float32: np.float32,
+}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+HYPER = {
+    "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
+    "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75, "alpha": 0.95,
+    "momentum_decay": 4e-3, "decoupled_weight_decay": False, "lr_decay": 0.1,
+    "initial_accumulator_value": 0.2, "clip": True, "rate": 0.05,
+}  # fmt: skip
+
+# weights, then one for each of the rule's states in its order; the last serves any beyond, too
+LAYOUTS = {
+    "stochastic": ("bf16_stochastic", "bf16_nearest", "bf16_stochastic"),
+    "master": ("bf16+16", "fp32", "fp32"),
+    "bf16+8": ("bf16+8", "bf16_nearest", "bf16_stochastic"),
+    "int8": ("bf16_stochastic", "int8", "uint8"),
+    "24 bits, int8": ("bf16+8", "int8", "uint8"),
+    "half int8": ("bf16_stochastic", "bf16_nearest", "uint8"),
+    "bf16+fp32": ("bf16+fp32", "bf16_stochastic", "fp32"),
+    "nearest": ("bf16_nearest", "bf16_nearest", "bf16_nearest"),
+    "fp32": ("fp32", "fp32", "fp32"),
+}
+CASES = [
+    *(("adamw", layout, torch.bfloat16) for layout in LAYOUTS),
+    ("adamw", "stochastic", torch.float32),
+    ("adamw", "fp32", torch.float32),
+    ("adam", "stochastic", torch.bfloat16),
+    ("adam", "master", torch.float32),
+    ("sgd", "stochastic", torch.bfloat16),
+    ("sgd_momentum", "master", torch.bfloat16),
+    ("sgd_nesterov", "stochastic", torch.bfloat16),
+    ("adamw_amsgrad", "stochastic", torch.bfloat16),
+    ("adam_amsgrad", "master", torch.bfloat16),
+    ("nadam", "stochastic", torch.bfloat16),
+    ("radam", "stochastic", torch.bfloat16),
+    ("adopt", "stochastic", torch.bfloat16),
+    ("lion", "stochastic", torch.bfloat16),
+    ("adagrad", "stochastic", torch.float32),
+    ("rmsprop", "bf16+fp32", torch.bfloat16),
+    ("rmsprop_momentum", "stochastic", torch.bfloat16),
+    ("rmsprop_centered", "master", torch.bfloat16),
+    ("rmsprop_centered_momentum", "stochastic", torch.bfloat16),
+    ("average", "stochastic", torch.bfloat16),
+]
+WHOLE_SIZES = (0, 64, 128, 4096 + 64)
+BLOCKED = [name for name, formats in LAYOUTS.items() if {"int8", "uint8"} & set(formats)]
+LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS if name not in ("int8", "uint8")}
+EVERY_RULE_AND_FORMAT = [
+    (rule, f"only_{name}", gradient)
+    for number, rule in enumerate(RULES)
+    for name in FORMATS
+    if f"only_{name}" in LAYOUTS
+    for gradient in (torch.bfloat16, torch.float32)
+    # Gradients are decoded apart from the rule: beyond the two Adams, one dtype for each rule.
+    if number < 2 or gradient == (torch.bfloat16, torch.float32)[number % 2]
+]
+
+
+def id_of(case):
+    return "-".join(str(part).removeprefix("torch.") for part in case)
+
+
+def sizes_of(layout):
+    return WHOLE_SIZES if layout in BLOCKED else SIZES
+
+
+def make_bucket(
+    rule_name,
+    layout,
+    gradient,
+    offsets,
+    sizes=None,
+    seed=7,
+    device="cpu",
+    place=lambda t: t,
+    runs=None,
+):
+    """A bucket of random tensors with special values among them, at step 1, zero states.
+
+    ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each.
+    """
+    sizes = sizes or sizes_of(layout)
+    rule = RULES[rule_name]
+    names = LAYOUTS[layout] + LAYOUTS[layout][-1:]
+    formats = [get_format(name) for name in names[: 1 + len(rule.states)]]
+    rng = np.random.default_rng(3)
+    planes, gradients = [], []
+    for size in sizes:
+        weights = rng.standard_normal(size).astype(np.float32)
+        weights[1:3] = [0.0, -0.0][: max(0, min(size, 3) - 1)]
+        tensors = [[torch.zeros(size // p.block, dtype=p.dtype) for p in f.planes] for f in formats]
+        r = torch.full((size,), 0x8000, dtype=torch.int32)
+        formats[0].encode(torch.from_numpy(weights), r, tensors[0])
+        planes.append([tuple(place(t.to(device)) for t in each) for each in tensors])
+        g = torch.from_numpy(rng.standard_normal(size).astype(np.float32))
+        if size > 100:
+            g[:6] = torch.tensor([np.inf, -np.inf, np.nan, 3e38, 1e-40, 0.0])
+        gradients.append(place(g.to(device, gradient)))
+    n = len(sizes)
+    variant = Variant(
+        rule, formats[0], tuple(formats[1:]), gradient, gradients[0].device, runs is not None
+    )
+    bases = [
+        [stream_base(seed, tensor_key(f"p{number}"), draw.stream) for draw in variant.draws]
+        for number in range(n)
+    ]
+    return Bucket(
+        variant=variant,
+        planes=planes,
+        numels=np.array(sizes, np.int64),
+        offsets=np.array(offsets, np.int64),
+        widths=np.array([w for w, _ in runs] if runs else np.maximum(sizes, 1), np.int64),
+        pitches=np.array([p for _, p in runs] if runs else np.maximum(sizes, 1), np.int64),
+        bases=np.array(bases, np.uint32).reshape(n, -1, 2),
+        gradients=gradients,
+        rows=np.zeros(n, np.int64),
+    )
+
+
+def beside(tensor):
+    """A copy that starts one element after an aligned address."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].copy_(tensor)
+
+
+def poison(bucket):
+    """Every kind of NaN, Inf and zero, the largest and the smallest numbers, in every plane."""
+    patterns = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7F800000, 0xFF800000, 0x80000000]
+    patterns += [0x7F7FFFFF, 0xFF7F8000, 0x7F7F0001, 0x7FC00000, 1, 0x807FFFFF, 0x00008000, 0x7F81]
+    rng = np.random.default_rng(5)
+    tensors = [t for each in bucket.planes for planes in each for t in planes]
+    for tensor in [*tensors, *bucket.gradients]:
+        drawn = torch.from_numpy(
+            rng.choice(patterns, tensor.numel()).astype(np.uint32).view(np.int32)
+        )
+        halves = (drawn >> torch.from_numpy(rng.choice([0, 16], tensor.numel()))).to(torch.int16)
+        raw = {1: halves.to(torch.int8), 2: halves, 4: drawn}[tensor.itemsize]
+        tensor.view(raw.dtype).copy_(raw)
+
+
+def set_step(bucket, step):
+    scale = HYPER["scale"]
+    rule = bucket.variant.rule
+    row = rule.scalars(rule.options(HYPER), step, scale)
+    bucket.steps = np.full(len(bucket.numels), step, np.int64)
+    bucket.scalars = np.array([row], np.float64).astype(np.float32)
+
+
+def bits(tensor):
+    raw = tensor.contiguous().cpu()
+    return raw.view(SIGNED[raw.itemsize]).numpy()
+
+
+def oracle_planes(tensors):
+    """Copies in the oracle's dtypes: bf16 as uint16."""
+    return tuple(bits(t).copy().view(UNSIGNED[t.dtype]) for t in tensors)
+
+
+def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
+    rule = bucket.variant.rule
+    roles = ["weight", *(state.name for state in rule.states)]
+    formats = dict(zip(roles, (f.name for f in bucket.variant.formats), strict=True))
+    expected = [
+        dict(zip(roles, (oracle_planes(each) for each in planes), strict=True))
+        for planes in bucket.planes
+    ]
+    for step in steps:
+        set_step(bucket, step)
+        backend.run(bucket)
+        for number, planes in enumerate(bucket.planes):
+            (gradient,) = oracle_planes([bucket.gradients[number]])
+            expected[number] = oracle.optimizer_step(
+                rule.name, formats, expected[number], gradient, HYPER,
+                seed=7, name=f"p{number}", step=step, start=offsets[number],
+                run=runs[number] if runs else None,
+            )  # fmt: skip
+            for role, tensors in zip(roles, planes, strict=True):
+                for want, got in zip(expected[number][role], tensors, strict=True):
+                    want = np.asarray(want)
+                    raw = want.view(f"i{want.itemsize}")
+                    got_bits = bits(got)
+                    # Which NaN an operation makes is the processor's choice; that it is one, is
+                    # not.
+                    nan = np.isnan(got.float().cpu().numpy()) if got.is_floating_point() else False
+                    is_nan = (
+                        np.isnan(oracle.bf16_to_fp32(want))
+                        if want.dtype == np.uint16
+                        else (np.isnan(want) if want.dtype == np.float32 else False)
+                    )
+                    np.testing.assert_array_equal(nan, is_nan)
+                    same = (raw == got_bits) | nan
+                    if got.dtype in (torch.int16, torch.int8):
+                        same |= np.isnan(tensors[0].float().cpu().numpy())
+                    assert same.all(), (role, number, step, np.flatnonzero(~same)[:5])

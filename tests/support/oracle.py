@@ -1,0 +1,375 @@
+"""What every backend must compute, in NumPy, written to be read and not to be fast.
+
+It imports nothing of the project, and it words each rule otherwise than the project's code where
+that is possible. bf16 numbers are uint16 arrays of their bits. A *plane* is one stored array; a
+format stores a number in one or two planes:
+
+    fp32             (float32,)
+    bf16_nearest     (uint16,)
+    bf16_stochastic  (uint16,)
+    bf16+16      (uint16, int16)     visible half, lower half of the exact master
+    bf16+8       (uint16, int8)      the same of a float of 24 bits, rounded stochastically
+    int8             (int8, float32)     signed codes, and a scale for each 64 numbers
+    uint8            (uint8, float32)    the same for numbers that are not negative
+    bf16+fp32         (uint16, float32)   visible half, exact master
+"""
+
+from hashlib import blake2b
+
+import numpy as np
+import oracle_rules
+from oracle_blocks import decode_codes, encode_int8, encode_uint8
+
+# (stream, shift): the 16 bits of a stream's word that a number is rounded with
+WEIGHT, FIRST_MOMENT, SECOND_MOMENT, GRADIENT = (0, 16), (1, 16), (0, 0), (2, 16)
+
+
+# Rounding
+
+
+def bits_of(x):
+    """uint64, so that no sum below can wrap around."""
+    return np.asarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
+
+
+def from_bits(bits):
+    return np.asarray(bits).astype(np.uint32).view(np.float32)
+
+
+def bf16_nearest(x):
+    sign, magnitude = _sign_and_magnitude(x)
+    upper, dropped = magnitude >> 16, magnitude & 0xFFFF
+    odd = upper % 2 == 1
+    up = (dropped > 0x8000) | ((dropped == 0x8000) & odd)
+    return _with_sign(sign, np.where(_nan(magnitude), upper | 0x40, upper + up))
+
+
+def bf16_stochastic(x, r):
+    """r: integers in [0, 65535]."""
+    sign, magnitude = _sign_and_magnitude(x)
+    upper, dropped = magnitude >> 16, magnitude & 0xFFFF
+    up = dropped + np.asarray(r).astype(np.uint64) >= 0x10000
+    finite = np.minimum(upper + up, 0x7F7F)
+    infinite = np.full_like(upper, 0x7F80)
+    special = np.where(_nan(magnitude), upper | 0x40, infinite)
+    return _with_sign(sign, np.where(magnitude < 0x7F800000, finite, special))
+
+
+def split16(x):
+    sign, magnitude = _sign_and_magnitude(x)
+    upper, lower = magnitude >> 16, magnitude & 0xFFFF
+    up = lower >= 0x8000
+    hi = _with_sign(sign, np.where(_nan(magnitude), upper | 0x40, upper + up))
+    lo = lower.astype(np.int64)
+    return hi, np.where(lo >= 0x8000, lo - 0x10000, lo).astype(np.int16)
+
+
+def join16(hi, lo):
+    upper = hi.astype(np.int64) * 0x10000
+    nan, zero = (hi & 0x7FFF) > 0x7F80, (hi & 0x7FFF) == 0
+    lo = lo.astype(np.int64)
+    # Nothing lies below a zero: a negative half there is stale, and its top bit means nothing.
+    return from_bits(upper + np.where(nan, lo % 0x10000, np.where(zero, lo % 0x8000, lo)))
+
+
+def split8(x, r):
+    """r: integers in [0, 255]. Round to 24 bits; then the halves of that, the lower one cut."""
+    sign, magnitude = _sign_and_magnitude(x)
+    up = (magnitude & 0xFF) + np.asarray(r).astype(np.uint64) >= 0x100
+    finite = np.minimum((magnitude >> 8) + up, 0x7F7FFF)
+    kept = np.where(magnitude < 0x7F800000, finite, magnitude >> 8)
+    # A NaN may have its payload in the 8 lowest bits alone.
+    kept = np.where(_nan(magnitude), kept | 0x4000, kept)
+    hi, lo = split16(from_bits(sign << 31 | kept << 8))
+    return hi, (lo.astype(np.int64) >> 8).astype(np.int8)
+
+
+def join8(hi, lo):
+    lo = lo.astype(np.int64)
+    # Nothing lies below a zero. Beside a NaN the sum is a NaN, too.
+    return from_bits(hi.astype(np.int64) * 0x10000 + np.where(hi & 0x7FFF, lo, lo % 128) * 256)
+
+
+def bf16_to_fp32(b):
+    return from_bits(b.astype(np.uint64) << 16)
+
+
+def _sign_and_magnitude(x):
+    bits = bits_of(x)
+    return bits >> 31, bits & 0x7FFFFFFF
+
+
+def _nan(magnitude):
+    return magnitude > 0x7F800000
+
+
+def _with_sign(sign, half):
+    return (sign * 0x8000 + half).astype(np.uint16)
+
+
+# Noise
+
+
+def tensor_key(name):
+    return int(np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), dtype="<u8")[0])
+
+
+def stream_base(seed, key, stream):
+    message = (seed % 2**64).to_bytes(8, "little") + key.to_bytes(8, "little") + bytes([stream])
+    digest = blake2b(message, digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def mix32(x):
+    """x: a Python int."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ x >> 16
+
+
+def noise_at(seed, step, key, stream, index):
+    """The 32 bits of one element, in Python ints alone."""
+    t0, t1 = stream_base(seed, key, stream)
+    index_hi, index_lo = divmod(index, 2**32)
+    block = index_hi * 0x85EBCA6B % 2**32
+    k0 = mix32(((t0 ^ block) + step * 0x9E3779B9) % 2**32)
+    k1 = mix32(t1 ^ k0)
+    x = index_lo ^ k0
+    x ^= x >> 17
+    x = x * 0xED5AD4BB % 2**32
+    x ^= x >> 11
+    x = (x + k1) % 2**32
+    x = x * 0xAC4C1B51 % 2**32
+    x ^= x >> 15
+    x = x * 0x31848BAB % 2**32
+    return x ^ x >> 16
+
+
+def noise(seed, step, key, stream, start, n):
+    """uint32 [n]: `noise_at` for start .. start + n - 1, in uint64 arrays reduced after each op."""
+    return noise_from(stream_base(seed, key, stream), step, start, n)
+
+
+def noise_from(base, step, start, n):
+    """`noise` of a stream that starts from other words than its own."""
+    modulus = np.uint64(2**32)
+    t0, t1 = base
+    x = np.empty(n, dtype=np.uint64)
+    k1 = np.empty(n, dtype=np.uint64)
+    first, last = start >> 32, (start + max(n, 1) - 1) >> 32
+    for index_hi in range(first, last + 1):
+        begin = max(start, index_hi << 32)
+        end = min(start + n, (index_hi + 1) << 32)
+        here = slice(begin - start, end - start)
+        k0 = mix32(((t0 ^ (index_hi * 0x85EBCA6B % 2**32)) + step * 0x9E3779B9) % 2**32)
+        index_lo = np.uint64(begin % 2**32) + np.arange(end - begin, dtype=np.uint64)
+        x[here] = index_lo ^ np.uint64(k0)
+        k1[here] = mix32(t1 ^ k0)
+    x ^= x >> np.uint64(17)
+    x = x * np.uint64(0xED5AD4BB) % modulus
+    x ^= x >> np.uint64(11)
+    x = (x + k1) % modulus
+    x = x * np.uint64(0xAC4C1B51) % modulus
+    x ^= x >> np.uint64(15)
+    x = x * np.uint64(0x31848BAB) % modulus
+    x ^= x >> np.uint64(16)
+    return x.astype(np.uint32)
+
+
+# Formats
+
+STOCHASTIC = ("bf16_stochastic", "bf16+8", "uint8")
+
+
+def decode(fmt, planes):
+    """planes -> float32."""
+    if fmt == "fp32":
+        return planes[0].copy()
+    if fmt in ("bf16_nearest", "bf16_stochastic"):
+        return bf16_to_fp32(planes[0])
+    if fmt == "bf16+16":
+        return join16(*planes)
+    if fmt == "bf16+8":
+        return join8(*planes)
+    if fmt in ("int8", "uint8"):
+        return decode_codes(*planes, 127 if fmt == "int8" else 255)
+    if fmt == "bf16+fp32":
+        visible, master = planes
+        # Whoever wrote the visible half since the last step is right.
+        return np.where(bf16_nearest(master) == visible, master, bf16_to_fp32(visible))
+    raise KeyError(fmt)
+
+
+def encode(fmt, x, r=None):
+    """float32 -> planes. r: the 16-bit draws, where the format is of STOCHASTIC."""
+    if fmt == "fp32":
+        return (x.copy(),)
+    if fmt == "bf16_nearest":
+        return (bf16_nearest(x),)
+    if fmt == "bf16_stochastic":
+        return (bf16_stochastic(x, r),)
+    if fmt == "bf16+16":
+        return split16(x)
+    if fmt == "bf16+8":
+        return split8(x, r >> 8)
+    if fmt in ("int8", "uint8"):
+        with np.errstate(all="ignore"):
+            return encode_int8(x) if fmt == "int8" else encode_uint8(x, r)
+    if fmt == "bf16+fp32":
+        return bf16_nearest(x), x.copy()
+    raise KeyError(fmt)
+
+
+# Rules: each takes and gives float32 arrays, with float32 scalars
+
+
+def adamw(w, g, m, v, s):
+    g = g * s["grad_scale"]
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
+    w = w * s["decay"] - (m * s["step_size"]) / (np.sqrt(v) + s["eps"])
+    return w, m, v
+
+
+def adam(w, g, m, v, s):
+    g = g * s["grad_scale"]
+    g = g + w * s["weight_decay"]
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
+    w = w - (m * s["step_size"]) / (np.sqrt(v) + s["eps"])
+    return w, m, v
+
+
+def sgd(w, g, s):
+    g = g * s["grad_scale"]
+    g = g + w * s["weight_decay"]
+    return (w - g * s["lr"],)
+
+
+def sgd_momentum(w, g, b, s):
+    g = g * s["grad_scale"]
+    g = g + w * s["weight_decay"]
+    b = b * s["momentum"] + g * s["one_minus_dampening"]
+    w = w - b * s["lr"]
+    return w, b
+
+
+def sgd_nesterov(w, g, b, s):
+    g = g * s["grad_scale"]
+    g = g + w * s["weight_decay"]
+    b = b * s["momentum"] + g * s["one_minus_dampening"]
+    d = g + b * s["nesterov_momentum"]
+    w = w - d * s["lr"]
+    return w, b
+
+
+def accumulate(w, g, s):
+    return (w + g * s["grad_scale"],)
+
+
+def store(w, g, s):
+    return (g * s["grad_scale"],)
+
+
+# rule -> (function, its state roles with the noise of each)
+RULES = {
+    "adamw": (adamw, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT))),
+    "adam": (adam, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT))),
+    "sgd": (sgd, ()),
+    "sgd_momentum": (sgd_momentum, (("momentum_buffer", FIRST_MOMENT),)),
+    "sgd_nesterov": (sgd_nesterov, (("momentum_buffer", FIRST_MOMENT),)),
+    "accumulate": (accumulate, ()),
+    "store": (store, ()),
+    **oracle_rules.RULES,
+}
+
+
+def scalars(rule, step, hyper):
+    """What the host computes: float64 throughout, then one rounding of each result to float32.
+
+    hyper: torch.optim's own names (lr, betas, eps, weight_decay, momentum, dampening, maximize),
+    and `scale`, the clip coefficient. step counts from 1.
+    """
+    grad_scale = hyper.get("scale", 1.0) * (-1.0 if hyper.get("maximize") else 1.0)
+    lr, weight_decay = hyper["lr"], hyper.get("weight_decay", 0.0)
+    if rule in ("adamw", "adam"):
+        beta1, beta2 = hyper["betas"]
+        root = (1 - beta2**step) ** 0.5
+        values = {
+            "grad_scale": grad_scale,
+            "decay": 1 - lr * weight_decay,
+            "weight_decay": weight_decay,
+            "beta2": beta2,
+            "one_minus_beta1": 1 - beta1,
+            "one_minus_beta2": 1 - beta2,
+            "step_size": lr * root / (1 - beta1**step),
+            "eps": hyper["eps"] * root,
+        }
+    elif rule in oracle_rules.RULES:
+        values = {"grad_scale": grad_scale, **oracle_rules.scalars(rule, step, hyper)}
+    else:
+        momentum, first = hyper.get("momentum", 0.0), step == 1
+        values = {
+            "grad_scale": grad_scale,
+            "weight_decay": weight_decay,
+            "lr": lr,
+            "momentum": 0.0 if first else momentum,
+            "one_minus_dampening": 1.0 if first else 1 - hyper.get("dampening", 0.0),
+            "nesterov_momentum": momentum,
+        }
+    return {name: np.float32(value) for name, value in values.items()}
+
+
+# The step
+
+
+def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, start=0, run=None):
+    """One step of one parameter: decode, rule, encode.
+
+    Args:
+        rule: a key of RULES.
+        formats: role -> format name; the roles are "weight" and the rule's state roles.
+        planes: role -> planes, of any shape. At the first step, state planes of zeros.
+        gradient: float32, or uint16 bits of bf16.
+        hyper: see `scalars`.
+        seed, name, step: what the noise depends on, beside the element; step counts from 1.
+        start: global index of the first element.
+        run: (elements per run, global indices from one run to the next) where these are several.
+
+    Returns:
+        The new planes, role -> planes.
+    """
+    function, state_roles = RULES[rule]
+    own = {"accumulate": GRADIENT, "average": FIRST_MOMENT}.get(rule, WEIGHT)
+    roles = (("weight", own), *state_roles)
+    g = bf16_to_fp32(gradient) if gradient.dtype == np.uint16 else gradient
+    old = [decode(formats[role], planes[role]) for role, _ in roles]
+    with np.errstate(all="ignore"):
+        new = function(old[0], g, *old[1:], scalars(rule, step, hyper))
+    result = {}
+    for (role, (stream, shift)), x in zip(roles, new, strict=True):
+        assert x.dtype == np.float32, (role, x.dtype)
+        r = None
+        if formats[role] in STOCHASTIC:
+            width, pitch = run or (max(x.size, 1), 0)
+            draws = np.concatenate([np.empty(0, np.uint32)] + [
+                noise(
+                    seed, step, tensor_key(name), stream,
+                    start + local // width * pitch, min(width, x.size - local),
+                )
+                for local in range(0, x.size, width)
+            ])  # fmt: skip
+            r = (draws >> np.uint32(shift) & np.uint32(0xFFFF)).reshape(x.shape)
+        result[role] = encode(formats[role], x, r)
+    return result
+
+
+def accumulate_stochastic(total, gradient, seed, name, step, number):
+    """A sum of gradients and one more, both bf16 bits; `number` counts micro-batches from 0."""
+    t0, t1 = stream_base(seed, tensor_key(name), GRADIENT[0])
+    k0 = mix32((t0 + step * 0x9E3779B9) % 2**32)
+    draws = noise_from((k0, mix32(t1 ^ k0)), number, 0, total.size) >> np.uint32(GRADIENT[1])
+    x = bf16_to_fp32(total) + bf16_to_fp32(gradient)
+    return bf16_stochastic(x, (draws & np.uint32(0xFFFF)).reshape(x.shape))

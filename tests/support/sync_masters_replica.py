@@ -1,0 +1,99 @@
+"""One of the two processes that test_seeding.py starts: ``FOLDER RANK``."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_bf16
+from torch_bf16.numerics.rounding import join16
+
+RECIPES = {
+    "remainder16": torch_bf16.get_recipe("bf16-fp32-master"),
+    "master32": torch_bf16.Recipe(
+        "master32", weights="bf16+fp32", exp_avg="fp32", exp_avg_sq="fp32"
+    ),
+}
+
+SCENARIOS = ("synced", "plain ddp", "broadcast and synced", "broadcast alone", "uneven")
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    with torch.no_grad():
+        for p in module.parameters():
+            # Half of the weights as from an fp16 model: an eighth of those are ties.
+            p.view(-1)[::2] = p.view(-1)[::2].half().float()
+    return module
+
+
+def clones(tensors) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+def masters(optimizer) -> list[torch.Tensor]:
+    return [
+        s["master"].clone() if "master" in s else join16(p, s["remainder16"])
+        for p, s in optimizer.state.items()
+    ]
+
+
+def trained(scenario: str, kind: str, rank: int) -> dict[str, list[torch.Tensor]]:
+    module = network(rank)
+    torch_bf16.cast_module(module, RECIPES[kind])
+    if scenario == "uneven" and rank == 0:
+        module[0].weight.data.zero_()
+    if scenario == "uneven" and rank == 1:
+        # A copy knows nothing of the cast: this rank has no halves of its own.
+        module = copy.deepcopy(module)
+    if scenario.startswith("broadcast"):
+        # The old idiom: .data hides the write.
+        for p in module.parameters():
+            dist.broadcast(p.data.view(torch.uint8), 0)
+        replica = DistributedDataParallel(module, init_sync=False)
+    else:
+        replica = DistributedDataParallel(module)
+    if scenario not in ("plain ddp", "broadcast alone"):
+        torch_bf16.sync_masters(replica)
+    optimizer = torch_bf16.AdamW(module.parameters(), lr=0.0, recipe=RECIPES[kind])
+    found = {"weights at the start": clones(module.parameters())}
+    torch.manual_seed(100 + rank)
+    for step in range(6):
+        optimizer.zero_grad()
+        replica(torch.randn(5, 8).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        if step == 0:
+            found["masters at the start"] = masters(optimizer)
+            optimizer.param_groups[0]["lr"] = 1e-2
+    found["weights"] = clones(module.parameters())
+    found["states"] = clones(v for s in optimizer.state.values() for v in s.values())
+    return found
+
+
+def main(folder: Path, rank: int) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    results = {"initial": clones(network(rank).parameters())}
+    for kind in RECIPES:
+        for scenario in SCENARIOS:
+            results[f"{scenario} {kind}"] = trained(scenario, kind, rank)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

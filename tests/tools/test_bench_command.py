@@ -1,0 +1,257 @@
+"""``python -m torch_bf16 bench``: what it prints, what it writes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from bench_cases import entry
+
+from torch_bf16.tools import cli
+from torch_bf16.tools.bench import command, entries
+from torch_bf16.tools.bench.entries import BASELINE, OURS, Peer
+
+TINY = ["bench", "--parameters", "20000", "--tensors", "6", "--rounds", "2", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch):
+    """Peak memory as it is where a system does not tell, without a process for each entry."""
+    monkeypatch.setattr(command, "peak_bytes", lambda *arguments: None)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """A library that works beside one that fails, one that needs a GPU, and one not installed."""
+    on_gpu = entry("gpu one")
+    object.__setattr__(on_gpu, "only_on", "cuda")
+    fakes = {
+        "torch": entries.PEERS["torch"],
+        "fake": Peer("torch", "torch-fake", (entry("fake one"),)),
+        "broken": Peer("torch", "broken", (entry("bad one", fail_at=1), on_gpu)),
+        "absent": Peer("no_such_library", "pip-absent", (entry("never"),)),
+    }
+    monkeypatch.setattr(command, "PEERS", fakes)
+
+
+def table_line(out, name):
+    (line,) = (x for x in out.splitlines() if x.startswith(f"{name} ") and "[" in x)
+    return line
+
+
+def test_prints_and_writes_the_same_figures(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    assert cli.main([*TINY, "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["command"].startswith("python -m torch_bf16 bench --parameters 20000 --tensors 6")
+    assert (record["tensors"], record["rounds"], record["threads"]) == (6, 2, 1)
+    assert (record["model"], record["backend"], record["baseline"]) == ("random", "cpu", BASELINE)
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["hardware"]["cores"] > 0
+    assert record["date"].endswith("UTC")
+    assert abs(record["parameters"] - 20000) <= 4 * 768
+    results = {row["name"]: row for row in record["results"]}
+    assert tuple(results) == (BASELINE, "torch fused bf16", *OURS)
+    assert set(record["ours"]) == set(OURS)
+    held = {BASELINE: 16, "torch fused bf16": 8, "true-bf16-stochastic": 8, "bf16-fp32-master": 14}
+    moved = {BASELINE: 28, "torch fused bf16": 14, "true-bf16-stochastic": 14}
+    for name, row in results.items():
+        if name in held:
+            # Vectors have an exact master in every recipe.
+            assert held[name] <= row["bytes_per_parameter"] < held[name] + 0.7
+        if name in moved:
+            assert moved[name] <= row["moved_bytes_per_parameter"] < moved[name] + 1.4
+        assert row["peak_bytes_per_parameter"] is None
+        assert row["launches"] is None
+        ms = row["ms"]
+        assert 0 < ms["p10"] <= ms["median"] <= ms["p90"]
+        assert len(row["rounds_ms"]) == 2
+        per_element = ms["median"] * 1e6 / record["parameters"]
+        assert row["ns_per_element"] == pytest.approx(per_element)
+        rate = row["moved_bytes_per_parameter"] / per_element
+        assert row["gb_per_second"] == pytest.approx(rate)
+        share = rate / record["copy_gb_per_second"]["median"]
+        assert row["share_of_copy"] == pytest.approx(share)
+        line = table_line(out, name)
+        assert float(line.removeprefix(name).split()[0]) == pytest.approx(ms["median"], rel=0.01)
+        ratio = float(line.split("]")[1].split()[0])
+        # Three decimals, of which a small ratio has fewer digits.
+        assert ratio == pytest.approx(row["ratio"]["median"], rel=0.01, abs=6e-4)
+        assert f" {share:.0%} " in line
+        assert line.endswith("-")
+    assert results[BASELINE]["ratio"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
+    assert "note: a step moves less than four times the last cache" in out
+
+
+def test_measures_the_chosen_recipes_and_always_the_baseline(capsys):
+    assert cli.main([*TINY, "--recipes", "bf16-stochastic,bf16-stochastic", "--against", ""]) == 0
+    out = capsys.readouterr().out
+    assert table_line(out, BASELINE)
+    # The alias is the recipe that it stands for.
+    assert table_line(out, "true-bf16-stochastic")
+    assert "bf16-fp32-master" not in out
+    assert "torch fused bf16" not in out
+
+
+def test_libraries_are_measured_or_named_with_the_reason(peers, capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    wanted = ["--against", "fake,broken", "absent", "--recipes", "bf16-fp32-master"]
+    assert cli.main([*TINY, *wanted, "--json", str(file)]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(file.read_text())
+    names = [row["name"] for row in record["results"]]
+    assert names == [BASELINE, "fake one", "bf16-fp32-master"]
+    assert record["failed"] == {
+        "gpu one": "needs CUDA",
+        "bad one": "RuntimeError: step 1 is too much",
+    }
+    assert record["missing"] == {"absent": "pip-absent"}
+    assert "failed: bad one: RuntimeError: step 1 is too much" in out
+    assert "missing: absent (pip install pip-absent)" in out
+    assert "every step" not in out + err
+    assert "tuning" not in out + err
+
+
+def test_the_baseline_can_be_any_contender(peers, capsys):
+    assert cli.main([*TINY, "--baseline", "fake one", "--against", "torch"]) == 0
+    out = capsys.readouterr().out
+    assert " 1.00 [1.00, 1.00] " in table_line(out, "fake one")
+    assert "time of 'fake one' in the same round" in " ".join(out.split())
+    assert cli.main([*TINY, "--baseline", "sgd"]) == 1
+    assert "error: no entry 'sgd'; known ones: torch fused" in capsys.readouterr().err
+
+
+def test_the_backend_can_be_chosen(capsys):
+    wanted = ["--backend", "eager", "--recipes", "bf16-fp32-master", "--against", "torch"]
+    assert cli.main([*TINY, *wanted]) == 0
+    assert "our backend 'eager'" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert cli.main([*TINY, "--backend", "triton"]) == 1
+        assert "error: backend 'triton' was asked for and cannot run" in capsys.readouterr().err
+
+
+def test_peaks_of_processes_are_shown(capsys, monkeypatch):
+    monkeypatch.setattr(command, "peak_bytes", lambda each, shapes, *_: 30_000)
+    assert cli.main([*TINY, "--recipes", "bf16-fp32-master"]) == 0
+    out, err = capsys.readouterr()
+    parameters = int(out.split("random: ")[1].split()[0].replace(",", ""))
+    assert table_line(out, BASELINE).endswith(f" {30_000 / parameters:.2f}")
+    assert "peak memory of a process of its own measured" in err
+
+
+def test_a_record_can_be_shown_and_drawn_without_measuring(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    assert cli.main([*TINY, "--json", str(file), "--plot", str(picture)]) == 0
+    first = capsys.readouterr().out.split("\n", 1)[1]
+    drawn = picture.read_bytes()
+    assert drawn.startswith(b"\x89PNG\r\n")
+    picture.unlink()
+    monkeypatch.setattr(command, "measure", None)
+    assert cli.main(["bench", "--from", str(file), "--plot", str(picture)]) == 0
+    assert capsys.readouterr().out == first
+    assert picture.read_bytes() == drawn
+
+
+def test_without_matplotlib_the_figures_are_kept(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "can_plot", lambda: False)
+    file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    assert cli.main([*TINY, "--json", str(file), "--plot", str(picture)]) == 0
+    err = capsys.readouterr().err
+    assert "no plot: matplotlib is missing (pip install 'torch-bf16[plots]')" in err
+    assert file.exists()
+    assert not picture.exists()
+
+
+def test_a_models_own_shapes_cannot_be_resized(capsys):
+    assert cli.main(["bench", "--model", "gpt2-124m", "--parameters", "1e6"]) == 1
+    assert "are for --model random; gpt2-124m has its own" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_would(capsys, monkeypatch):
+    monkeypatch.setattr("torch_bf16.tools.bench.rounds.available_bytes", lambda device: 10 * 2**30)
+    assert cli.main(["bench", "--model", "llama-1b"]) == 1
+    err = capsys.readouterr().err
+    assert "'torch fused fp32' needs about 18.4 GiB on cpu, where 9.0 GiB can be used" in err
+    assert "--model random --parameters 603e6" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "argument --rounds: '0' is not a positive number"),
+        (["--parameters", "-5"], "argument --parameters: '-5' is not a positive number"),
+        (["--tensors", "many"], "argument --tensors: 'many' is not a positive number"),
+        (["--parameters", "inf"], "argument --parameters: 'inf' is not a positive number"),
+        (["--parameters", "nan"], "argument --parameters: 'nan' is not a positive number"),
+        (["--time_limit", "0"], "argument --time_limit: '0' is not a positive number"),
+        (["--recipes", "bf16"], "argument --recipes: no recipe 'bf16'; known ones: true-bf16-st"),
+        (["--against", "torch,apex"], "argument --against: no library 'apex'; known ones: torch"),
+        (["--model", "llama"], "argument --model: invalid choice: 'llama'"),
+        (["--backend", "cuda"], "argument --backend: invalid choice: 'cuda'"),
+        (["--device", "gpu"], "argument --device: 'gpu' is not cpu, cuda or cuda:N"),
+        (["--device", "meta"], "argument --device: 'meta' is not cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "argument --device: 'cuda:99' is not here: torch sees "),
+        (["--json"], "argument --json: expected one argument"),
+        (["--from", "missing.json"], "argument --from: 'missing.json' is no record that --json"),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_end_with_status_2_and_a_message(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(option, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*TINY, option, str(tmp_path / "missing" / "figures.json")])
+    assert "is in a folder that does not exist; give the name" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*TINY, option, str(tmp_path)])
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text('{"schema": 7}')
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "--from", str(file)])
+    assert "is no record that --json has written (schema 7)" in capsys.readouterr().err
+
+
+def test_numbers_may_be_written_with_an_exponent(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "run", lambda options, arguments: seen.append(options) or 0)
+    assert cli.main(["bench", "--parameters", "5e7"]) == 0
+    assert seen[0].parameters == 50_000_000
+
+
+def test_it_needs_no_more_than_torch_and_numpy():
+    """A run in a process that can import none of the extras."""
+    script = (
+        "import sys, importlib.abc\n"
+        "class Refuse(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('matplotlib', 'rich', 'numba', 'lightning'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from torch_bf16.tools import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    wanted = [*TINY, "--recipes", "bf16-fp32-master", "--against", "torch"]
+    found = subprocess.run(
+        [sys.executable, "-c", script, *wanted], capture_output=True, text=True, timeout=200
+    )
+    assert found.returncode == 0, found.stderr
+    assert "our backend 'eager'" in found.stdout

@@ -1,0 +1,184 @@
+"""Rounds of entries: in turn, each by itself, and none that fails takes others along."""
+
+import signal
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from bench_cases import PARAMETERS, SHAPES, Signs, entry
+
+from torch_bf16.tools.bench import rounds as rounds_module
+from torch_bf16.tools.bench.clock import CpuClock
+from torch_bf16.tools.bench.rounds import measure
+from torch_bf16.tools.bench.time_limit import quiet, time_limit
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setitem(rounds_module._COPY_BYTES, "cpu", 4096)
+    monkeypatch.setattr(Signs, "log", [])
+
+
+def failures_of(*entries, rounds=2, **options):
+    return measure([entry("base"), *entries], SHAPES, CPU, rounds, **options).failures
+
+
+def test_entries_take_turns_within_every_round():
+    measured = measure([entry("a"), entry("b")], SHAPES, CPU, 3)
+    # What comes first finds the copy in the caches.
+    assert "".join(Signs.log) == "aaabbb" + "ab" + "ba" + "ab" + "ba" + "ab"
+    assert [each.entry.name for each in measured.results] == ["a", "b"]
+    assert all(len(each.seconds) == len(each.host_seconds) == 3 for each in measured.results)
+    assert len(measured.copy_rates) == 3
+    assert measured.failures == {}
+
+
+def test_ratios_are_taken_round_by_round(monkeypatch):
+    """Times that drift: the ratio of medians would see the drift, that of rounds does not."""
+    of_copy_and_both = [[1, 2, 3], [1, 3, 2], [1, 2, 3], [1, 3, 2], [1, 2, 3]]
+    drift = np.array([0.0, 0.0, 1.0, 10.0, 100.0])
+    times = iter((drift[:, None] * of_copy_and_both).ravel())
+    monkeypatch.setattr(CpuClock, "time", lambda self, step: (float(next(times)), 0.25))
+    base, other = measure([entry("base"), entry("other")], SHAPES, CPU, 3).results
+    assert base.seconds.tolist() == [2, 20, 200]
+    assert base.ratios.tolist() == [1, 1, 1]
+    assert other.ratios.tolist() == [1.5, 1.5, 1.5]
+    assert other.host_seconds.tolist() == [0.25] * 3
+    assert other.interleaved
+
+
+def test_bytes_are_those_of_the_optimizer():
+    (result,) = measure([entry()], SHAPES, CPU, 1).results
+    assert result.held == 5 * PARAMETERS
+    # Reads the gradient; its weights, codes and a state that is the gradient, read and written.
+    assert result.moved == (2 + 2 * (2 + 1 + 2)) * PARAMETERS
+    assert result.peak is None
+    assert result.launches is None
+    assert result.first_step > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"fault": "constructor"}, "NotImplementedError: nothing works here."),
+        ({"fail_at": 1}, "RuntimeError: step 1 is too much"),
+        ({"fail_at": 6}, "RuntimeError: step 6 is too much"),
+        ({"fault": "idle"}, "RuntimeError: three steps left the weights as they were"),
+        (
+            {"fault": "takes gradients"},
+            "RuntimeError: its step takes the gradients away, and the next has nothing to do",
+        ),
+    ],
+    ids=["constructor", "first step", "timed step", "idle", "takes gradients"],
+)
+def test_one_that_fails_is_named_and_the_rest_goes_on(options, why):
+    fakes = [entry("base"), entry("bad", **options), entry("good")]
+    measured = measure(fakes, SHAPES, CPU, 2)
+    assert measured.failures == {"bad": why}
+    assert [each.entry.name for each in measured.results] == ["base", "good"]
+    assert all(len(each.seconds) == 2 for each in measured.results)
+
+
+def test_a_module_that_cannot_be_imported_is_its_own_failure():
+    missing = entry("missing")
+    object.__setattr__(missing, "target", "no_such_library:AdamW")
+    assert failures_of(missing) == {
+        "missing": "ModuleNotFoundError: No module named 'no_such_library'"
+    }
+
+
+def test_one_that_compiles_for_ever_is_given_up():
+    start = time.perf_counter()
+    found = failures_of(entry("slow", fault="slow"), first_seconds=0.3)
+    assert found == {"slow": "TimeoutError: its first steps took longer than 0.3 s (--time_limit)"}
+    assert time.perf_counter() - start < 10
+
+
+def test_a_profiler_that_fails_costs_the_launches_alone(monkeypatch):
+    def launches(self, step):
+        raise RuntimeError("no counters for this user")
+
+    monkeypatch.setattr(CpuClock, "launches", launches)
+    measured = measure([entry()], SHAPES, CPU, 2)
+    assert measured.failures == {}
+    assert measured.results[0].launches is None
+
+
+def test_without_the_baseline_there_is_no_result():
+    with pytest.raises(RuntimeError, match="the baseline 'base' failed: RuntimeError: step 4"):
+        measure([entry("base", fail_at=4), entry()], SHAPES, CPU, 2)
+
+
+def test_those_that_do_not_fit_together_run_in_groups_beside_the_baseline():
+    fakes = [entry(name, estimate=1.0) for name in ("base", "a", "b", "c")]
+    lines = []
+    measured = measure(fakes, SHAPES, CPU, 2, lines.append, available=3 * PARAMETERS)
+    assert measured.groups == [["base", "a", "b"], ["base", "c"]]
+    assert [each.entry.name for each in measured.results] == ["base", "a", "b", "c"]
+    assert all(each.interleaved and len(each.ratios) == 2 for each in measured.results)
+    assert "in memory together: base, c" in lines
+
+
+def test_one_that_fits_only_alone_is_compared_with_the_baselines_median(monkeypatch):
+    times = iter([0, 0, 0, 0, 0, 2, 0, 4, 0, 6, *[0] * 4, 0, 8, 0, 8, 0, 12])
+    monkeypatch.setattr(CpuClock, "time", lambda self, step: (max(next(times), 1e-9), 0.0))
+    fakes = [entry("base", estimate=2.0), entry("other", estimate=2.0)]
+    measured = measure(fakes, SHAPES, CPU, 3, available=3 * PARAMETERS)
+    assert measured.groups == [["base"], ["other"]]
+    base, other = measured.results
+    assert base.interleaved
+    assert not other.interleaved
+    assert other.ratios.tolist() == [2, 2, 3]
+
+
+def test_one_that_does_not_fit_at_all_is_refused_with_both_sizes():
+    found = failures_of(entry("huge", estimate=1e9), available=2**30)
+    assert found == {"huge": "needs about 1013.3 GiB on cpu, where 1.0 GiB can be used"}
+
+
+def test_a_baseline_that_does_not_fit_says_what_would():
+    with pytest.raises(MemoryError, match=r"the baseline 'base' needs about .* --parameters 2e6"):
+        measure([entry("base", estimate=500.0)], [(1000, 4096)], CPU, 1, available=2**30)
+
+
+def test_one_that_runs_out_of_memory_beside_others_gets_another_try():
+    """Here it fails each time: with all, beside the baseline, and alone."""
+    greedy = entry("greedy", fail_at=1, fault="memory")
+    measured = measure([entry("base"), entry("a"), greedy], SHAPES, CPU, 2)
+    assert Signs.log.count("greedy") == 3
+    assert measured.failures == {"greedy": "OutOfMemoryError: step 1 is too much"}
+    assert measured.groups == [["base", "a"], ["base"], []]
+    assert [each.entry.name for each in measured.results] == ["base", "a"]
+
+
+def test_what_libraries_print_and_warn_is_not_heard(capfd):
+    measure([entry()], SHAPES, CPU, 2)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_quiet_gives_back_what_it_took(capfd):
+    def fail():
+        with quiet():
+            print("lost")
+            raise KeyError("given on")
+
+    with pytest.raises(KeyError, match="given on"):
+        fail()
+    print("kept")
+    assert capfd.readouterr().out == "kept\n"
+    with pytest.warns(UserWarning, match="heard"):
+        warnings.warn("heard", stacklevel=1)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX")
+def test_patience_ends_with_its_block():
+    before = signal.getsignal(signal.SIGALRM)
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)
+    assert signal.getsignal(signal.SIGALRM) is before
