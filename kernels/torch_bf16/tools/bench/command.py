@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"every elementwise rule in every format, beside AdamW in {BASE}, and nothing else",
     )
     parser.add_argument(
-        "--time_limit",
+        "--time-limit",
         type=_count,
         default=600,
         metavar="SECONDS",
