@@ -9,8 +9,8 @@ from bucket_cases import (
     assert_oracle_agrees,
     beside,
     bits,
-    make_bucket,
-    set_step,
+    inputs_of,
+    make_case,
     sizes_of,
 )
 
@@ -23,7 +23,7 @@ def compiled(request, monkeypatch):
     """AdamW's kernel as LLVM's text; one read from the cache would have none."""
     monkeypatch.setattr(kernel, "_cached", lambda run, name: kernel.jit(kernel._SIGNATURE)(run))
     sizes = sizes_of(request.param)
-    variant = make_bucket("adamw", request.param, torch.bfloat16, [0] * len(sizes)).variant
+    variant = make_case("adamw", request.param, torch.bfloat16, [0] * len(sizes))[0].variant
     n_scalars = len(variant.rule.scalars(variant.rule.options(HYPER), 1, 1.0))
     run = kernel.compile_step.__wrapped__(variant, n_scalars)
     (text,) = run.inspect_llvm().values()
@@ -45,14 +45,14 @@ def test_elements_left_over_at_either_end_are_updated_alone(layout):
     sizes = (1, 1, 2, 2, 127, 128, 129, 130, 257, 45)
     offsets = [0, 7, 0, 7, 7, 7, 2**32 - 65, 1, 2**33 + 1, 3]
     runs = [(max(size, 1), max(size, 1)) for size in sizes[:-1]] + [(9, 40)]
-    bucket = make_bucket("adamw", layout, torch.bfloat16, offsets, sizes, place=beside, runs=runs)
-    assert_oracle_agrees(bucket, choose(torch.device("cpu"), "cpu"), (1, 2), offsets, runs)
+    case = make_case("adamw", layout, torch.bfloat16, offsets, sizes, place=beside, runs=runs)
+    assert_oracle_agrees(case, choose(torch.device("cpu"), "cpu"), (1, 2), offsets, runs)
 
 
 def test_blocks_may_lie_at_odd_addresses():
     sizes, offsets = (64, 320, 4160), [0, 64, 2**33 + 128]
-    bucket = make_bucket("adamw", "int8", torch.bfloat16, offsets, sizes, place=beside)
-    assert_oracle_agrees(bucket, choose(torch.device("cpu"), "cpu"), (1, 2), offsets)
+    case = make_case("adamw", "int8", torch.bfloat16, offsets, sizes, place=beside)
+    assert_oracle_agrees(case, choose(torch.device("cpu"), "cpu"), (1, 2), offsets)
 
 
 @pytest.mark.parametrize("layout", ["fp32", "stochastic"])
@@ -61,9 +61,8 @@ def test_a_gradient_may_be_the_very_memory_of_the_weight(layout):
     results = []
     for backend in ("cpu", "eager"):
         gradient = torch.float32 if layout == "fp32" else torch.bfloat16
-        bucket = make_bucket("average", layout, gradient, [0], (1000,))
-        bucket.gradients = [bucket.planes[0][0][0]]
-        set_step(bucket, 1)
-        choose(torch.device("cpu"), backend).run(bucket)
-        results.append(bits(bucket.gradients[0]))
+        bucket, _ = make_case("average", layout, gradient, [0], (1000,))
+        gradients = [bucket.planes[0][0][0]]
+        choose(torch.device("cpu"), backend).load(bucket)(inputs_of(bucket, gradients, 1))
+        results.append(bits(gradients[0]))
     assert (results[0] == results[1]).all()

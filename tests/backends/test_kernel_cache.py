@@ -14,8 +14,7 @@ def weights(name, backend):
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(5000, 2).bfloat16())
     parameter.grad = torch.randn(5000, 2).bfloat16()
-    optimizer = getattr(torch_bf16, name)([parameter], lr=0.1, weight_decay=0.1)
-    optimizer.backend = backend
+    optimizer = getattr(torch_bf16, name)([parameter], lr=0.1, weight_decay=0.1, backend=backend)
     for _ in range(2):
         optimizer.step()
     return parameter.detach().view(torch.int16)

@@ -4,27 +4,37 @@ import itertools
 
 import pytest
 import torch
-from bucket_cases import assert_oracle_agrees, id_of, make_bucket
+from bucket_cases import BLOCKED, assert_oracle_agrees, id_of, make_case
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_bf16.backends import choose
-from torch_bf16.sharding.dtensor import Span, box_at, runs_of
+from torch_bf16.sharding.dtensor import box_at
+from torch_bf16.sharding.span import Span, runs_of
 
 # Runs of one element, of odd numbers, across blocks of a kernel, over blocks of 2**32, and alone.
 SIZES = (0, 3, 4097, 4 * 1021, 2 * 8192 + 6, 50)
 RUNS = ((7, 100), (1, 2**33), (17, 4001), (1021, 1022), (8198, 2**32 - 5), (50, 60))
 OFFSETS = (0, 5, 2**31 - 9, 2**32 - 2000, 7, 2**32 - 20)
+BLOCKED_SIZES = (0, 64, 4096, 5 * 192, 2 * 8192 + 640)
+BLOCKED_RUNS = ((64, 128), (1024, 2**33), (64, 4096), (192, 256), (8512, 2**32 - 64))
+BLOCKED_OFFSETS = (0, 64, 2**31 - 64, 2**32 - 1984, 128)
 CASES = [
     ("adamw", "stochastic", torch.bfloat16),
     ("adamw", "bf16+fp32", torch.float32),
     ("sgd_momentum", "stochastic", torch.bfloat16),
+    ("adamw", "int8", torch.bfloat16),
+    ("average", "only_uint8", torch.bfloat16),
+    ("store", "only_int8", torch.float32),
 ]
 
 
 def run_and_compare(case, backend):
-    bucket = make_bucket(*case, OFFSETS, sizes=SIZES, runs=RUNS)
-    assert_oracle_agrees(bucket, choose(torch.device("cpu"), backend), (1, 2), OFFSETS, RUNS)
+    sizes, runs, offsets = SIZES, RUNS, OFFSETS
+    if case[1] in BLOCKED:
+        sizes, runs, offsets = BLOCKED_SIZES, BLOCKED_RUNS, BLOCKED_OFFSETS
+    case = make_case(*case, offsets, sizes=sizes, runs=runs)
+    assert_oracle_agrees(case, choose(torch.device("cpu"), backend), (1, 2), offsets, runs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=id_of)
@@ -128,6 +138,6 @@ def test_runs_at_unequal_distances_are_refused(box):
 
 def test_long_runs_are_spans_of_their_own():
     span = Span("w", (4, 2**32), 0, 4 * 2**31, 5, 2**31, 2**32)
-    assert [(s.start, s.numel, s.offset) for s in span.short()] == [
+    assert [(s.start, s.numel, s.offset) for s in span.pieces()] == [
         (run * 2**31, 2**31, 5 + run * 2**32) for run in range(4)
     ]

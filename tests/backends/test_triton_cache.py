@@ -19,7 +19,7 @@ triton.knobs.compilation.listener = listener
 variants = all_variants()
 for name in (
     "adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16",
-    "adamw_bf16+16_fp32_fp32_bfloat16",
+    "adamw_bf16_plus_16_fp32_fp32_bfloat16",
 ):
     compiled(variants[name], "sm_90")
     compiled_prepare(variants[name].rule, "sm_90")

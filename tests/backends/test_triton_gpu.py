@@ -1,5 +1,7 @@
 """The Triton kernels on a GPU against the NumPy oracle: `pytest -m gpu`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,13 +13,12 @@ from bucket_cases import (
     beside,
     bits,
     id_of,
-    make_bucket,
+    inputs_of,
+    make_case,
     poison,
-    set_step,
 )
 
 from torch_bf16 import backends
-from torch_bf16.backends import eager
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
@@ -31,10 +32,10 @@ STOCHASTIC = ("adamw", "stochastic", torch.bfloat16)
 
 
 def run_and_compare(case, offsets=AT_ZERO, steps=(1, 2), sizes=SIZES, change=None, **options):
-    bucket = make_bucket(*case, offsets, sizes=sizes, device="cuda", **options)
+    case = make_case(*case, offsets, sizes=sizes, device="cuda", **options)
     if change:
-        change(bucket)
-    assert_oracle_agrees(bucket, backends.choose(GPU, "triton"), steps, offsets)
+        change(*case)
+    assert_oracle_agrees(case, backends.choose(GPU, "triton"), steps, offsets)
 
 
 @pytest.mark.parametrize("case", CASES, ids=id_of)
@@ -70,15 +71,14 @@ def test_a_tensor_of_many_chunks_equals_the_oracle():
 
 def test_a_tensor_of_more_than_two_to_the_31_elements_equals_eager_at_both_ends():
     size, ends = 2**31 + 5_000, (slice(0, 10_000), slice(2**31 - 5_000, None))
-    bucket = make_bucket("sgd", "stochastic", torch.bfloat16, [0], sizes=(3,), device="cuda")
+    bucket, _ = make_case("sgd", "stochastic", torch.bfloat16, [0], sizes=(3,), device="cuda")
     weights = torch.ones(size, dtype=torch.bfloat16, device="cuda")
     gradient = torch.full_like(weights, 0.3)
     results = []
-    for backend in (eager, backends.choose(GPU, "triton")):
-        bucket.planes, bucket.gradients = [[(weights.fill_(1.0),)]], [gradient]
-        bucket.numels, bucket.prepared = np.array([size]), None
-        set_step(bucket, 1)
-        backend.run(bucket)
+    bucket = replace(bucket, planes=[[(weights,)]], numels=np.array([size]))
+    for name in ("eager", "triton"):
+        weights.fill_(1.0)
+        backends.choose(GPU, name).load(bucket)(inputs_of(bucket, [gradient], 1))
         results.append([bits(weights[end]).copy() for end in ends])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -87,23 +87,20 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_equals_eager_at_both_ends(
 def test_nothing_is_compiled_after_the_first_step():
     from torch_bf16.backends.triton.kernel import step
 
-    bucket = make_bucket(*STOCHASTIC, AT_ZERO, device="cuda")
-    compiled = []
+    case = make_case(*STOCHASTIC, AT_ZERO, device="cuda")
+    kernel, compiled = backends.choose(GPU, "triton").load(case[0]), []
     for number in (1, 2, 15, 16, 17, 1 << 20):
-        set_step(bucket, number)
-        backends.choose(GPU, "triton").run(bucket)
+        kernel(inputs_of(*case, number))
         compiled.append(len(step.device_caches[torch.cuda.current_device()][0]))
     assert len(set(compiled)) == 1
 
 
 def test_a_step_does_not_wait_for_the_device():
-    bucket = make_bucket(*STOCHASTIC, AT_ZERO, device="cuda")
-    backend = backends.choose(GPU, "triton")
-    set_step(bucket, 1)
-    backend.run(bucket)
+    case = make_case(*STOCHASTIC, AT_ZERO, device="cuda")
+    kernel = backends.choose(GPU, "triton").load(case[0])
+    kernel(inputs_of(*case, 1))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        set_step(bucket, 2)
-        backend.run(bucket)
+        kernel(inputs_of(*case, 2))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -104,7 +104,7 @@ def test_a_replayed_graph_takes_the_steps_that_calls_would(recipe):
 
 def test_gradients_made_inside_of_the_capture_are_those_of_each_replay():
     torch.manual_seed(0)
-    models = [torch_bf16.cast_module(torch.nn.Linear(64, 64).cuda()) for _ in range(2)]
+    models = [torch_bf16.cast_model(torch.nn.Linear(64, 64).cuda()) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch_bf16.AdamW(m.named_parameters(), lr=1e-2, capturable=True) for m in models]
     x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
@@ -139,11 +139,11 @@ def test_a_step_with_everything_on_the_device_does_not_wait_for_it():
     for p in parameters_of(optimizer):
         p.grad = torch.zeros_like(p)
     same_gradients([optimizer], 0)
-    torch_bf16.clip_grad_norm_(optimizer, 1.0, skip_nonfinite=True)
+    torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch_bf16.clip_grad_norm_(optimizer, 1.0, skip_nonfinite=True)
+        torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -178,9 +178,8 @@ def test_a_grad_scaler_takes_bf16_gradients_and_skips_on_the_device(unscale):
 
 def test_a_compiled_model_trains_beside_the_fused_step():
     torch.manual_seed(0)
-    model = torch_bf16.cast_module(torch.nn.Linear(64, 64).cuda())
-    optimizer = torch_bf16.AdamW(model.named_parameters(), lr=1e-2)
-    optimizer.backend = "triton"
+    model = torch_bf16.cast_model(torch.nn.Linear(64, 64).cuda())
+    optimizer = torch_bf16.AdamW(model.named_parameters(), lr=1e-2, backend="triton")
     compiled, losses = torch.compile(model), []
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
     for _ in range(30):

@@ -4,6 +4,7 @@ The steps run in a child process: see the fixture ``interpreted``.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from bucket_cases import (
     EVERY_RULE_AND_FORMAT,
     SIZES,
     assert_oracle_agrees,
+    assert_other_bases_stand_in,
     beside,
     bits,
     id_of,
-    make_bucket,
+    inputs_of,
+    make_case,
     poison,
-    set_step,
 )
 from optimizer_cases import (
     assert_same,
@@ -46,13 +48,13 @@ def run_and_compare(case, offsets=AT_ZERO, steps=(1, 2), sizes=None, change=None
         paths[arguments[-1]] += 1
         return block(*arguments)
 
-    bucket = make_bucket(*case, offsets, sizes=sizes, **options)
+    case = make_case(*case, offsets, sizes=sizes, **options)
     if change:
-        change(bucket)
+        change(*case)
     kernel._block = counting_block
     try:
         backend = backends.choose(torch.device("cpu"), "triton")
-        assert_oracle_agrees(bucket, backend, steps, offsets)
+        assert_oracle_agrees(case, backend, steps, offsets)
     finally:
         kernel._block = block
     return paths
@@ -84,8 +86,8 @@ def with_unaligned_tensors(case):
 
 
 def with_one_unaligned_plane(case):
-    def move_one(bucket):
-        bucket.gradients = [beside(each) for each in bucket.gradients]
+    def move_one(_, gradients):
+        gradients[:] = [beside(each) for each in gradients]
 
     return run_and_compare(case, change=move_one)
 
@@ -118,6 +120,14 @@ def test_a_tensor_of_many_chunks_equals_the_oracle(interpreted):
     interpreted(run_and_compare, case, (0, 7, 2**32 - 30_000), (1, 2), sizes)
 
 
+def other_bases_stand_in():
+    assert_other_bases_stand_in(backends.choose(torch.device("cpu"), "triton"))
+
+
+def test_other_base_words_can_stand_in_for_a_buckets(interpreted):
+    interpreted(other_bases_stand_in)
+
+
 class Far:
     """A tensor as if it stood at the end of one that is ``distance`` elements longer."""
 
@@ -129,21 +139,17 @@ class Far:
 
 
 def end_of_a_huge_tensor(distance):
-    from torch_bf16.backends.triton import launch
-
     case, size = ("adamw", "master", torch.bfloat16), 4097
-    near = make_bucket(*case, [distance], sizes=(size,))
-    huge = make_bucket(*case, [0], sizes=(size,))
-    kept = huge.planes, huge.gradients
-    huge.planes = [[tuple(Far(t, distance) for t in each) for each in huge.planes[0]]]
-    huge.gradients = [Far(huge.gradients[0], distance)]
-    huge.numels = huge.numels + distance
-    huge.prepared = launch._tables(huge)
-    huge.prepared.chunks = huge.prepared.chunks[-1:]
-    for bucket in (near, huge):
-        set_step(bucket, 1)
-        backends.choose(torch.device("cpu"), "triton").run(bucket)
-    for ours, theirs in zip(kept[0][0], near.planes[0], strict=True):
+    near, near_gradients = make_case(*case, [distance], sizes=(size,))
+    here, gradients = make_case(*case, [0], sizes=(size,))
+    planes = [[tuple(Far(t, distance) for t in each) for each in here.planes[0]]]
+    huge = replace(here, planes=planes, numels=here.numels + distance)
+    triton = backends.choose(torch.device("cpu"), "triton")
+    kernel = triton.load(huge)
+    kernel._chunks = kernel._chunks[-1:]
+    kernel(inputs_of(huge, [Far(gradients[0], distance)], 1))
+    triton.load(near)(inputs_of(near, near_gradients, 1))
+    for ours, theirs in zip(here.planes[0], near.planes[0], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(bits(one), bits(other))
 

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from bucket_cases import SIZES, make_bucket, set_step
+from bucket_cases import SIZES, inputs_of, make_case
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
@@ -13,8 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import torch_bf16
-from torch_bf16.backends import triton as triton_backend
-from torch_bf16.backends.triton import launch
+from torch_bf16.backends.triton import TritonBackend, launch
 from torch_bf16.backends.triton import scalars as scalars_module
 from torch_bf16.backends.triton.kernel import step
 
@@ -58,33 +57,32 @@ def compiled_kernels():
 
 
 def test_nothing_is_compiled_after_the_first_step(device):
-    bucket = make_bucket("adamw", "stochastic", torch.bfloat16, [0] * len(SIZES))
+    bucket, gradients = make_case("adamw", "stochastic", torch.bfloat16, [0] * len(SIZES))
+    kernel = launch.TritonKernel(bucket)
     for number in (1, 2, 15, 16, 17, 1 << 20):
-        set_step(bucket, number)
-        launch.launch(bucket)
+        kernel(inputs_of(bucket, gradients, number))
         assert compiled_kernels() == 1
     assert len(device.launches) == 6
 
 
 def test_other_tensors_of_a_variant_take_the_same_kernel(device):
     for sizes in ((1,), (16, 1), (100_000, 3, 17)):
-        bucket = make_bucket("adamw", "stochastic", torch.bfloat16, [0] * len(sizes), sizes=sizes)
-        set_step(bucket, 1)
-        launch.launch(bucket)
+        case = make_case("adamw", "stochastic", torch.bfloat16, [0] * len(sizes), sizes=sizes)
+        launch.TritonKernel(case[0])(inputs_of(*case, 1))
     assert compiled_kernels() == 1
     assert [arguments[0] for arguments in device.launches] == [1, 2, 15]
 
 
 def test_a_bucket_without_elements_launches_nothing(device):
-    bucket = make_bucket("sgd", "nearest", torch.bfloat16, [0, 0], sizes=(0, 0))
-    set_step(bucket, 1)
-    launch.launch(bucket)
+    case = make_case("sgd", "nearest", torch.bfloat16, [0, 0], sizes=(0, 0))
+    launch.TritonKernel(case[0])(inputs_of(*case, 1))
     assert device.launches == []
 
 
 def test_every_element_is_in_one_chunk():
-    bucket = make_bucket("sgd", "nearest", torch.bfloat16, [0] * 4, sizes=(0, 8192, 8193, 30_000))
-    chunks = launch._tables(bucket).chunks.numpy()
+    sizes = (0, 8192, 8193, 30_000)
+    bucket, _ = make_case("sgd", "nearest", torch.bfloat16, [0] * 4, sizes=sizes)
+    chunks = launch._chunks(bucket)
     assert chunks.tolist() == [[1, 0], [2, 0], [2, 1], *([3, i] for i in range(4))]
     assert np.bincount(chunks[:, 0]).tolist() == [0, 1, 2, 4]
 
@@ -93,10 +91,9 @@ def test_a_steps_two_kernels_are_compiled_at_the_first_step_and_never_again(devi
     scalars_module.prepare.device_caches.clear()
     weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16).view(64, 64))
     weight.grad = torch.ones_like(weight)
-    optimizer = torch_bf16.AdamW([weight], lr=1e-3)
-    optimizer.backend = "triton"
+    optimizer = torch_bf16.AdamW([weight], lr=1e-3, backend="triton")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_backend, "unavailable", lambda device: None)
+        patch.setattr(TritonBackend, "unavailable", lambda self, device: None)
         for step_number in range(20):
             optimizer.param_groups[0]["lr"] = 1.0 / (1 + step_number)
             optimizer.scale_next_step(1.0 if step_number % 2 else torch.tensor(16.0))

@@ -39,35 +39,27 @@ class NothingIsRead(TorchDispatchMode):
 
 
 def scalars_agree(name):
-    from torch_bf16.backends import Bucket, StepInputs, Variant
-    from torch_bf16.backends.scalars import HostScalars
-    from torch_bf16.backends.triton.scalars import DeviceScalars
-    from torch_bf16.formats import FORMATS
+    from torch_bf16.backends import StepInputs, choose
 
-    rule = RULES[name]
+    rule, cpu = RULES[name], torch.device("cpu")
     counts = [0.0, 1.0, 2.0, 6.0, 999.0, 12345.0, 2.0**24 - 1]
     groups = [{**HYPER, "maximize": False}, {**HYPER, "lr": torch.tensor(0.1), "maximize": True}]
-    call = StepInputs(torch.tensor(0.3), torch.tensor(3.0), None)
-    rows = list(itertools.product(range(len(groups)), counts))
-    fp32 = FORMATS["fp32"]
-    variant = Variant(
-        rule, fp32, (fp32,) * len(rule.states), torch.float32, torch.device("cpu"), strided=False
-    )
+    told = StepInputs(torch.tensor(0.3), torch.tensor(3.0), None)
+    tensors = list(itertools.product(range(len(groups)), counts))
+    sizes = (5, 0, len(tensors) - 5)
     found = []
-    for backend in (HostScalars, DeviceScalars):
-        ones = np.ones(len(rows), np.int64)
-        bases = np.zeros((len(rows), 1, 2), np.uint32)
-        bucket = Bucket(variant, [], ones, ones * 0, ones, ones, bases)
-        steps = [torch.tensor(count) for _, count in rows]
-        scalars = backend(rule, [bucket], [group for group, _ in rows], steps)
-        scalars.set(groups, call)
-        scalars.count()
-        table = bucket.scalars if bucket.table is None else bucket.table.numpy()
-        found.append(table[bucket.rows])
-        assert [float(step) for step in scalars.steps] == [count + 1 for _, count in rows]
+    for backend in ("eager", "triton"):
+        steps = [torch.tensor(count) for _, count in tensors]
+        numbers = [group for group, _ in tensors]
+        source = choose(cpu, backend).scalars(rule, cpu, sizes, numbers, steps)
+        scalars = source.set(groups, told)
+        source.count()
+        assert tuple(len(each.rows) for each in scalars) == sizes
+        found.append(np.concatenate([np.asarray(each.table)[each.rows] for each in scalars]))
+        assert [float(step) for step in source.steps] == [count + 1 for _, count in tensors]
     host, device = found
     np.testing.assert_array_equal(device[:, :-2].view(np.int32), host.view(np.int32))
-    assert device[:, -2].tolist() == [count + 1 for _, count in rows]
+    assert device[:, -2].tolist() == [count + 1 for _, count in tensors]
     assert not device[:, -1].any()
 
 

@@ -124,7 +124,10 @@ def test_the_format_follows_from_the_shape(shape, blocked):
     parameter = torch.empty(shape, dtype=torch.bfloat16)
     expected = {True: (INT8, UINT8), False: (BF16_NEAREST, BF16_STOCHASTIC), None: (FP32, FP32)}
     assert (
-        tuple(BYTES.format_of(role, parameter) for role in ("exp_avg", "exp_avg_sq"))
+        tuple(
+            BYTES.format_of(role, parameter.shape, parameter.dtype)
+            for role in ("exp_avg", "exp_avg_sq")
+        )
         == (expected[blocked])
     )
 
@@ -132,8 +135,7 @@ def test_the_format_follows_from_the_shape(shape, blocked):
 def trained(recipe=BYTES, steps=3, backend=None, shape=(6, 128)):
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(shape).bfloat16())
-    optimizer = AdamW([("w", parameter)], lr=1e-2, recipe=recipe)
-    optimizer.backend = backend
+    optimizer = AdamW([("w", parameter)], lr=1e-2, recipe=recipe, backend=backend)
     for _ in range(steps):
         parameter.grad = torch.randn(shape).bfloat16()
         optimizer.step()

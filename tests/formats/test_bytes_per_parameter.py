@@ -37,8 +37,7 @@ def model_of_25_million():
 def train(recipe, release):
     """Two steps; returns how many parameters they were taken for."""
     model = model_of_25_million()
-    optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3, recipe=recipe)
-    optimizer.backend = "cpu"
+    optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3, recipe=recipe, backend="cpu")
     if release:
         torch_bf16.release_gradients(model, optimizer)
     for _ in range(2):

@@ -69,7 +69,7 @@ def test_an_exact_master_is_off_by_nothing_but_roundings_of_fp32(relative):
 
 @every_relative_update
 def test_stochastic_weights_arrive_where_the_updates_lead(relative):
-    parameter, _ = grow("true-bf16-stochastic", relative)
+    parameter, _ = grow("bf16-stochastic", relative)
     deviation = parameter.double() - true_place(relative)
     sigma, bound = growth_bounds(relative)
     assert deviation.mean().abs() <= bound
@@ -100,7 +100,7 @@ def decay(recipe, rate):
 
 @pytest.mark.parametrize("rate", [1e-4, 1e-5])
 def test_weight_decay_acts_below_a_step_of_bf16(rate):
-    _, deviation, bound = decay("true-bf16-stochastic", rate)
+    _, deviation, bound = decay("bf16-stochastic", rate)
     assert deviation <= bound
 
 
@@ -136,7 +136,7 @@ def bound_of_second_moment():
 
 
 def test_a_stochastic_second_moment_follows_when_gradients_fall_tenfold():
-    moment, true = second_moment_after_a_fall("true-bf16-stochastic")
+    moment, true = second_moment_after_a_fall("bf16-stochastic")
     assert true < 0.07
     assert abs(moment.mean().item() - true) <= bound_of_second_moment()
     assert bound_of_second_moment() < 0.05 * true

@@ -28,7 +28,7 @@ every_weight = pytest.mark.parametrize("name", SPACING)
 
 def number(optimizer, parameter):
     """The weights as the next step reads them, fp64."""
-    format_ = optimizer.recipe.format_of("weights", parameter)
+    format_ = optimizer.recipe.format_of("weights", parameter.shape, parameter.dtype)
     state = optimizer.state[parameter]
     planes = [parameter.detach(), *(state[key] for key in format_.plane_names("")[1:])]
     return format_.decode(planes).double()

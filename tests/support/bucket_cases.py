@@ -1,10 +1,12 @@
-"""Buckets of random tensors, and the comparison of a backend's steps with the NumPy oracle."""
+"""Buckets of random tensors with gradients, and the NumPy oracle's verdict on a backend's steps."""
+
+from dataclasses import replace
 
 import numpy as np
 import oracle
 import torch
 
-from torch_bf16.backends import Bucket, Variant
+from torch_bf16.backends import Bucket, KernelInputs, ScalarRows, Variant
 from torch_bf16.formats import FORMATS, get_format
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 from torch_bf16.rules import RULES
@@ -58,15 +60,19 @@ CASES = [
     ("rmsprop_centered", "master", torch.bfloat16),
     ("rmsprop_centered_momentum", "stochastic", torch.bfloat16),
     ("average", "stochastic", torch.bfloat16),
+    # Blocks in the place of the weight: running averages, and states that are only stored.
+    ("average", "only_int8", torch.bfloat16),
+    ("average", "only_uint8", torch.bfloat16),
+    ("store", "only_int8", torch.float32),
+    ("store", "only_uint8", torch.float32),
 ]
 WHOLE_SIZES = (0, 64, 128, 4096 + 64)
+LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS}
 BLOCKED = [name for name, formats in LAYOUTS.items() if {"int8", "uint8"} & set(formats)]
-LAYOUTS |= {f"only_{name}": (name,) * 3 for name in FORMATS if name not in ("int8", "uint8")}
 EVERY_RULE_AND_FORMAT = [
     (rule, f"only_{name}", gradient)
     for number, rule in enumerate(RULES)
     for name in FORMATS
-    if f"only_{name}" in LAYOUTS
     for gradient in (torch.bfloat16, torch.float32)
     # Gradients are decoded apart from the rule: beyond the two Adams, one dtype for each rule.
     if number < 2 or gradient == (torch.bfloat16, torch.float32)[number % 2]
@@ -81,7 +87,7 @@ def sizes_of(layout):
     return WHOLE_SIZES if layout in BLOCKED else SIZES
 
 
-def make_bucket(
+def make_case(
     rule_name,
     layout,
     gradient,
@@ -92,14 +98,14 @@ def make_bucket(
     place=lambda t: t,
     runs=None,
 ):
-    """A bucket of random tensors with special values among them, at step 1, zero states.
+    """``(bucket, gradients)``: random with special values among them, and zero states.
 
     ``place`` may put each tensor elsewhere in memory; ``runs`` is (width, pitch) of each.
     """
     sizes = sizes or sizes_of(layout)
     rule = RULES[rule_name]
     names = LAYOUTS[layout] + LAYOUTS[layout][-1:]
-    formats = [get_format(name) for name in names[: 1 + len(rule.states)]]
+    formats = tuple(get_format(name) for name in names[: 1 + len(rule.states)])
     rng = np.random.default_rng(3)
     planes, gradients = [], []
     for size in sizes:
@@ -114,14 +120,12 @@ def make_bucket(
             g[:6] = torch.tensor([np.inf, -np.inf, np.nan, 3e38, 1e-40, 0.0])
         gradients.append(place(g.to(device, gradient)))
     n = len(sizes)
-    variant = Variant(
-        rule, formats[0], tuple(formats[1:]), gradient, gradients[0].device, runs is not None
-    )
+    variant = Variant(rule, formats, gradient, gradients[0].device, runs is not None)
     bases = [
         [stream_base(seed, tensor_key(f"p{number}"), draw.stream) for draw in variant.draws]
         for number in range(n)
     ]
-    return Bucket(
+    bucket = Bucket(
         variant=variant,
         planes=planes,
         numels=np.array(sizes, np.int64),
@@ -129,9 +133,8 @@ def make_bucket(
         widths=np.array([w for w, _ in runs] if runs else np.maximum(sizes, 1), np.int64),
         pitches=np.array([p for _, p in runs] if runs else np.maximum(sizes, 1), np.int64),
         bases=np.array(bases, np.uint32).reshape(n, -1, 2),
-        gradients=gradients,
-        rows=np.zeros(n, np.int64),
     )
+    return bucket, gradients
 
 
 def beside(tensor):
@@ -140,13 +143,13 @@ def beside(tensor):
     return room[1:].copy_(tensor)
 
 
-def poison(bucket):
+def poison(bucket, gradients):
     """Every kind of NaN, Inf and zero, the largest and the smallest numbers, in every plane."""
     patterns = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7F800000, 0xFF800000, 0x80000000]
     patterns += [0x7F7FFFFF, 0xFF7F8000, 0x7F7F0001, 0x7FC00000, 1, 0x807FFFFF, 0x00008000, 0x7F81]
     rng = np.random.default_rng(5)
     tensors = [t for each in bucket.planes for planes in each for t in planes]
-    for tensor in [*tensors, *bucket.gradients]:
+    for tensor in [*tensors, *gradients]:
         drawn = torch.from_numpy(
             rng.choice(patterns, tensor.numel()).astype(np.uint32).view(np.int32)
         )
@@ -155,12 +158,29 @@ def poison(bucket):
         tensor.view(raw.dtype).copy_(raw)
 
 
-def set_step(bucket, step):
-    scale = HYPER["scale"]
-    rule = bucket.variant.rule
-    row = rule.scalars(rule.options(HYPER), step, scale)
-    bucket.steps = np.full(len(bucket.numels), step, np.int64)
-    bucket.scalars = np.array([row], np.float64).astype(np.float32)
+def inputs_of(bucket, gradients, step):
+    """What a kernel call of that step is given."""
+    rule, n = bucket.variant.rule, len(bucket.numels)
+    row = rule.scalars(rule.options(HYPER), step, HYPER["scale"])
+    table = np.array([row], np.float64).astype(np.float32)
+    return KernelInputs(
+        gradients, ScalarRows(np.full(n, step, np.int64), np.zeros(n, np.int64), table)
+    )
+
+
+def assert_other_bases_stand_in(backend):
+    """A call that is given other base words does what a kernel loaded for them does."""
+    case = "adamw", "stochastic", torch.bfloat16, [0] * len(SIZES)
+    (changing, gradients), (fixed, _) = make_case(*case), make_case(*case)
+    kernel = backend.load(changing)
+    for step, seed in enumerate((None, 8, 9, 9, None), start=1):
+        bases = None if seed is None else make_case(*case, seed=seed)[0].bases
+        inputs = inputs_of(fixed, gradients, step)
+        backend.load(fixed if bases is None else replace(fixed, bases=bases))(inputs)
+        kernel(replace(inputs, bases=bases))
+        for ours, theirs in zip(changing.planes, fixed.planes, strict=True):
+            for (one,), (other,) in zip(ours, theirs, strict=True):
+                np.testing.assert_array_equal(bits(one), bits(other))
 
 
 def bits(tensor):
@@ -173,8 +193,10 @@ def oracle_planes(tensors):
     return tuple(bits(t).copy().view(UNSIGNED[t.dtype]) for t in tensors)
 
 
-def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
-    rule = bucket.variant.rule
+def assert_oracle_agrees(case, backend, steps, offsets, runs=None):
+    """``case`` is what :func:`make_case` gave for the same offsets and runs."""
+    bucket, gradients = case
+    rule, kernel = bucket.variant.rule, backend.load(bucket)
     roles = ["weight", *(state.name for state in rule.states)]
     formats = dict(zip(roles, (f.name for f in bucket.variant.formats), strict=True))
     expected = [
@@ -182,10 +204,9 @@ def assert_oracle_agrees(bucket, backend, steps, offsets, runs=None):
         for planes in bucket.planes
     ]
     for step in steps:
-        set_step(bucket, step)
-        backend.run(bucket)
+        kernel(inputs_of(bucket, gradients, step))
         for number, planes in enumerate(bucket.planes):
-            (gradient,) = oracle_planes([bucket.gradients[number]])
+            (gradient,) = oracle_planes([gradients[number]])
             expected[number] = oracle.optimizer_step(
                 rule.name, formats, expected[number], gradient, HYPER,
                 seed=7, name=f"p{number}", step=step, start=offsets[number],

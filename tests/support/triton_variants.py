@@ -9,11 +9,12 @@ from torch_bf16 import RECIPES, Recipe
 from torch_bf16.backends import Variant
 from torch_bf16.backends.triton.kernel import constants, options, step
 from torch_bf16.backends.triton.scalars import OPTIONS, prepare, prepare_constants
-from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.formats import BF16_STOCHASTIC, INT8
 from torch_bf16.rules import (
     ACCUMULATE,
     ADAM,
     ADAMW,
+    AVERAGE,
     RULES,
     SECOND_MOMENT,
     SGD,
@@ -44,30 +45,37 @@ def all_variants():
         torch.empty(2, 2),
     ]
     gpu = torch.device("cuda")
-    adding = Variant(ACCUMULATE, BF16_STOCHASTIC, (), torch.bfloat16, gpu)
-    found = {adding.name: adding}
+    alone = [
+        Variant(ACCUMULATE, (BF16_STOCHASTIC,), torch.bfloat16, gpu),
+        Variant(AVERAGE, (INT8,), torch.bfloat16, gpu),
+    ]
+    found = {variant.name: variant for variant in alone}
     for rule in (ADAMW, ADAM, SGD, SGD_MOMENTUM, SGD_NESTEROV):
         for recipe in (*RECIPES.values(), *OTHERS):
             for parameter in shapes:
-                weights = recipe.format_of("weights", parameter)
-                states = tuple(recipe.format_of(s.role, parameter) for s in rule.states)
+                formats = formats_of(recipe, rule, parameter)
                 for gradient in (torch.bfloat16, torch.float32):
-                    variant = Variant(rule, weights, states, gradient, gpu)
+                    variant = Variant(rule, formats, gradient, gpu)
                     found[variant.name] = variant
     return found
 
 
+def formats_of(recipe, rule, parameter):
+    """What a recipe makes of a parameter's numbers; averages are kept like second moments."""
+    first = WEIGHTS if rule.role == WEIGHTS else SECOND_MOMENT
+    roles = (first, *(state.role for state in rule.states))
+    return tuple(recipe.format_of(role, parameter.shape, parameter.dtype) for role in roles)
+
+
 def one_variant_of_each_other_rule():
     """What a bf16 matrix takes with the first recipe, and the average of a bf16 weight."""
-    recipe, matrix = RECIPES["true-bf16-stochastic"], torch.empty(2, 2, dtype=torch.bfloat16)
+    recipe, matrix = RECIPES["bf16-stochastic"], torch.empty(2, 2, dtype=torch.bfloat16)
     known = {variant.rule for variant in all_variants().values()}
     found = {}
     for rule in RULES.values():
         if rule not in known:
-            role = WEIGHTS if rule.role == WEIGHTS else SECOND_MOMENT
-            states = tuple(recipe.format_of(s.role, matrix) for s in rule.states)
-            weights, gpu = recipe.format_of(role, matrix), torch.device("cuda")
-            variant = Variant(rule, weights, states, torch.bfloat16, gpu)
+            formats = formats_of(recipe, rule, matrix)
+            variant = Variant(rule, formats, torch.bfloat16, torch.device("cuda"))
             found[variant.name] = variant
     return found
 

@@ -1,22 +1,40 @@
-"""Backends: they take the step on a device, and know neither rules nor formats by name."""
+"""Backends run kernels on a device; they know neither rules nor formats by name."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
-from types import ModuleType
 
 import torch
 
 from torch_bf16.errors import BackendUnavailableError
 
+from .backend import Backend, Kernel, ScalarSource
 from .bucket import Bucket, Variant
-from .scalars import StepInputs
+from .cpu import CpuBackend
+from .eager import EagerBackend
+from .inputs import KernelInputs, ScalarRows, StepInputs
+from .triton import TritonBackend
 
-__all__ = ["BACKENDS", "Bucket", "StepInputs", "Variant", "choose", "explain", "name_of_chosen"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Bucket",
+    "Kernel",
+    "KernelInputs",
+    "ScalarRows",
+    "ScalarSource",
+    "StepInputs",
+    "Variant",
+    "choose",
+    "explain",
+]
 
-BACKENDS = ("cpu", "eager", "triton")
+_BACKENDS: dict[str, Backend] = {
+    each.name: each for each in (CpuBackend(), EagerBackend(), TritonBackend())
+}
+
+BACKENDS = tuple(_BACKENDS)
 """Names of the backends that can be asked for."""
 
 # Those that are chosen without being asked for, the fastest first. "triton" is proved by its
@@ -26,12 +44,8 @@ _AUTOMATIC = ("cpu", "eager")
 _logger = logging.getLogger("torch_bf16")
 
 
-def choose(device: torch.device, requested: str | None = None) -> ModuleType:
-    """The backend for a device.
-
-    That is a module with ``unavailable(device)``, ``run(bucket)``, and ``scalars(rule, buckets,
-    groups, steps)``, which gives the object that brings each step's scalars into the buckets, as
-    :class:`torch_bf16.backends.scalars.HostScalars` does.
+def choose(device: torch.device, requested: str | None = None) -> Backend:
+    """The backend for a device, always the same object for the same name.
 
     Args:
         device: where the parameters are.
@@ -41,14 +55,18 @@ def choose(device: torch.device, requested: str | None = None) -> ModuleType:
     Raises:
         ValueError: there is no backend of that name.
         BackendUnavailableError: the requested backend cannot work on ``device``.
+
+    Example:
+        >>> choose(torch.device("cpu"), "eager").name
+        'eager'
     """
     if requested is None:
         return _automatic(device.type)
-    if requested not in BACKENDS:
+    if requested not in _BACKENDS:
         raise ValueError(f"unknown backend {requested!r}; known backends: {', '.join(BACKENDS)}")
-    backend = _load(requested)
+    backend = _BACKENDS[requested]
     if reason := backend.unavailable(device):
-        works = [name for name in BACKENDS if _load(name).unavailable(device) is None]
+        works = [name for name, reason in explain(device).items() if reason is None]
         raise BackendUnavailableError(
             f"backend {requested!r} was asked for and cannot run on {device}: {reason}. "
             f"Working here: {', '.join(works)}."
@@ -56,25 +74,15 @@ def choose(device: torch.device, requested: str | None = None) -> ModuleType:
     return backend
 
 
-def name_of_chosen(device: torch.device, requested: str | None = None) -> str:
-    """The name of what :func:`choose` gives for the same arguments."""
-    return choose(device, requested).__name__.rsplit(".", 1)[-1]
-
-
 def explain(device: torch.device) -> dict[str, str | None]:
     """For each backend, why it cannot run on ``device``, or None where it can."""
-    return {name: _load(name).unavailable(device) for name in BACKENDS}
-
-
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(f".{name}", __name__)
+    return {name: backend.unavailable(device) for name, backend in _BACKENDS.items()}
 
 
 @functools.cache
-def _automatic(device_type: str) -> ModuleType:
+def _automatic(device_type: str) -> Backend:
     device = torch.device(device_type)
-    for name in _AUTOMATIC:
-        backend = _load(name)
+    for backend in map(_BACKENDS.__getitem__, _AUTOMATIC):
         reason = backend.unavailable(device)
         if reason is None:
             if device_type == "cuda":
@@ -82,13 +90,13 @@ def _automatic(device_type: str) -> ModuleType:
                     "torch_bf16: the %s backend is used on GPUs, and it is slow; the fused one has "
                     "not been measured on a GPU yet and must be asked for: "
                     "optimizer.backend = 'triton'",
-                    name,
+                    backend.name,
                 )
             return backend
-        if name == device_type:
+        if backend.name == device_type:
             _logger.warning(
                 "torch_bf16: the %s backend cannot be used (%s); falling back to a slower one",
-                name,
+                backend.name,
                 reason,
             )
     raise BackendUnavailableError(f"no backend can run on {device}")

@@ -1,10 +1,9 @@
-"""What a backend is given: many tensors that one kernel updates in one call."""
+"""What a kernel is bound to: many tensors that one call updates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ _DRAWS = {
     rules.GRADIENT: GRADIENT,
     rules.FIRST_MOMENT: FIRST_MOMENT,
     rules.SECOND_MOMENT: SECOND_MOMENT,
-    # Never drawn from: its format is fp32.
+    # Never used: its format is fp32.
     rules.EXACT: FIRST_MOMENT,
 }
 
@@ -33,60 +32,46 @@ class Variant:
 
     Attributes:
         rule: the update rule.
-        weights: format of the weights.
-        states: format of each of the rule's states, in the rule's order.
+        formats: of the rule's numbers: the one that it updates, weights mostly, and then each of
+            its states.
         gradient: dtype of the gradients, bfloat16 or float32.
         device: where all tensors are.
         strided: whether there are tensors whose elements are several runs of the whole tensor.
     """
 
     rule: Rule
-    weights: Format
-    states: tuple[Format, ...]
+    formats: tuple[Format, ...]
     gradient: torch.dtype
     device: torch.device
     strided: bool = False
 
     @property
-    def formats(self) -> tuple[Format, ...]:
-        """The formats of the weights and then of each state."""
-        return (self.weights, *self.states)
-
-    @property
     def draws(self) -> tuple[Draw, ...]:
-        """The noise of the weights and then of each state."""
+        """Where the noise of each number comes from, in the same order."""
         return (_DRAWS[self.rule.role], *(_DRAWS[state.role] for state in self.rule.states))
 
     @property
     def name(self) -> str:
-        """A readable identifier, for example ``adamw_bf16+16_fp32_fp32_bfloat16``."""
+        """A readable part of an identifier, such as ``adamw_bf16_plus_16_fp32_fp32_bfloat16``."""
         parts = [self.rule.name, *(each.name for each in self.formats)]
-        return "_".join([*parts, str(self.gradient).removeprefix("torch.")])
+        return "_".join([*parts, str(self.gradient).removeprefix("torch.")]).replace("+", "_plus_")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
-    """Tensors that share a variant, and what this step brings.
+    """Tensors that share a variant. All are contiguous.
 
-    The first block is fixed when the plan is made; the second is set at every step. All tensors are
-    contiguous. ``n`` is the number of tensors, ``f`` the number of formats.
+    ``n`` is the number of tensors, ``f`` the number of formats.
 
     Attributes:
         variant: what the kernel is compiled for.
-        planes: for each tensor, for each format, its plane tensors; updated in place by a step.
+        planes: for each tensor, for each format, its plane tensors; updated in place.
         numels: int64 ``[n]``.
         offsets: int64 ``[n]``, global index of each tensor's first element.
-        widths: int64 ``[n]``, how many elements of a tensor have global indices that follow one
-            another, at least 1; all of them unless the variant is strided.
-        pitches: int64 ``[n]``, global indices from there to the same place of the next such run.
+        widths: int64 ``[n]``, how many elements of a tensor have consecutive global indices, at
+            least 1; all of them unless the variant is strided.
+        pitches: int64 ``[n]``, global indices from the start of one such run to that of the next.
         bases: uint32 ``[n, f, 2]``, what each tensor's noise for each format starts from.
-        gradients: one tensor for each tensor.
-        steps: int64 ``[n]``, the 1-based number of this step for each tensor.
-        rows: int64 ``[n]``, which row of ``scalars`` each tensor uses.
-        scalars: fp32 ``[rows, scalars of the rule]``.
-        table: where a device computes them, fp32 ``[rows, scalars of the rule + 2]``: the scalars,
-            the number of the step, and 1 where it is skipped. Else None.
-        prepared: whatever a backend wants to keep between steps.
     """
 
     variant: Variant
@@ -96,10 +81,3 @@ class Bucket:
     widths: np.ndarray
     pitches: np.ndarray
     bases: np.ndarray
-
-    gradients: Sequence[Tensor] = ()
-    steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    scalars: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    table: Tensor | None = None
-    prepared: Any = None

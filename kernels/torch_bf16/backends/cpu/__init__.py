@@ -10,13 +10,11 @@ import sys
 
 import torch
 
+from torch_bf16.backends.backend import Kernel
 from torch_bf16.backends.bucket import Bucket
-from torch_bf16.backends.scalars import HostScalars as scalars
+from torch_bf16.backends.host_scalars import HostScalars
 
-__all__ = ["CAPTURABLE", "run", "scalars", "unavailable"]
-
-# Whether a CUDA graph can record a step.
-CAPTURABLE = False
+__all__ = ["CpuBackend"]
 
 
 @functools.cache
@@ -34,15 +32,21 @@ def _missing() -> str | None:
     return None
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why this backend cannot run on ``device``, or None where it can."""
-    if device.type != "cpu":
-        return f"it updates tensors in the CPU's memory, not on {device.type}"
-    return _missing()
+class CpuBackend:
+    """Numba kernels, on CPUs."""
 
+    name = "cpu"
+    capturable = False
+    scalars = HostScalars
 
-def run(bucket: Bucket) -> None:
-    """Take one optimizer step for every tensor of ``bucket``, in place."""
-    from .launch import launch
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on ``device``, or None where it can."""
+        if device.type != "cpu":
+            return f"it updates tensors in the CPU's memory, not on {device.type}"
+        return _missing()
 
-    launch(bucket)
+    def load(self, bucket: Bucket) -> Kernel:
+        """The kernel for a bucket; compiled, or read from Numba's cache, at its first call."""
+        from .launch import CpuKernel
+
+        return CpuKernel(bucket)

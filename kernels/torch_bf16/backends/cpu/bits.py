@@ -1,4 +1,4 @@
-"""32-bit integer arithmetic and bit casts for Numba kernels, and how their parts are compiled.
+"""32-bit integer arithmetic and bit casts for Numba kernels, and the decorator of their parts.
 
 Numba promotes uint32 arithmetic to 64 bits. That halves the vector width and is wrong for a hash
 that relies on wrap-around, so each operation is emitted on i32 directly.
@@ -23,6 +23,9 @@ __all__ = [
     "low32",
     "max32",
     "mul32",
+    "no_effect",
+    "no_values",
+    "no_values_of_two",
     "or32",
     "shl32",
     "shr32",
@@ -30,7 +33,7 @@ __all__ = [
     "xor32",
 ]
 
-# Its functions are called without their first argument, which no type checker knows.
+# Its functions are called without their first argument, which type checkers cannot see.
 intrinsic: Any = extending.intrinsic
 
 inlined: Any = functools.partial(
@@ -38,14 +41,30 @@ inlined: Any = functools.partial(
     # IEEE division: Python's raises on zero, and that branch would keep a loop from vectorising.
     error_model="numpy",
     nogil=True,
-    # A part that stayed a function of its own would be linked by its symbol: in the process that
-    # compiles it, that is the code from before it knew its caller, and may be scalar.
+    # A function that is not inlined is linked by its symbol: in the process that compiles it, that
+    # is code optimised without its caller, which may be scalar.
     forceinline=True,
-    # Without the wrappers for Python and C, which make compiling take half as long again.
+    # Wrappers for Python and C would make compiling half as long again.
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
 )
-"""Compiles what a kernel is put together from."""
+"""Decorator of a part of a kernel, which becomes code of the kernel itself."""
+
+
+@inlined
+def no_effect(*arguments):
+    return None
+
+
+@inlined
+def no_values(*arguments):
+    return ()
+
+
+@inlined
+def no_values_of_two(*arguments):
+    return (), ()
+
 
 _I32 = ir.IntType(32)
 _F32 = ir.FloatType()

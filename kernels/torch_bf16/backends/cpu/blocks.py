@@ -1,15 +1,17 @@
-"""The formats of whole blocks in Numba's dialect: a tile of blocks is encoded together.
+"""The formats in blocks in Numba's dialect: a tile of blocks is encoded together.
 
-A scale is known when a whole block is. So numbers are put aside in ``scratch``, memory on the
-stack, and encoded when a tile of them is there. In floats from a number's place on, ``scratch`` has
-those of even index, and ``ODD`` behind them the others; at ``ROOTS`` their roots, which a rule may
-have taken anyway; at ``SCALES``, for each pair of neighbours, the scale of their block, and later
-what a root is multiplied by; and for stochastic formats at ``PER_SCALE`` what a number is
-multiplied by, and at ``NOISE`` what ``threshold`` made of their noise.
+A block's scale follows from all of its numbers. So the results of a tile are kept in ``scratch``,
+floats on the stack, and encoded when the tile is complete. Each number of the rule that is stored
+in blocks has a section there, from its offset on:
 
-``decode(byte, scale)`` gives a number of a byte in the uppermost quarter of a uint32, and
-``encode(scratch, place, pair)`` such a byte of the number at ``place``, ``pair`` being the place of
-the first of its pair.
+- at 0 the numbers of even index, and at ``ODD`` the others;
+- at ``ROOTS`` their square roots, which the rule may have taken anyway;
+- at ``SCALES``, for each pair of neighbours, their block's scale, later the factor of their roots;
+- for stochastic formats also at ``PER_SCALE`` the factor of the numbers themselves, and at
+  ``NOISE`` their noise as ``threshold`` gives it.
+
+``decode(byte, scale)`` takes a byte in the top byte of a uint32; ``encode(scratch, place, pair)``
+gives one, for the number at ``place``, with ``pair`` the place of the first of its pair.
 """
 
 from __future__ import annotations
@@ -56,23 +58,23 @@ _UNIT_INT8, _UNIT_UINT8 = _f32(1 / 127.0**2), _f32(1 / 255.0**2)
 
 
 def size_in_scratch(format_):
-    """How many floats of ``scratch`` the numbers of a tile take."""
+    """Floats in the section of a number of that format."""
     return 0 if format_.block == 1 else 4 * TILE if format_.stochastic else TILE * 5 // 2
 
 
 @inlined
 def spread(planes, first, count, scratch, at):
-    """Put the scales of ``count`` numbers from element ``first`` on beside their pairs."""
+    """Copy the scales of ``count`` numbers from element ``first`` on, one for each pair."""
     for block in range(count // BLOCK):
         fill(scratch, _uint(at + SCALES + block * HALF_BLOCK), planes[1][first // BLOCK + block])
 
 
 @inlined
 def new_scales(planes, first, count, scratch, at, top, stochastic):
-    """Store the scales, and put beside each pair ``top`` divided by its own, and the root of it."""
+    """Store new scales, and in scratch the factors that follow from them."""
     for block in range(count // BLOCK):
         i = _uint(at + block * HALF_BLOCK)
-        # As integers, NaN is above infinity and that above all numbers.
+        # As integers, NaN is above infinity and infinity above all numbers.
         largest = largest_magnitude(scratch, i, i + _uint(ODD))
         bits = max32(largest, _SMALLEST_SCALE) if largest > _u32(0) else largest
         bits = or32(bits, _QUIET) if bits >= _INFINITY else bits
@@ -93,7 +95,7 @@ def decode_int8(byte, scale):
 @inlined
 def encode_int8(scratch, place, pair):
     root = scratch[place + _uint(ROOTS)] * scratch[pair + _uint(SCALES)]
-    # A NaN, which no integer is, becomes 0.
+    # There is no code for NaN: 0.
     root = root if root > _f32(0.0) else _f32(0.0)
     signed = or32(float_to_bits(root), and32(float_to_bits(scratch[place]), _SIGN))
     return shl32(float_to_bits(float_from_bits(signed) + _SIGNED_ONES), _S24)
@@ -101,8 +103,8 @@ def encode_int8(scratch, place, pair):
 
 @inlined
 def threshold(r):
-    """Of the odd multiples of 2**-15 below 2, the one that 16 random bits stand for."""
-    # Bit 23 and a shift of 7 make the exponent of 2.
+    """One of the odd multiples of 2**-15 below 2, chosen by 16 random bits."""
+    # Bit 23, shifted by 7, is the exponent of 2.
     draw = or32(and32(r, _u32(0xFFFC)), _u32(0x00800002))
     return float_from_bits(shl32(draw, _S7)) - _f32(2.0)
 
@@ -118,7 +120,7 @@ def encode_uint8(scratch, place, pair):
     x = scratch[place]
     root = scratch[place + _uint(ROOTS)] * scratch[pair + _uint(SCALES)]
     root = root if root > _f32(1.25) else _f32(1.25)
-    # Down to a whole number, but to the one below where a tie goes there; then it goes up.
+    # Rounded down; a whole number may become the one below, as a tie goes. The draw may add one.
     bits = float_to_bits(root + _f32(8388607.5))
     code = float_from_bits(bits) - _ONES
     limit = scratch[place + _uint(NOISE)] * (code + _f32(0.5))

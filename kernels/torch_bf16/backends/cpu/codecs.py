@@ -1,9 +1,9 @@
 """The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
 
 ``decode(values)`` gives fp32; ``encode(x, r)`` gives the values, in the order of ``Format.planes``,
-with ``r`` 16 random bits. A value is what :mod:`.planes` makes of a plane's element: uint32 with
-two bytes in its upper half or one in its uppermost quarter, or float32. ``x`` is the result of an
-operation, so that its NaN is quiet and stays one when its lower half is cut off.
+with ``r`` 16 random bits. A value is an element of a plane as :mod:`.loads_stores` loads it: uint32
+with two bytes in its upper half or one in its top byte, or float32. ``x`` is the result of an
+operation, so a NaN is quiet and is still one when its lower half is dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _mixed(x, k1):
 
 @inlined
 def word(k0, k1, index):
-    """``counter_rng``'s word for one element, but for the last exclusive or: see the draws."""
+    """``counter_rng``'s word for one element, without its last exclusive or: see the draws."""
     x = xor32(index, k0)
     return _mixed(xor32(x, shr32(x, _S17)), k1)
 
@@ -54,7 +54,7 @@ def word(k0, k1, index):
 def word_pair(k0, k1, index, near):
     """The words of an even ``index`` and the next; ``near`` is in the same block of 2**17.
 
-    So the first shift gives them and ``near`` the same, and a loop takes it once for all.
+    The first shift has the same result for all of a block, so a loop computes it once, of ``near``.
     """
     x = xor32(index, xor32(k0, shr32(xor32(near, k0), _S17)))
     return _mixed(x, k1), _mixed(xor32(x, _ONE), k1)
@@ -79,13 +79,13 @@ def _nearest(x):
 
 @inlined
 def _stochastic(x, r):
-    # Above the largest bf16 nothing is added: such numbers are cut to it, Inf and NaN stay.
+    # Nothing is added above the largest bf16: such numbers are truncated to it; Inf and NaN stay.
     return add32(float_to_bits(x), r if abs(x) <= _LARGEST_16 else _u32(0))
 
 
 @inlined
 def _visible(x, bits):
-    """What shows of a number in two parts: rounded half away from zero."""
+    """The bf16 of a number in two planes: rounded to nearest, ties away from zero."""
     return add32(bits, _HALF if x == x else _u32(0))
 
 
@@ -143,7 +143,7 @@ def decode_bf16_plus_8(values):
 
 @inlined
 def encode_bf16_plus_8(x, r):
-    # Above the largest 24-bit float nothing is added; Inf and NaN stay.
+    # Nothing is added above the largest 24-bit float; Inf and NaN stay.
     noise = shr32(r, _S8) if abs(x) <= _LARGEST_24 else _u32(0)
     bits = add32(float_to_bits(x), noise)
     return _visible(x, bits), shl32(bits, _S16)
@@ -152,7 +152,7 @@ def encode_bf16_plus_8(x, r):
 @inlined
 def decode_bf16_plus_fp32(values):
     visible, master = values
-    # A weight written from outside no longer is the rounded master: then the weight counts.
+    # A weight that something else has written is not the rounded master: then the weight counts.
     rounded = or32(_nearest(master), _QUIET if master != master else _u32(0))
     return master if and32(rounded, _HIGH) == visible else float_from_bits(visible)
 

@@ -1,8 +1,9 @@
-"""The parts of a kernel that read and write the numbers of an element, joined for one variant.
+"""Generating the parts of a kernel that read and write the numbers of a variant.
 
-Each comes for one element, and for one of even global index and the next at once: ``planes`` has a
-tuple of arrays for each number, ``i`` is the element and, in formats of whole blocks, ``j`` the
-number of its pair in the tile whose numbers are in ``scratch``.
+Each part comes in two forms: for one element, and for two neighbours, of which the first has an
+even global index. ``planes`` has a tuple of arrays for each number and ``i`` is the (first)
+element; for formats in blocks, ``j`` is the number of the pair in its tile, and ``scratch`` the
+memory that :mod:`.blocks` describes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from torch_bf16.formats import Format
 
-from .bits import inlined
+from .bits import inlined, no_effect, no_values, no_values_of_two
 from .blocks import (
     BLOCK_CODECS,
     NOISE,
@@ -30,36 +31,27 @@ from .compiler import ELEMENTS, Compiler
 from .llvm_hints import SCRATCH
 from .loads_stores import LOADS, STORES
 
-__all__ = ["blocks", "places", "reads", "words", "writes"]
+__all__ = ["blocks", "reads", "scratch_offsets", "words", "writes"]
 
 
-def places(formats):
-    """Where in ``scratch`` each format has its numbers."""
+def scratch_offsets(formats):
+    """Where in ``scratch`` the section of each number starts."""
     sizes = [size_in_scratch(each) for each in formats]
     if sum(sizes) > SCRATCH:
         raise NotImplementedError(
-            f"states in blocks need {sum(sizes)} floats, and there are {SCRATCH}"
+            f"a rule's numbers in blocks take {sum(sizes)} floats of scratch, and there are "
+            f"{SCRATCH}; keep one of its states in another format"
         )
     return [0, *accumulate(sizes)][:-1]
 
 
-@inlined
-def _no_words(keys, index):
-    return ()
-
-
-@inlined
-def _no_words_of_two(keys, index, near):
-    return (), ()
-
-
 def words(compiler: Compiler, first_keys):
-    """``(one, two)``: the random words of an element, or of two near another, as tuples.
+    """``one(keys, index)`` and ``two(keys, index, near)``: random words of elements as tuples.
 
-    ``first_keys`` has for each word the number of the first of its two keys.
+    ``first_keys`` has for each word the position of the first of its two keys.
     """
     if not first_keys:
-        return _no_words, _no_words_of_two
+        return no_values, no_values_of_two
     key, (one_rest, two_rest) = first_keys[0], words(compiler, first_keys[1:])
 
     def one(keys, index):
@@ -86,22 +78,12 @@ def _draw(compiler, drawn):
     return compiler.compile(lambda words: half(words[number]))
 
 
-@inlined
-def _nothing(planes, i):
-    return ()
-
-
-@inlined
-def _nothing_of_two(planes, i, scratch, j):
-    return (), ()
-
-
-def reads(compiler: Compiler, formats: list[Format], places):
+def reads(compiler: Compiler, formats: list[Format], offsets):
     """``one(planes, i)`` and ``two(planes, i, scratch, j)``: fp32 numbers as tuples."""
     if not formats:
-        return _nothing, _nothing_of_two
-    head, at = formats[0], places[0]
-    one_rest, two_rest = reads(compiler, formats[1:], places[1:])
+        return no_values, no_values_of_two
+    head, at = formats[0], offsets[0]
+    one_rest, two_rest = reads(compiler, formats[1:], offsets[1:])
     decode = (BLOCK_CODECS if head.block > 1 else CODECS)[head.name][0]
     loads = [LOADS[ELEMENTS[plane.dtype]] for plane in head.planes]
     (load_one, load_two), (other_one, other_two) = loads[0], loads[-1]
@@ -114,11 +96,11 @@ def reads(compiler: Compiler, formats: list[Format], places):
         rest = two_rest(planes[1:], i, scratch, j)
         return (decode((first,)), *rest[0]), (decode((second,)), *rest[1])
 
-    def one_of_halves(planes, i):
+    def one_of_two_planes(planes, i):
         high, low = planes[0]
         return (decode((load_one(high, i), other_one(low, i))), *one_rest(planes[1:], i))
 
-    def two_of_halves(planes, i, scratch, j):
+    def two_of_two_planes(planes, i, scratch, j):
         high, next_high = load_two(planes[0][0], i)
         low, next_low = other_two(planes[0][1], i)
         rest = two_rest(planes[1:], i, scratch, j)
@@ -131,34 +113,24 @@ def reads(compiler: Compiler, formats: list[Format], places):
         return (decode(first, scale), *rest[0]), (decode(second, scale), *rest[1])
 
     if head.block > 1:
-        # Blocks are whole: no element is alone.
-        return _nothing, compiler.compile(two_of_a_block)
-    chosen = (one, two) if len(loads) == 1 else (one_of_halves, two_of_halves)
+        # There are only whole blocks, so no element is left alone.
+        return no_values, compiler.compile(two_of_a_block)
+    chosen = (one, two) if len(loads) == 1 else (one_of_two_planes, two_of_two_planes)
     return tuple(compiler.compile(each) for each in chosen)
 
 
-@inlined
-def _write_nothing(planes, i, numbers, words):
-    return None
-
-
-@inlined
-def _write_nothing_of_two(planes, i, first, second, words, scratch, j):
-    return None
-
-
-def writes(compiler: Compiler, formats: list[Format], places, drawn):
+def writes(compiler: Compiler, formats: list[Format], offsets, drawn):
     """``one(planes, i, numbers, words)`` and ``two(planes, i, first, second, words, scratch, j)``.
 
-    ``drawn`` has for each format which word it draws from and the shift there, or None.
+    ``drawn`` has for each format the number of its random word and the shift in it, or None.
     """
     if not formats:
-        return _write_nothing, _write_nothing_of_two
-    head, at = formats[0], places[0]
-    one_rest, two_rest = writes(compiler, formats[1:], places[1:], drawn[1:])
+        return no_effect, no_effect
+    head, at = formats[0], offsets[0]
+    one_rest, two_rest = writes(compiler, formats[1:], offsets[1:], drawn[1:])
     draw = _draw(compiler, drawn[0])
     if head.block > 1:
-        return _write_nothing, _put_aside(compiler, at, draw, two_rest, head.stochastic)
+        return no_effect, _writes_to_scratch(compiler, at, draw, two_rest, head.stochastic)
     encode = CODECS[head.name][1]
     stores = [STORES[ELEMENTS[plane.dtype]] for plane in head.planes]
     (store_one, store_two), (other_one, other_two) = stores[0], stores[-1]
@@ -172,33 +144,33 @@ def writes(compiler: Compiler, formats: list[Format], places, drawn):
         store_two(planes[0][0], i, value[0], next_value[0])
         two_rest(planes[1:], i, first[1:], second[1:], words, scratch, j)
 
-    def one_of_halves(planes, i, numbers, words):
+    def one_of_two_planes(planes, i, numbers, words):
         high, low = encode(numbers[0], draw(words))
         store_one(planes[0][0], i, high)
         other_one(planes[0][1], i, low)
         one_rest(planes[1:], i, numbers[1:], words)
 
-    def two_of_halves(planes, i, first, second, words, scratch, j):
+    def two_of_two_planes(planes, i, first, second, words, scratch, j):
         high, low = encode(first[0], draw(words[0]))
         next_high, next_low = encode(second[0], draw(words[1]))
         store_two(planes[0][0], i, high, next_high)
         other_two(planes[0][1], i, low, next_low)
         two_rest(planes[1:], i, first[1:], second[1:], words, scratch, j)
 
-    chosen = (one, two) if len(stores) == 1 else (one_of_halves, two_of_halves)
+    chosen = (one, two) if len(stores) == 1 else (one_of_two_planes, two_of_two_planes)
     return tuple(compiler.compile(each) for each in chosen)
 
 
-def _put_aside(compiler, at, draw, two_rest, stochastic):
+def _writes_to_scratch(compiler, at, draw, two_rest, stochastic):
     def put(scratch, place, x, words):
         scratch[place] = x
         scratch[place + np.uintp(ROOTS)] = np.sqrt(abs(x))
 
     def put_with_noise(scratch, place, x, words):
         scratch[place] = x
-        # Not of its magnitude: so it is the root that a rule has taken.
+        # Not of the magnitude: this is the root that the rule has taken, so it is taken once.
         scratch[place + np.uintp(ROOTS)] = np.sqrt(x)
-        # Here, because another number may be rounded with bits of the same word.
+        # Now, because the word is here: another number may be rounded with bits of it.
         scratch[place + np.uintp(NOISE)] = threshold(draw(words))
 
     put = compiler.compile(put_with_noise if stochastic else put)
@@ -212,30 +184,20 @@ def _put_aside(compiler, at, draw, two_rest, stochastic):
     return compiler.compile(two)
 
 
-@inlined
-def _no_blocks(planes, first, n, scratch):
-    return None
+def blocks(compiler: Compiler, formats: list[Format], offsets):
+    """``load(planes, first, n, scratch)``, ``scale`` of the same arguments, and ``two``.
 
-
-@inlined
-def _no_codes(planes, i, scratch, j):
-    return None
-
-
-def blocks(compiler: Compiler, formats: list[Format], places):
-    """``(load, scale, two)``: for a tile before its update, and after it, and then for its pairs.
-
-    ``load(planes, first, n, scratch)`` spreads the scales of ``n`` elements from ``first`` on;
-    ``scale``, with the same arguments, makes new ones; ``two(planes, i, scratch, j)`` writes codes.
+    Before the update of the ``n`` elements from ``first`` on, ``load`` brings their scales into
+    scratch; after it, ``scale`` makes new ones, and ``two(planes, i, scratch, j)`` encodes a pair.
     """
     numbers = [number for number, each in enumerate(formats) if each.block > 1]
     if not numbers:
-        return _no_blocks, _no_blocks, _no_codes
+        return no_effect, no_effect, no_effect
     number = numbers[-1]
-    at, stochastic = places[number], formats[number].stochastic
+    at, stochastic = offsets[number], formats[number].stochastic
     _, encode, top = BLOCK_CODECS[formats[number].name]
     _, store_two = STORES[ELEMENTS[formats[number].planes[0].dtype]]
-    load_others, scale_others, others = blocks(compiler, formats[:number], places)
+    load_others, scale_others, others = blocks(compiler, formats[:number], offsets)
 
     def load(planes, first, n, scratch):
         load_others(planes, first, n, scratch)

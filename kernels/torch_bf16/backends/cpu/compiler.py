@@ -1,4 +1,4 @@
-"""Where the parts of a variant's kernel are compiled, and those of them that know no format."""
+"""Compiling the parts of a variant's kernel, and generating those that only see planes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numba.np.unsafe import ndarray
 from torch_bf16 import rules
 from torch_bf16.backends.bucket import Variant
 
-from .bits import inlined
+from .bits import inlined, no_effect, no_values
 from .llvm_hints import address_as_pointer, prefetch
 
 __all__ = ["ELEMENTS", "Compiler", "carray", "jit", "source_hash"]
@@ -75,10 +75,13 @@ _ARITHMETIC = {
 
 
 class Compiler:
-    """Compiles the parts of one variant, each under a symbol of its own, should one not be inlined.
+    """Compiles the parts of one variant, each under a symbol of its own.
 
-    Kernels read from the cache are linked by symbol, and Numba numbers symbols per process: parts
-    of two variants that were compiled by two processes would be taken for one another.
+    Should a part not be inlined, a kernel from the cache is linked to it by its symbol. Numba
+    numbers symbols per process, so two variants compiled in two processes could share one.
+
+    Args:
+        variant: its name is part of the symbols.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -86,21 +89,22 @@ class Compiler:
         self._numbers = count()
 
     def compile(self, function) -> Any:
+        """``function`` as a part of the kernel."""
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
         return inlined(function)
 
     def rebind(self, function, **names):
-        """``function`` with some of its globals replaced, not yet compiled."""
+        """``function`` with some of its globals replaced, not compiled yet."""
         return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
 
     def lift(self, update):
-        """A rule with its ``arithmetic`` module swapped for Numba's primitives."""
+        """A rule with Numba's primitives in place of its ``arithmetic`` module."""
         return rules.lift(update, _ARITHMETIC, self.compile)
 
     def view(self, planes, column):
-        """``view(addresses, start, n)``: arrays over planes whose addresses start at ``column``."""
+        """``view(addresses, start, n)``: arrays over planes; addresses start at ``column``."""
         if not planes:
-            return _no_arrays
+            return no_values
         dtype, rest = ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
         itemsize, block = planes[0].dtype.itemsize, planes[0].block
 
@@ -112,9 +116,9 @@ class Compiler:
         return self.compile(view)
 
     def views(self, formats, column=0):
-        """The same for the planes of several numbers, as nested tuples."""
+        """The same for the planes of several numbers, a tuple for each."""
         if not formats:
-            return _no_arrays
+            return no_values
         one = self.view(formats[0].planes, column)
         rest = self.views(formats[1:], column + len(formats[0].planes))
 
@@ -124,9 +128,9 @@ class Compiler:
         return self.compile(view)
 
     def fetch(self, planes, n, column=0):
-        """``fetch(addresses, first)``: has ``n`` elements of each plane fetched."""
+        """``fetch(addresses, first)``: prefetches ``n`` elements of each plane."""
         if not planes:
-            return _nothing_to_fetch
+            return no_effect
         rest = self.fetch(planes[1:], n, column + 1)
         itemsize, block = planes[0].dtype.itemsize, planes[0].block
         lines = -(-n * itemsize // (block * _LINE))
@@ -140,22 +144,13 @@ class Compiler:
         return self.compile(fetch)
 
     def take(self, length):
-        """``take(row)``: the first ``length`` elements as a tuple, kept in registers."""
+        """``take(row)``: the first ``length`` elements as a tuple, for registers."""
         return self.compile(lambda row: _as_tuple(row, length))
-
-
-@inlined
-def _no_arrays(addresses, start, n):
-    return ()
-
-
-@inlined
-def _nothing_to_fetch(addresses, first):
-    return None
 
 
 @functools.cache
 def source_hash() -> str:
+    """Of all that kernels are made from."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in (Path(rules.__file__).parent, Path(__file__).parent):
         for source in sorted(folder.glob("*.py")):

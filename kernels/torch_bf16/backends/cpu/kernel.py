@@ -1,8 +1,8 @@
 """One compiled kernel per variant: decode -> rule -> encode for a range of chunks.
 
-A kernel is put together from parts compiled on their own: the rule, lifted from its plain Python
-source, and one codec per stored number. A chunk is a slice of one tensor, found through a table of
-addresses, so that a single call serves every tensor of a bucket.
+A kernel consists of parts that are compiled on their own and inlined: the rule, lifted from its
+plain Python source, and a codec for each stored number. A chunk is a slice of one tensor, found
+through a table of addresses, so that one call serves every tensor of a bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.formats import BF16_NEAREST, FP32
 
 from . import codegen
-from .bits import add32, and32, inlined, low32, mul32, shl32, shr32, xor32
+from .bits import add32, and32, inlined, low32, mul32, no_effect, shl32, shr32, xor32
 from .compiler import Compiler, carray, jit, source_hash
 from .llvm_hints import SCRATCH, TILE, no_alias, scratch_on_stack, wide_vectors
 
@@ -28,7 +28,7 @@ __all__ = ["CHUNK", "compile_step"]
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
 
-# Elements whose planes are fetched together, where no tile sets them, and how far ahead: a
+# Elements that are prefetched together where no format is in blocks, and how far ahead: a
 # processor's own prefetching ends with each page of memory, which is 2048 numbers in bf16.
 _STRIP, _AHEAD = 128, 1024
 
@@ -70,7 +70,7 @@ def _block_keys(bases, tensor, step, index_hi):
     return keys
 
 
-# What a variant is made of; each kernel gets a module of its own in its place.
+# Stands for the parts of a variant; each kernel gets a module of its own in its place.
 parts = ModuleType("parts")
 
 
@@ -85,7 +85,7 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
     wide_vectors()
     scratch = carray(scratch_on_stack(), (SCRATCH,), np.float32)
     size = planes[0][0].shape[0]
-    # A pair starts where the global index is even; what is left at either end goes alone.
+    # A pair starts at an even global index; an element left over at either end goes alone.
     ahead = np.int64(and32(index, _ONE))
     behind = (size - ahead) % 2
     for first in range(ahead, size - 1, parts.tile):
@@ -95,7 +95,7 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
         parts.load(planes, first, n, scratch)
         element = add32(index, low32(first))
         for pair in range(n // 2):
-            # Unsigned: an index that might be negative keeps the loop from vectorising.
+            # Unsigned: a loop is not vectorised where an index might be negative.
             j = np.uintp(pair)
             i = np.uintp(first) + j + j
             one, two = parts.read_two(planes, i, scratch, j)
@@ -114,11 +114,6 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
         parts.update_one(planes, scalars, keys, np.uintp(i), add32(index, low32(i)))
 
 
-@inlined
-def _no_update(planes, scalars, keys, i, index):
-    return None
-
-
 def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last):
     for chunk in range(first, last):
         tensor, start = chunks[chunk, 0], chunks[chunk, 1]
@@ -127,8 +122,8 @@ def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, fi
             offset, width, pitch = runs[tensor]
             run = start // width
             index = offset + run * pitch + start - run * width
-            # A slice has consecutive indices, in one block of 2**17, all of whose words begin
-            # alike, and so in one of 2**32, for which noise keys hold.
+            # A slice has consecutive indices in one block of 2**17, as `word_pair` needs, and so
+            # in one block of 2**32, for which noise keys hold.
             n = min(stop, (run + 1) * width) - start
             n = min(n, 131072 - (index & 131071))
             keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
@@ -148,21 +143,21 @@ def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, fi
 def compile_step(variant: Variant, n_scalars: int):
     """The kernel of a variant, whose rule takes ``n_scalars`` scalars.
 
-    Compiled at the first call on a machine and read from Numba's cache ever after.
+    Compiled once on a machine, then read from Numba's cache.
 
     Returns:
         ``run(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last)``:
         updates chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of
         (tensor, first element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the
         addresses of the gradient, the weight's planes and each state's planes; ``runs`` int64
-        ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket``. It releases the GIL,
-        allocates nothing that grows with the tensors, and may run in several threads over different
-        chunks.
+        ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket`` and ``ScalarRows``. It
+        releases the GIL, allocates nothing that grows with the tensors, and may run in several
+        threads over different chunks.
     """
     compiler = Compiler(variant)
     formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
-    places = codegen.places(formats)
-    # Two numbers that share a stream share its word: same keys, so that it is computed once.
+    offsets = codegen.scratch_offsets(formats)
+    # Numbers that share a stream share its word, which is computed once.
     streams = [draw.stream for draw in variant.draws]
     pairs = list(zip(variant.formats, variant.draws, strict=True))
     drawn = sorted({draw.stream for each, draw in pairs if each.stochastic})
@@ -171,9 +166,9 @@ def compile_step(variant: Variant, n_scalars: int):
     ]
     built: Any = ModuleType("parts")
     built.rule = compiler.lift(variant.rule.update)
-    built.read_one, built.read_two = codegen.reads(compiler, formats, places)
-    built.write_one, built.write_two = codegen.writes(compiler, formats[1:], places[1:], draws)
-    built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, places)
+    built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
+    built.write_one, built.write_two = codegen.writes(compiler, formats[1:], offsets[1:], draws)
+    built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, offsets)
     built.one_word, built.two_words = codegen.words(
         compiler, [2 * streams.index(stream) for stream in drawn]
     )
@@ -184,7 +179,7 @@ def compile_step(variant: Variant, n_scalars: int):
     built.take_scalars = compiler.take(n_scalars)
     built.take_keys = compiler.take(2 * len(variant.formats))
     if in_blocks:
-        built.update_one = _no_update
+        built.update_one = no_effect
     else:
         built.update_one = compiler.compile(compiler.rebind(_update_one, parts=built))
     built.update_slice = compiler.compile(compiler.rebind(_update_slice, parts=built))
@@ -193,11 +188,11 @@ def compile_step(variant: Variant, n_scalars: int):
 
 
 def _cached(function, name):
-    # Numba files compiled code under the name and the source file's age. It sees neither the parts
-    # that reach the kernel as globals nor their sources, so the name carries both.
+    # Numba's cache is keyed by the function's name and its source file's age. It sees neither the
+    # parts that reach the kernel as globals nor their sources, so the name stands for both.
     function.__qualname__ = name
     try:
         return jit(_SIGNATURE, cache=True)(function)
     except (RuntimeError, OSError):
-        # No writable place for a cache: compile again in every process.
+        # No directory for a cache can be written: compile again in every process.
         return jit(_SIGNATURE)(function)

@@ -12,61 +12,76 @@ import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_bf16.backends.bucket import Bucket
+from torch_bf16.backends.inputs import KernelInputs
 
 from .kernel import CHUNK, compile_step
 
-__all__ = ["launch"]
+__all__ = ["CpuKernel"]
 
 # Chunks taken at a time: at most half a million elements, well below a millisecond of work, so that
 # a thread on a busy core leaves the rest to the others.
 _TURN = 16
 
-# Elements: to wake up a thread takes as long as to update so many, a few tenths of a millisecond.
-# It matters where many tensors are small.
+# Elements: waking a thread takes as long as updating so many, a few tenths of a millisecond.
 _WORTH_A_THREAD = 1 << 18
 
 
-def launch(bucket: Bucket) -> None:
-    """Take one step for a bucket; returns when all threads are done."""
-    if bucket.prepared is None:
-        # The kernel follows runs anyway.
-        kernel = compile_step(replace(bucket.variant, strided=False), bucket.scalars.shape[1])
-        bucket.prepared = kernel, *_tables(bucket)
-    kernel, chunks, addresses, runs = bucket.prepared
-    addresses[:, 0] = [gradient.data_ptr() for gradient in bucket.gradients]
-    n_chunks = len(chunks)
-    turns = count(0, _TURN)
+class CpuKernel:
+    """The compiled kernel of a variant, bound to a bucket.
 
-    def work() -> None:
-        while (first := next(turns)) < n_chunks:
-            kernel(
-                chunks,
-                addresses,
-                bucket.numels,
-                runs,
-                bucket.bases,
-                bucket.steps,
-                bucket.rows,
-                bucket.scalars,
-                first,
-                min(first + _TURN, n_chunks),
-            )
+    A call returns when all threads are done.
 
-    most = min(-(-n_chunks // _TURN), -(-int(bucket.numels.sum()) // _WORTH_A_THREAD))
-    threads = min(torch.get_num_threads(), most)
-    futures = [_pool(os.getpid()).submit(work) for _ in range(threads - 1)]
-    try:
-        work()
-    finally:
-        # The kernel writes through addresses: nothing may be freed while a thread still runs.
-        wait(futures)
-    for future in futures:
-        future.result()
+    Args:
+        bucket: what it updates.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._chunks, self._addresses, self._runs = _tables(bucket)
+        useful = -(-int(bucket.numels.sum()) // _WORTH_A_THREAD)
+        self._max_threads = min(-(-len(self._chunks) // _TURN), useful)
+        self._compiled: Any = None
+
+    def __call__(self, inputs: KernelInputs) -> None:
+        """Update every tensor of the bucket, in place."""
+        scalars, bucket = inputs.scalars, self._bucket
+        if self._compiled is None:
+            # One kernel serves strided tensors and all others.
+            variant = replace(bucket.variant, strided=False)
+            self._compiled = compile_step(variant, scalars.table.shape[1])
+        self._addresses[:, 0] = [gradient.data_ptr() for gradient in inputs.gradients]
+        arguments = (
+            self._chunks,
+            self._addresses,
+            bucket.numels,
+            self._runs,
+            bucket.bases if inputs.bases is None else inputs.bases,
+            scalars.steps,
+            scalars.rows,
+            scalars.table,
+        )
+        n_chunks = len(self._chunks)
+        turns = count(0, _TURN)
+
+        def work() -> None:
+            while (first := next(turns)) < n_chunks:
+                self._compiled(*arguments, first, min(first + _TURN, n_chunks))
+
+        threads = min(torch.get_num_threads(), self._max_threads)
+        futures = [_pool(os.getpid()).submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            # The kernel writes through addresses: nothing may be freed while a thread still runs.
+            wait(futures)
+        for future in futures:
+            future.result()
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Where the numbers of a kernel are: addresses, the stack, and what LLVM may assume of them."""
+"""Memory in LLVM's terms: addresses, scratch on the stack, and hints for its optimiser."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = [
     "wide_vectors",
 ]
 
-# Elements whose numbers in blocks are on the stack together.
+# Elements per tile: a tile of the formats in blocks is encoded at a time.
 TILE = 256
-# Floats there: for three states of a rule.
+# Floats of scratch: a tile of three numbers in the format that takes the most.
 SCRATCH = 12 * TILE
 
 _I32 = ir.IntType(32)
@@ -30,7 +30,8 @@ def scratch_on_stack(typingctx):
     """``void*`` to SCRATCH floats that live until the calling function returns."""
 
     def codegen(context, builder, signature, arguments):
-        # In the entry block, lest a loop take more each time; Numba's own way fills it with zeros.
+        # In the entry block, or each turn of a loop would take more of the stack. Numba's own
+        # way fills it with zeros.
         with builder.goto_entry_block():
             scratch = builder.alloca(ir.ArrayType(ir.FloatType(), SCRATCH))
         scratch.align = 64
@@ -41,10 +42,10 @@ def scratch_on_stack(typingctx):
 
 @intrinsic
 def wide_vectors(typingctx):
-    """Have LLVM use vectors of 512 bits in the calling function where the processor has them."""
+    """Let LLVM use 512-bit vectors in the calling function where the processor has them."""
 
     def codegen(context, builder, signature, arguments):
-        # llvmlite knows the names of attributes that it takes; a set takes any.
+        # llvmlite's own `add` refuses names that are not on its list.
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
@@ -53,13 +54,13 @@ def wide_vectors(typingctx):
 
 @intrinsic
 def no_alias(typingctx):
-    """Promise LLVM that the calling function's arrays do not overlap: no checks before loops.
+    """Promise LLVM that the calling function's arrays do not overlap, so that it checks no loop.
 
-    Gradient and weight may be the very same memory: a number that is stored is made of both.
+    Gradient and weight may still be the same memory: both are read before anything is stored.
     """
 
     def codegen(context, builder, signature, arguments):
-        # The first two are where results go.
+        # The first two are Numba's own: where the result and an error go.
         for argument in builder.function.args[2:]:
             if isinstance(argument.type, ir.PointerType):
                 argument.add_attribute("noalias")
@@ -70,7 +71,7 @@ def no_alias(typingctx):
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Have the cache line at an int64 address fetched for writing; any address will do."""
+    """Prefetch the cache line at an int64 address for writing; an invalid address does no harm."""
 
     def codegen(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())

@@ -1,9 +1,8 @@
 """How planes are read and written: one element, or two neighbours at once.
 
-In registers an element of two bytes is the upper half of a uint32 and one of a single byte its
-uppermost quarter; what is below is dropped when it is written. Two bf16 neighbours are one load of
-32 bits, whose halves a shift and a mask tell apart, and a vector of them needs no shuffle. That is
-so where the lower byte comes first in memory.
+In registers an element of two bytes is the upper half of a uint32, one of a single byte its top
+byte; a store drops the bits below. Two bf16 neighbours are one load of 32 bits, which a shift and a
+mask take apart, so that a vector of them needs no shuffle: on little-endian processors alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _address_of_two(context, builder, array_type, array, index, width):
     return builder.bitcast(builder.gep(data, [index]), ir.IntType(width).as_pointer())
 
 
-def _both(width):
+def _pair_access(width):
     """``(load, store)`` of two neighbours of a plane as one word of ``width`` bits."""
 
     @intrinsic
@@ -32,7 +31,7 @@ def _both(width):
         def codegen(context, builder, signature, arguments):
             plane, index = arguments
             where = _address_of_two(context, builder, signature.args[0], plane, index, width)
-            # Of the alignment of one element: it may be the second of its word.
+            # Aligned as one element is: the pair may start in the middle of a word.
             word = builder.load(where, align=width // 16)
             return word if width == 32 else builder.zext(word, ir.IntType(32))
 
@@ -54,8 +53,8 @@ def _both(width):
 
 def _access(dtype, bits):
     """``((load_one, load_two), (store_one, store_two))`` for elements of 8 or 16 bits."""
-    load, store = _both(2 * bits)
-    # From the top of a word of 32 bits down to one element, and to two.
+    load, store = _pair_access(2 * bits)
+    # Distances from the top of a 32-bit word to its first element, and to its second.
     below, below_two = _u32(32 - bits), _u32(32 - 2 * bits)
     top = _u32((1 << bits) - 1 << 32 - bits)
     second_of_two = _u32((1 << bits) - 1 << bits)

@@ -1,7 +1,7 @@
-"""Whole blocks as vectors, written out.
+"""Operations on whole blocks in explicit vectors.
 
-LLVM's loop vectoriser would turn a short loop over a block into a long one over blocks, with a
-gather for each element.
+Of a short loop over a block LLVM's vectoriser makes a long one over blocks, with a gather for each
+element.
 """
 
 from __future__ import annotations

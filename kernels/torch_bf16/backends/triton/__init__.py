@@ -2,7 +2,7 @@
 
 Triton is imported when the first step is planned, never by ``import torch_bf16``. With
 ``TRITON_INTERPRET=1`` in the environment before that, Triton's interpreter runs the same kernels on
-CPU tensors, slowly: the proof that they compute what they should needs no GPU.
+CPU tensors, slowly: so they can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_bf16.backends.backend import Kernel, ScalarSource
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.rules import Rule
 
-__all__ = ["CAPTURABLE", "run", "scalars", "unavailable"]
-
-# Whether a CUDA graph can record a step.
-CAPTURABLE = True
+__all__ = ["TritonBackend"]
 
 _NEEDED = (3, 6)
 
@@ -39,26 +36,35 @@ def _missing() -> str | None:
     return None
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why this backend cannot run on ``device``, or None where it can."""
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "it updates tensors on GPUs, and on a CPU only under TRITON_INTERPRET=1"
-    if device.type not in ("cpu", "cuda"):
-        return f"it updates tensors on CUDA and ROCm devices, not on {device.type}"
-    return _missing()
+class TritonBackend:
+    """Triton kernels, on GPUs."""
 
+    name = "triton"
+    capturable = True
 
-def run(bucket: Bucket) -> None:
-    """Take one optimizer step for every tensor of ``bucket``, in place."""
-    from .launch import launch
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on ``device``, or None where it can."""
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "it updates tensors on GPUs, and on a CPU only under TRITON_INTERPRET=1"
+        if device.type not in ("cpu", "cuda"):
+            return f"it updates tensors on CUDA and ROCm devices, not on {device.type}"
+        return _missing()
 
-    launch(bucket)
+    def load(self, bucket: Bucket) -> Kernel:
+        """The kernel for a bucket, whose tables go up to the device now."""
+        from .launch import TritonKernel
 
+        return TritonKernel(bucket)
 
-def scalars(
-    rule: Rule, buckets: Sequence[Bucket], groups: Sequence[int], steps: Sequence[Tensor]
-) -> Any:
-    """What brings the scalars of each step into the buckets: see :class:`.DeviceScalars`."""
-    from .scalars import DeviceScalars
+    def scalars(
+        self,
+        rule: Rule,
+        device: torch.device,
+        sizes: Sequence[int],
+        groups: Sequence[int],
+        steps: Sequence[Tensor],
+    ) -> ScalarSource:
+        """Scalars computed on the device."""
+        from .scalars import DeviceScalars
 
-    return DeviceScalars(rule, buckets, groups, steps)
+        return DeviceScalars(rule, device, sizes, groups, steps)

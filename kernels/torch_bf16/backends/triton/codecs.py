@@ -1,13 +1,13 @@
 """The storage formats in Triton's dialect: how numbers are decoded to fp32 and encoded back.
 
 ``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT)``, for an ``x`` that
-is the result of an operation, gives the planes, in the order of ``Format.planes``. A plane of four
-bytes is float32. A plane of two is uint32 with the two bytes in the upper half, where a bf16 has
-them in fp32, and one of a single byte has it in the uppermost quarter; what an encoder leaves
-below is dropped. A plane of scales has one for each 64 elements. Nothing here is a bf16 to Triton,
-whose own conversion truncates in its interpreter. ``words`` are random words, of which a format
-that needs noise takes number ``WORD``, there the 16 bits above ``SHIFT``. The name of the format is
-known at compile time, so that one branch is compiled.
+is the result of an operation, gives the planes, in the order of ``Format.planes``. A plane of
+four-byte elements is float32. One of two bytes is uint32 with these in its upper half, where fp32
+has the bits of a bf16; one of single bytes has them in the top byte. The bits below are dropped
+when they are stored. A plane of scales has one for each 64 elements. Triton's bf16 type is not
+used, because its conversion truncates in the interpreter. ``words`` are random words; a stochastic
+format takes number ``WORD``, and of that the 16 bits from ``SHIFT`` on. The format's name is a
+compile-time constant, so only its branch is compiled.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def key_pair(t0, t1, step, index_hi):
 
 @triton.jit
 def noise_word(k0, k1, index, OF_EIGHT: tl.constexpr):
-    """``counter_rng``'s word of each element, but for the last exclusive or: see ``_draw16``.
+    """``counter_rng``'s word of each element, without its last exclusive or: see ``_draw16``.
 
-    Where ``OF_EIGHT``, ``index`` has the multiples of eight alone and the result is eight times as
-    long: the lowest three bits pass the first shift by, so that eight elements share its cost.
+    Where ``OF_EIGHT``, ``index`` has only the multiples of eight and the result is eight times as
+    long: the first shift drops the lowest three bits, so that eight elements share its cost.
     """
     x = index ^ k0
     x ^= x >> 17
@@ -71,7 +71,7 @@ def _float(bits):
 
 @triton.jit
 def _quiet(x, bits):
-    # A NaN whose payload lies in the lower half alone would be cut to Inf.
+    # A NaN with a payload in its lower half alone would be truncated to Inf.
     return tl.where(x != x, _bits(x) | 0x00400000, bits)
 
 
@@ -84,7 +84,7 @@ def _nearest(x):
 @triton.jit
 def _stochastic(x, r):
     bits = _bits(x)
-    # Above the largest bf16 nothing is added: such numbers are cut to it, Inf and NaN stay.
+    # Nothing is added above the largest bf16: such numbers are truncated to it; Inf and NaN stay.
     return tl.where(tl.abs(x) <= 3.3895313892515355e38, bits + r, bits)
 
 
@@ -106,7 +106,7 @@ def _split16(x):
 
 @triton.jit
 def _stochastic8(x, r):
-    # Above the largest 24-bit float nothing is added; Inf and NaN stay.
+    # Nothing is added above the largest 24-bit float; Inf and NaN stay.
     bits = tl.where(tl.abs(x) <= LARGEST_24, _bits(x) + r, _bits(x))
     return tl.where(x == x, bits + 0x8000, bits), bits << 16
 
@@ -133,7 +133,7 @@ def _from_codes(code, scale, UNIT: tl.constexpr):
 
 @triton.jit
 def _scales(x):
-    # As integers, NaN is above infinity and that above all numbers.
+    # As integers, NaN is above infinity, and infinity above all numbers.
     magnitude = (_bits(x) & 0x7FFFFFFF).to(tl.int32, bitcast=True)
     largest = tl.max(_in_blocks(magnitude), axis=1)
     scale = tl.where(largest == 0, 0, tl.maximum(largest, SMALLEST_SCALE))
@@ -155,7 +155,7 @@ def _times(x, of_blocks):
 def _int8(x):
     scale = _scales(x)
     root = _times(tl.sqrt_rn(tl.abs(x)), tl.sqrt_rn(_per_scale(scale, 16129.0)))
-    # Of a NaN there is no code: 0.
+    # There is no code for NaN: 0.
     root = tl.where(root > 0, root, 0.0)
     signed = _float(_bits(root) | (_bits(x) & 0x80000000))
     # Beside 1.5 * 2**23 the last bits count ones.
@@ -169,7 +169,7 @@ def _uint8(x, r):
     # Two roots and a product, so that a rule that takes the root of its second moment shares it.
     root = _times(tl.sqrt_rn(x), tl.sqrt_rn(per_scale))
     root = tl.where(root > 1.25, root, 1.25)
-    # Down to a whole number, but to the one below where a tie goes there; then it goes up.
+    # Rounded down; a whole number may become the one below, as a tie goes. The draw may add one.
     bits = _bits(root + 8388607.5)
     code = _float(bits) - 8388608.0
     threshold = _float((((r & 0xFFFC) | 2) << 7) | 0x40000000) - 2.0
@@ -196,7 +196,7 @@ def decode(FORMAT: tl.constexpr, planes):
         code = _float((planes[0] >> 24) | 0x4B000000) - 8388608.0
         return _from_codes(code, planes[1], 1 / 65025)
     elif FORMAT == "bf16+fp32":
-        # A weight written from outside no longer is the rounded master: then the weight counts.
+        # A weight that something else has written is not the rounded master: then it counts.
         kept = (_nearest(planes[1]) & 0xFFFF0000) == planes[0]
         return tl.where(kept, planes[1], _float(planes[0]))
     else:

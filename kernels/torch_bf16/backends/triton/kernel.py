@@ -1,8 +1,8 @@
 """One kernel for every variant: decode -> rule -> encode over all tensors of a bucket.
 
-A program takes one chunk of one tensor. Which chunk that is and where the tensor's planes are it
-reads from tables: the kernel's arguments are four addresses and no number, so that nothing that
-changes between steps makes Triton compile again.
+A program takes one chunk of one tensor, and reads from tables which one and where the tensor's
+planes are. The kernel's arguments are four addresses and no number, so that nothing that changes
+between steps makes Triton compile again.
 """
 
 # Device code is Triton's language, which a type checker takes for Python.
@@ -26,9 +26,9 @@ __all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
 
 # Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
 BLOCK = 1024
-# Elements per turn where a mask is needed: in few registers, so that the tail costs no occupancy.
+# Elements per turn where a mask is needed: few, so that the tail takes no more registers.
 TAIL = 256
-# Elements per program: turns enough that what it looks up first costs little.
+# Elements per program: enough turns that the look-ups before them cost little.
 CHUNK = 8 * BLOCK
 
 
@@ -40,7 +40,7 @@ def _dtype(size):
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
     pointer = address.to(tl.pointer_type(DTYPE))
-    # Said of the pointer after the cast: else an access is as narrow as an element.
+    # After the cast; a hint on the integer is lost, and each access as narrow as an element.
     return tl.multiple_of(pointer, 16) if WHOLE else pointer
 
 
@@ -54,7 +54,7 @@ def _load(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """A plane's part for elements ``start .. start + BLOCK - 1``, as the codecs take it."""
+    """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
     if SHARED > 1:
         return _load(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
     elif not WHOLE:
@@ -117,9 +117,9 @@ def _block(
     """A block of a chunk, from the chunk's element ``start`` on.
 
     ``addresses`` are those of the chunk's first element, ``index`` the lower half of its global
-    index. ``WHOLE``: the block is all there, planes are aligned to 16 bytes, the index to eight
-    elements, and ``keys`` hold throughout. Else elements from ``stop`` on are left out, and those
-    whose index has wrapped around take ``next_keys``.
+    index. ``WHOLE``: no element is missing, planes are aligned to 16 bytes, the index to eight
+    elements, and ``keys`` hold for all. Else elements from ``stop`` on are masked, and those whose
+    index has wrapped around take ``next_keys``.
 
     ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's
     first run that lie before the chunk, elements per run, indices from one run to the next),
@@ -283,8 +283,7 @@ def noise_streams(variant: Variant) -> list[int]:
 
 def options(variant: Variant, hip: bool) -> dict[str, Any]:
     """How ``step`` is compiled for a variant, for AMD's GPUs or for NVIDIA's."""
-    # The default of this flag changes in Triton 3.10, and a fused multiply-add rounds once, not
-    # twice.
+    # Always explicit: the default changes in Triton 3.10, and a fused multiply-add rounds once.
     exact = {"enable_fp_fusion": False}
     # BLOCK is eight elements for each thread. With 80 registers, which nothing spills, six programs
     # share a multiprocessor; what packs bytes needs more, and five do, or three with blocks.

@@ -1,16 +1,15 @@
 """Running the kernel over all chunks of a bucket: its tables, and one launch.
 
-Three tables are made once and stay on the device: ``chunks``, int32 ``[chunks, 2]`` of (tensor,
-number of the chunk within it), and ``tensors``, int64 with one row per tensor: number of elements,
-global index of the first one, two words for each noise stream in use, the addresses of the planes
-of the weights and of each state, and where the variant is strided, width and pitch; and
-``gradients``, int64 ``[n, 2]``, of each its address and the tensor's row in the fourth table, which
-go up when they have changed. That fourth, ``Bucket.table``, was computed on the device by then.
+``chunks``, int32 ``[chunks, 2]``, has the tensor of each chunk and the chunk's number in it.
+``tensors``, int64, has a row for each tensor: number of elements, global index of the first one,
+two words for each noise stream in use, the addresses of the planes of each number, and where the
+variant is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
+gradient's address and the row of its scalars in ``ScalarRows.table``. The first two are uploaded
+once, the third where it has changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,79 +17,81 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket, Variant
+from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 
 from .kernel import CHUNK, constants, noise_streams, options, step
 from .tables import Table, on, upload
 
-__all__ = ["launch"]
+__all__ = ["TritonKernel"]
 
 
-@dataclass
-class _Tables:
-    chunks: Tensor
-    tensors: Tensor
-    gradients: Table
-    arguments: dict[str, Any] | None = None
+class TritonKernel:
+    """The compiled kernel of a variant, bound to a bucket. A call does not wait for the device.
+
+    Args:
+        bucket: what it updates.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._device = bucket, bucket.variant.device
+        self._rows = _rows(bucket)
+        self._chunks = upload(_chunks(bucket), self._device)
+        self._tensors = upload(self._rows, self._device)
+        self._tensors_with_bases, self._gradients = Table(self._device), Table(self._device)
+        self._arguments: dict[str, Any] | None = None
+
+    def __call__(self, inputs: KernelInputs) -> None:
+        """Update every tensor of the bucket, in place."""
+        if len(self._chunks) == 0:
+            return
+        table, rows = inputs.scalars.table, inputs.scalars.rows
+        if isinstance(table, np.ndarray):
+            table, rows = self._upload_scalars(inputs.scalars, table), np.arange(len(rows))
+        if self._arguments is None:
+            variant = self._bucket.variant
+            fixed = constants(variant, table.shape[1] - 2)
+            self._arguments = {**fixed, **options(variant, torch.version.hip is not None)}
+        tensors = self._tensors
+        if inputs.bases is not None:
+            words = _words(self._bucket.variant, inputs.bases)
+            changed = self._rows.copy()
+            changed[:, 2 : 2 + words.shape[1]] = words
+            tensors = self._tensors_with_bases.of(changed)
+        addresses = [gradient.data_ptr() for gradient in inputs.gradients]
+        gradients = np.stack([np.array(addresses, np.int64), rows], axis=1)
+        with on(self._device):
+            step[(len(self._chunks),)](
+                self._chunks, tensors, self._gradients.of(gradients), table, **self._arguments
+            )
+
+    def _upload_scalars(self, scalars: ScalarRows, table: np.ndarray) -> Tensor:
+        """The host's scalars in the layout of the device's."""
+        steps = np.asarray(scalars.steps)
+        columns = [table[scalars.rows], steps[:, None], np.zeros((len(steps), 1))]
+        return upload(np.concatenate(columns, axis=1).astype(np.float32), self._device)
 
 
-def launch(bucket: Bucket) -> None:
-    """Take one step for a bucket; returns when the kernel is in the current stream's queue."""
-    if bucket.prepared is None:
-        bucket.prepared = _tables(bucket)
-    tables: _Tables = bucket.prepared
-    if len(tables.chunks) == 0:
-        return
-    table, rows = bucket.table, bucket.rows
-    if table is None:
-        table, rows = _host_scalars(bucket), np.arange(len(bucket.numels))
-    if tables.arguments is None:
-        fixed = constants(bucket.variant, table.shape[1] - 2)
-        tables.arguments = {**fixed, **options(bucket.variant, torch.version.hip is not None)}
-    addresses = [gradient.data_ptr() for gradient in bucket.gradients]
-    gradients = np.stack([np.array(addresses, np.int64), rows], axis=1)
-    with on(bucket.variant.device):
-        step[(len(tables.chunks),)](
-            tables.chunks,
-            tables.tensors,
-            tables.gradients.of(gradients),
-            table,
-            **tables.arguments,
-        )
-
-
-def _tables(bucket: Bucket) -> _Tables:
+def _chunks(bucket: Bucket) -> np.ndarray:
     n_chunks = -(-np.asarray(bucket.numels) // CHUNK)
     first = np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
     tensors = np.repeat(np.arange(len(n_chunks)), n_chunks)
-    chunks = np.stack([tensors, np.arange(len(tensors)) - first], axis=1).astype(np.int32)
-    rows = [
-        [numel, offset, *words, *(plane.data_ptr() for planes in each for plane in planes), *run]
-        for numel, offset, words, each, run in zip(
-            bucket.numels, bucket.offsets, _words(bucket), bucket.planes, _runs(bucket), strict=True
-        )
+    return np.stack([tensors, np.arange(len(tensors)) - first], axis=1).astype(np.int32)
+
+
+def _rows(bucket: Bucket) -> np.ndarray:
+    """The table ``tensors``."""
+    variant = bucket.variant
+    addresses = [
+        [plane.data_ptr() for planes in each for plane in planes] for each in bucket.planes
     ]
-    device = bucket.variant.device
-    return _Tables(upload(chunks, device), upload(np.array(rows, np.int64), device), Table(device))
+    sizes = np.stack([bucket.numels, bucket.offsets], axis=1)
+    runs = np.stack([bucket.widths, bucket.pitches], axis=1)[:, : 2 * variant.strided]
+    words = _words(variant, bucket.bases)
+    return np.concatenate([sizes, words, np.array(addresses, np.int64), runs], axis=1)
 
 
-def _host_scalars(bucket: Bucket) -> Tensor:
-    """``Bucket.table`` of a bucket whose scalars came from the host."""
-    told = np.stack([bucket.steps, np.zeros_like(bucket.steps)], axis=1)
-    table = np.concatenate([bucket.scalars[bucket.rows], told], axis=1).astype(np.float32)
-    return upload(table, bucket.variant.device)
-
-
-def _runs(bucket: Bucket) -> np.ndarray:
-    """Width and pitch of each tensor, where they are needed."""
-    both = np.stack([bucket.widths, bucket.pitches], axis=1)
-    return both if bucket.variant.strided else both[:, :0]
-
-
-def _words(bucket: Bucket) -> np.ndarray:
+def _words(variant: Variant, bases: np.ndarray) -> np.ndarray:
     """For each tensor, the two base words of each noise stream that the variant draws from."""
-    variant: Variant = bucket.variant
-    numbers = [
-        next(i for i, draw in enumerate(variant.draws) if draw.stream == stream)
-        for stream in noise_streams(variant)
-    ]
-    return bucket.bases[:, numbers].reshape(len(bucket.numels), -1).astype(np.int64)
+    streams = [draw.stream for draw in variant.draws]
+    numbers = [streams.index(stream) for stream in noise_streams(variant)]
+    return bases[:, numbers].reshape(len(bases), -1).astype(np.int64)

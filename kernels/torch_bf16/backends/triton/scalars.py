@@ -1,10 +1,10 @@
 """The scalars of a step computed on the device, from hyperparameters that may live there.
 
 One launch of ``prepare`` for all tensors of a rule evaluates the rule's ``scalars`` in fp64, counts
-the step, and sees whether it is to be skipped. What it reads is a table of *values*, int64
-``[3 + groups * (options + 1), 2]``: where a value lives on the device, or 0, and else its fp64
-bits. The first three are the clip coefficient, GradScaler's scale and found_inf; then come, for
-each parameter group, the rule's options and the gradient's sign.
+the step, and decides whether it is skipped. It reads a table of *values*, int64
+``[3 + groups * (options + 1), 2]``: for each its address on the device or 0, and its fp64 bits
+where that is 0. The first three are the clip coefficient, GradScaler's scale and found_inf; then
+come, for each parameter group, the rule's options and the gradient's sign.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_bf16.backends.bucket import Bucket
-from torch_bf16.backends.scalars import StepInputs, evaluate, sign_of
+from torch_bf16.backends.host_scalars import evaluate, sign_of
+from torch_bf16.backends.inputs import ScalarRows, StepInputs
 from torch_bf16.rules import Rule
 
 from .arithmetic import lift_scalars
@@ -29,12 +29,12 @@ from .tables import Table, on, upload
 
 __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 
-# What the low bits of a value's address say: nothing is there, an fp32 number is, an fp64 one is.
+# The low two bits of an address say what is there; 0 is for a value that is not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
 _TOLD = 3
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
-"""How ``prepare`` is compiled, everywhere."""
+"""How ``prepare`` is compiled, for every device."""
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def prepare(
     N_OPTIONS: tl.constexpr,
     N_SCALARS: tl.constexpr,
 ):
-    """The row of scalars of each counter of steps, and one more step counted.
+    """Compute a row of scalars for each step counter, and count the step.
 
     Reads: ``rows``, int32 ``[n]``, the row of the values where each counter's group begins; the
         values; ``steps``, fp32 ``[n]``, the counters.
@@ -94,10 +94,10 @@ def prepare_constants(rule: Rule, n_options: int) -> dict[str, Any]:
 
 
 class DeviceScalars:
-    """Scalars computed on the device; see :class:`torch_bf16.backends.scalars.HostScalars`.
+    """Scalars computed on the device; see :class:`torch_bf16.backends.ScalarSource`.
 
-    Nothing is read from the device. Numbers go up when they have changed; of tensors on the device
-    the kernel is told the address.
+    Nothing is read from the device. Numbers are copied there when they have changed; tensors on the
+    device are passed by address.
 
     Attributes:
         steps: views of one fp32 buffer on the device.
@@ -109,21 +109,22 @@ class DeviceScalars:
     def __init__(
         self,
         rule: Rule,
-        buckets: Sequence[Bucket],
+        device: torch.device,
+        sizes: Sequence[int],
         groups: Sequence[int],
         steps: Sequence[Tensor],
     ) -> None:
-        self._rule, self._buckets = rule, buckets
-        self._device = device = buckets[0].variant.device
+        self._rule, self._device = rule, device
         # Tensors that were one parameter share the tensor that counts.
         counters = {id(step): step for step in steps}
         rows = {key: row for row, key in enumerate(counters)}
-        self._rows_of = np.array([rows[id(step)] for step in steps], np.int64)
+        rows_of = np.array([rows[id(step)] for step in steps], np.int64)
+        self._rows_of = np.split(rows_of, np.cumsum(sizes)[:-1])
         numbers = [float(step) for step in counters.values()]
         self._counter = upload(np.array(numbers, np.float32), device)
         views = self._counter.unbind()
-        self.steps = [views[row] for row in self._rows_of.tolist()]
-        group_of = dict(zip(self._rows_of.tolist(), groups, strict=True))
+        self.steps = [views[row] for row in rows_of.tolist()]
+        group_of = dict(zip(rows_of.tolist(), groups, strict=True))
         used, self._place = np.unique(
             [group_of[row] for row in range(len(rows))], return_inverse=True
         )
@@ -132,17 +133,17 @@ class DeviceScalars:
         self._key: list[Any] = []
         self._encoded = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
-        self._made: tuple[Tensor, Tensor, dict[str, Any]] | None = None
+        self._made: tuple[Tensor, Tensor, dict[str, Any], list[ScalarRows]] | None = None
 
-    def set(self, groups: Sequence[Mapping[str, Any]], call: StepInputs) -> None:
-        """Launch what brings the next step's scalars into the buckets, and counts it.
+    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+        """The scalars of the next step, for each bucket; the launch also counts the step.
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
         self._converted = []
-        told = (call.coefficient, call.grad_scale, call.found_inf)
-        key = [self._seen(v, d) for v, d in zip(told, (1.0, 1.0, 0.0), strict=True)]
+        values = (told.coefficient, told.grad_scale, told.found_inf)
+        key = [self._seen(v, d) for v, d in zip(values, (1.0, 1.0, 0.0), strict=True)]
         n_options = 0
         for number in self._used:
             group = groups[number]
@@ -158,14 +159,15 @@ class DeviceScalars:
             self._check(key, groups, n_options)
             self._encoded = _encoded(key)
             self._key = key
-        rows, table, constants = self._made or self._make(n_options)
+        rows, table, constants, scalars = self._made or self._make(n_options)
         with on(self._device):
             prepare[(len(table),)](
                 rows, self._values.of(self._encoded), self._counter, table, **constants, **OPTIONS
             )
+        return scalars
 
     def count(self) -> None:
-        """Nothing: the device has counted."""
+        """Do nothing: the device has counted."""
 
     def _seen(self, value: Any, default: float = 0.0) -> float | int:
         """A number as a float, a tensor on the device as its address and kind."""
@@ -186,16 +188,13 @@ class DeviceScalars:
             if all(isinstance(each, float) for each in key[first : first + n_options]):
                 evaluate(self._rule, groups[number], number, 1)
 
-    def _make(self, n_options: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _make(self, n_options: int) -> tuple[Tensor, Tensor, dict[str, Any], list[ScalarRows]]:
         constants = prepare_constants(self._rule, n_options)
         rows = upload((_TOLD + self._place * (n_options + 1)).astype(np.int32), self._device)
         shape = (len(self._place), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        first = 0
-        for bucket in self._buckets:
-            bucket.table = table
-            bucket.rows = self._rows_of[first : (first := first + len(bucket.numels))]
-        self._made = rows, table, constants
+        scalars = [ScalarRows(None, each, table) for each in self._rows_of]
+        self._made = rows, table, constants, scalars
         return self._made
 
 

@@ -1,4 +1,4 @@
-"""Small tables on the device, written from the host without waiting for it."""
+"""Small tables on the device, written by the host without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_bf16.backends import cuda_graphs
 
 __all__ = ["Table", "on", "upload"]
 
-# Captures between two ordinary steps: each keeps a host copy of its own, made before.
+# Captures between two ordinary steps: each keeps a pinned copy of its own, allocated before.
 _SPARE = 8
 
 
@@ -24,7 +24,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, without waiting for it.
 
-    torch's pinned allocator hands the staging memory out again only when the copy is done.
+    torch's allocator of pinned memory reuses the staging memory only when the copy is done.
     """
     host = torch.from_numpy(np.ascontiguousarray(table))
     if device.type != "cuda":
@@ -33,10 +33,10 @@ def upload(table: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Table:
-    """An int64 table that changes now and then: it goes up when it has changed.
+    """An int64 table on the device, copied from the host when it has changed.
 
-    A CUDA graph under capture gets a copy of its own, because its replays must not depend on what
-    later steps need: the graph copies it up at each replay, from host memory that is kept here.
+    A CUDA graph under capture gets a copy of its own, which later steps do not touch: each replay
+    copies it from host memory that is kept here.
     """
 
     def __init__(self, device: torch.device) -> None:

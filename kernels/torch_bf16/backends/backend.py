@@ -1,0 +1,92 @@
+"""What a backend is: it binds kernels to buckets and computes the scalars that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_bf16.rules import Rule
+
+from .bucket import Bucket
+from .inputs import KernelInputs, ScalarRows, StepInputs
+
+__all__ = ["Backend", "Kernel", "ScalarSource"]
+
+
+class Kernel(Protocol):
+    """Updates the tensors of the bucket that it was loaded for, in place."""
+
+    def __call__(self, inputs: KernelInputs, /) -> None:
+        """Update every tensor once; on a GPU, return when that is in the current stream's queue."""
+        ...
+
+
+class ScalarSource(Protocol):
+    """The scalars of each step, for all buckets on a device that share a rule.
+
+    Attributes:
+        steps: the tensors that count the steps from now on, bucket after bucket.
+        skipped: whether the step that was set leaves everything as it is; False where only the
+            device can tell.
+    """
+
+    steps: list[Tensor]
+    skipped: bool
+
+    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+        """The scalars of the next step, for each bucket.
+
+        Args:
+            groups: the optimizer's parameter groups; only hyperparameters are read.
+            told: what else this step was told.
+
+        Raises:
+            ValueError: no step follows from a group's options; nothing has been updated.
+        """
+        ...
+
+    def count(self) -> None:
+        """Count the step, once its tensors are updated."""
+        ...
+
+
+class Backend(Protocol):
+    """Where and how kernels run.
+
+    Attributes:
+        name: as users ask for it.
+        capturable: whether a CUDA graph can record a step.
+    """
+
+    name: str
+    capturable: bool
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on ``device``, or None where it can."""
+        ...
+
+    def load(self, bucket: Bucket) -> Kernel:
+        """The kernel for a bucket; compiled at its first call at the latest."""
+        ...
+
+    def scalars(
+        self,
+        rule: Rule,
+        device: torch.device,
+        sizes: Sequence[int],
+        groups: Sequence[int],
+        steps: Sequence[Tensor],
+    ) -> ScalarSource:
+        """What computes the scalars of buckets that share a rule.
+
+        Args:
+            rule: the rule of all of them.
+            device: where they all are.
+            sizes: the number of tensors of each bucket.
+            groups: number of the parameter group of each tensor, bucket after bucket.
+            steps: the tensors that count its steps, likewise: fp32, 0-d.
+        """
+        ...

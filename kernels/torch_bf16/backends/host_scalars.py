@@ -1,0 +1,106 @@
+"""The scalars of a step computed on the host, which reads there what lives on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_bf16.rules import Rule
+
+from .inputs import ScalarRows, StepInputs
+
+__all__ = ["HostScalars", "evaluate", "sign_of"]
+
+
+class HostScalars:
+    """Scalars computed on the host, in float64; see :class:`.backend.ScalarSource`.
+
+    Args:
+        rule: the rule of all buckets.
+        device: where the buckets are.
+        sizes: the number of tensors of each bucket.
+        groups: number of the parameter group of each tensor, bucket after bucket.
+        steps: the tensors that count its steps, likewise: fp32, 0-d, on the CPU.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        device: torch.device,
+        sizes: Sequence[int],
+        groups: Sequence[int],
+        steps: Sequence[Tensor],
+    ) -> None:
+        self.steps = list(steps)
+        self.skipped = False
+        self._rule = rule
+        self._groups = np.array(groups, np.int64)
+        self._buckets = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        # Views of the steps: to add to a 0-d tensor takes torch a microsecond.
+        self._counters = [each.detach().numpy() for each in steps]
+        self._numbers = np.empty(0, np.int64)
+
+    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+        """The scalars of the next step, for each bucket.
+
+        Raises:
+            ValueError: no step follows from a group's options; nothing has been updated.
+        """
+        self.skipped = told.found_inf is not None and float(told.found_inf) != 0.0
+        scale = float(told.coefficient)
+        divisor = 1.0 if told.grad_scale is None else float(told.grad_scale)
+        n = len(groups)
+        steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
+        steps += 1
+        pairs = steps * n + self._groups
+        rows = np.zeros(len(pairs), np.int64)
+        # Sorting one takes longer than all the rest, where gradients are released.
+        if len(pairs) > 1:
+            pairs, rows = np.unique(pairs, return_inverse=True)
+        table = np.array(
+            [
+                evaluate(self._rule, groups[pair % n], pair % n, pair // n, scale, divisor)
+                for pair in pairs.tolist()
+            ],
+            np.float64,
+        ).astype(np.float32)
+        return [ScalarRows(steps[here], rows[here], table) for here in self._buckets]
+
+    def count(self) -> None:
+        """Count the step, once its tensors are updated."""
+        for counter, number in zip(self._counters, self._numbers.tolist(), strict=True):
+            counter[()] = number
+
+
+def evaluate(
+    rule: Rule,
+    group: Mapping[str, Any],
+    number: int,
+    step: int,
+    scale: float = 1.0,
+    divisor: float = 1.0,
+) -> tuple[float, ...]:
+    """The scalars of parameter group ``number`` at its 1-based ``step``, in float64.
+
+    Raises:
+        ValueError: none follow from the group's options.
+    """
+    try:
+        options = tuple(float(option) for option in rule.options(group))
+        return rule.scalars(options, step, sign_of(group) * scale / divisor)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        given = {k: v for k, v in group.items() if not k.startswith("param")}
+        raise ValueError(
+            f"no step follows from the options of group {number}: {given}; "
+            "set them to numbers. Nothing was updated"
+        ) from error
+
+
+def sign_of(group: Mapping[str, Any]) -> float:
+    """-1 for a group that maximizes, whose gradients change sign; else 1."""
+    return -1.0 if group.get("maximize") else 1.0

@@ -1,0 +1,66 @@
+"""What changes from one call of a kernel to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+__all__ = ["KernelInputs", "ScalarRows", "StepInputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step was told beside the hyperparameters.
+
+    Attributes:
+        coefficient: multiplied into every gradient: a number or a tensor with one element.
+        grad_scale: what the loss was multiplied by, divided out of every gradient; None for 1.
+        found_inf: not 0 where a gradient is not finite: then nothing is updated, and the step does
+            not count. None where that was not checked.
+    """
+
+    coefficient: float | Tensor = 1.0
+    grad_scale: float | Tensor | None = None
+    found_inf: float | Tensor | None = None
+
+    @property
+    def multiplier(self) -> float | Tensor:
+        """What gradients are multiplied by in all."""
+        return self.coefficient if self.grad_scale is None else self.coefficient / self.grad_scale
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarRows:
+    """A rule's scalars for the ``n`` tensors of one bucket.
+
+    Attributes:
+        steps: int64 ``[n]``, the 1-based number of this step for each tensor; None where only the
+            device has it.
+        rows: int64 ``[n]``, which row of ``table`` each tensor uses.
+        table: fp32 ``[rows, scalars of the rule]`` where the host computed them; a tensor, fp32
+            ``[rows, scalars of the rule + 2]``, where the device did: the scalars, the number of
+            the step, and 1 where it is skipped.
+    """
+
+    steps: np.ndarray | None
+    rows: np.ndarray
+    table: np.ndarray | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInputs:
+    """What one call of a kernel is given.
+
+    Attributes:
+        gradients: one tensor for each tensor of the bucket, contiguous.
+        scalars: the rule's scalars for them.
+        bases: uint32 ``[n, f, 2]``, in place of the bucket's, where what the noise starts from
+            changes from call to call.
+    """
+
+    gradients: Sequence[Tensor]
+    scalars: ScalarRows
+    bases: np.ndarray | None = None
