@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .formats import BF16_PLUS_16, FP32, ROLES, Format, get_format
-from .sharding.fsdp1 import is_flattened, is_part, shapes_of
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
 
-ACCUMULATIONS = ("bf16", "bf16_stochastic", "fp32")
+ACCUMULATIONS = ("bf16_nearest", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
 
 
@@ -47,9 +45,9 @@ class Recipe:
             of 64, the moments of an ``int8`` recipe are in bf16.
         exp_avg_sq: format of second moments, likewise.
         accumulate: format of the sum of gradients of bf16 parameters while micro-batches add to it:
-            ``bf16`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic`` (also 2
-            bytes) or ``fp32`` (4 bytes); see :func:`torch_bf16.accumulate_gradients`.
-        keep_fp32: modules whose parameters ``cast_module`` leaves in fp32: shell-style patterns of
+            ``bf16_nearest`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic``
+            (also 2 bytes) or ``fp32`` (4 bytes); see :func:`torch_bf16.accumulate_gradients`.
+        keep_fp32: modules whose parameters ``cast_model`` leaves in fp32: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
             parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
         seed: seed of the rounding noise. The same on every replica.
@@ -65,7 +63,7 @@ class Recipe:
     exp_avg_sq: str = "bf16_stochastic"
     keep_fp32: tuple[str | type, ...] = ()
     seed: int = 0
-    accumulate: str = "bf16"
+    accumulate: str = "bf16_nearest"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -103,46 +101,28 @@ class Recipe:
         """
         return sum(known[getattr(self, role)].bytes_per_element for role, known in ROLES.items())
 
-    def format_of(self, role: str, parameter: Tensor) -> Format:
-        """The format of one parameter's ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``, or
-        ``"exact"``, which is fp32 always.
+    def format_of(
+        self, role: str, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16
+    ) -> Format:
+        """The format of one number of a parameter.
 
-        Of a part that FSDP1 has made of a parameter it is the whole one's.
+        Args:
+            role: ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``, or ``"exact"``, which is fp32
+                always.
+            shape: of the whole parameter, not of the part that a rank holds.
+            dtype: of the parameter; one in fp32 keeps everything in fp32.
 
-        Raises:
-            NotImplementedError: a flat parameter would need several, or blocks would be cut.
+        Example:
+            >>> get_recipe("bf16-stochastic").format_of("exp_avg_sq", (64, 64)).name
+            'bf16_stochastic'
+            >>> get_recipe("bf16-stochastic").format_of("weights", (64,)).name
+            'bf16+16'
         """
-        if role == "exact" or parameter.dtype == torch.float32:
+        if role == "exact" or dtype == torch.float32:
             return FP32
-        if is_flattened(parameter) and is_part(parameter):
-            return self._format_of_part(role, shapes_of(parameter))
-        return self.format_for(role, parameter.shape)
-
-    def format_for(self, role: str, shape: Sequence[int]) -> Format:
-        """The format of a number of bf16 parameters of that shape; see :meth:`format_of`."""
         if len(shape) <= 1:
             return _exact_weights(self) if role == "weights" else FP32
         return ROLES[role][getattr(self, role)].fitting(shape)
-
-    def _format_of_part(self, role: str, shapes: Sequence[Sequence[int]]) -> Format:
-        formats = {self.format_for(role, shape).name: shape for shape in shapes}
-        if len(formats) > 1:
-            kinds = " and ".join(f"{name} for shape {shape}" for name, shape in formats.items())
-            raise NotImplementedError(
-                f"recipe {self.name!r} keeps {role} in {kinds}, and FSDP1 has flattened both into "
-                "one parameter, whose state is one tensor. Wrap with FullyShardedDataParallel("
-                "..., use_orig_params=True), which keeps them apart, or use 'bf16-fp32-master', "
-                "which has one format for all. Nothing was updated"
-            )
-        format_ = self.format_for(role, shapes[0])
-        if format_.block > 1:
-            raise NotImplementedError(
-                f"recipe {self.name!r} keeps {role} in {format_.name}, in blocks of "
-                f"{format_.block} numbers, and FSDP1 cuts tensors anywhere. Shard with "
-                "torch.distributed.fsdp.fully_shard (FSDP2), which cuts between rows, or choose "
-                "a format without blocks. Nothing was updated"
-            )
-        return format_
 
 
 def _exact_weights(recipe: Recipe) -> Format:
@@ -151,15 +131,15 @@ def _exact_weights(recipe: Recipe) -> Format:
     return BF16_PLUS_16 if chosen.stochastic else chosen
 
 
-_STOCHASTIC = Recipe("true-bf16-stochastic")
+_STOCHASTIC = Recipe("bf16-stochastic")
 _FP32_MASTER = Recipe("bf16-fp32-master", weights="bf16+16", exp_avg="fp32", exp_avg_sq="fp32")
 
 RECIPES: dict[str, Recipe] = {
-    "true-bf16-stochastic": _STOCHASTIC,
     "bf16-stochastic": _STOCHASTIC,
     "bf16-fp32-master": _FP32_MASTER,
+    "true-bf16-stochastic": _STOCHASTIC,
 }
-"""The named recipes; ``bf16-stochastic`` is an alias."""
+"""The named recipes; ``true-bf16-stochastic`` is an alias of ``bf16-stochastic``."""
 
 
 def get_recipe(recipe: str | Recipe, **overrides: Any) -> Recipe:

@@ -25,13 +25,13 @@ def trained(steps=2, names=None):
 
 def test_a_plan_outlives_new_gradients_and_hyperparameters():
     optimizer, parameters = trained()
-    plan = optimizer._plan
+    plan = optimizer._engine.plan
     for lr in (1e-3, 1e-4):
         optimizer.param_groups[0]["lr"] = lr
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    assert optimizer._plan is plan
+    assert optimizer._engine.plan is plan
 
 
 def test_hyperparameters_count_also_in_a_group_that_replaced_another():
@@ -129,7 +129,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_any_tensor_is_seen_at_the_next_step(change):
     optimizer, parameters = trained(steps=4)
-    plan = optimizer._plan
+    plan = optimizer._engine.plan
     assert plan._guard is not None
     change(optimizer, parameters[1])
     groups = optimizer._setting()
@@ -139,11 +139,11 @@ def test_a_change_of_any_tensor_is_seen_at_the_next_step(change):
 @pytest.mark.parametrize("change", [replace_state, keep_a_note])
 def test_a_state_that_only_looks_otherwise_keeps_its_plan(change):
     optimizer, parameters = trained(steps=4)
-    plan = optimizer._plan
+    plan = optimizer._engine.plan
     change(optimizer, parameters[1])
     for _ in range(3):
         optimizer.step()
-        assert optimizer._plan is plan
+        assert optimizer._engine.plan is plan
     move_moment(optimizer, parameters[1])
     optimizer.step()
-    assert optimizer._plan is not plan
+    assert optimizer._engine.plan is not plan

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_bf16
-from torch_bf16.sharding.dtensor import version_of
+from torch_bf16.sharding import shard_of
 
 BF16, COUNT = torch.bfloat16, 4
 
@@ -44,7 +44,7 @@ class Twins:
 
     @property
     def plan(self):
-        return self.optimizers[1]._plan
+        return self.optimizers[1]._engine.plan
 
     def step(self, like=None):
         """A step of both on the same gradients; ``like`` makes the DTensors', else as FSDP2."""
@@ -156,7 +156,7 @@ def test_a_change_of_tensors_is_seen_by_the_next_step(twins, change):
     plan, parameter = twins.plan, twins.sharded[1]
     change(twins, parameter)
     # Memory of another version counts as written; here the numbers are the same.
-    twins.optimizers[1]._seen[parameter].version = version_of(parameter)
+    twins.optimizers[1]._engine.snapshots[parameter].version = shard_of(parameter).version()
     twins.step()
     assert twins.plan is not plan
     twins.assert_same()

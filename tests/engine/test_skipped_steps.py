@@ -101,7 +101,7 @@ def test_clipping_after_unscale_counts_the_true_norm(backend):
         for parameter in parameters_of(scaled):
             parameter.grad.mul_(scaler.scale(torch.ones(())))
     scaler.unscale_(scaled)
-    norms = [torch_bf16.clip_grad_norm_(each, 0.5) for each in (scaled, plain)]
+    norms = [torch_bf16.clip_next_step(each, 0.5) for each in (scaled, plain)]
     assert torch.equal(*norms)
     assert norms[0] > 1
     scaler.step(scaled)
@@ -116,7 +116,7 @@ def test_a_norm_that_is_not_finite_skips_the_step_where_that_is_asked(backend):
     before = snapshot(optimizer)
     set_gradients(parameters_of(optimizer), 1)
     parameters_of(optimizer)[0].grad[0, 0] = torch.inf
-    norm = torch_bf16.clip_grad_norm_(optimizer, 1.0, skip_nonfinite=True)
+    norm = torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
     optimizer.step()
     assert norm.isinf()
     assert_same(snapshot(optimizer), before)
@@ -126,14 +126,14 @@ def test_a_norm_that_is_not_finite_skips_the_step_where_that_is_asked(backend):
     assert differs(snapshot(optimizer), before)
 
 
-def test_clipping_optimizers_writes_no_gradient_and_clipping_parameters_does():
+def test_clipping_the_next_step_writes_no_gradient_and_clipping_gradients_does():
     fused, in_place = (
         make_optimizer("sgd", "stochastic", "cpu", make_parameters().items()) for _ in range(2)
     )
     for each in (fused, in_place):
         set_gradients(parameters_of(each), 0)
     before = [bits(p.grad) for p in parameters_of(fused)]
-    norm = torch_bf16.clip_grad_norm_([fused], 0.25)
+    norm = torch_bf16.clip_next_step([fused], 0.25)
     assert all(map(torch.equal, before, (bits(p.grad) for p in parameters_of(fused))))
     assert torch.equal(norm, torch_bf16.clip_grad_norm_(parameters_of(in_place), 0.25))
     after = torch_bf16.total_norm(parameters_of(in_place))
@@ -145,14 +145,13 @@ def test_clipping_refuses_what_it_cannot_do():
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.full((2,), torch.inf)
     ours, torchs = torch_bf16.SGD([p]), torch.optim.SGD([p])
-    with pytest.raises(ValueError, match="SGD cannot be told to scale as it reads"):
-        torch_bf16.clip_grad_norm_([ours, torchs], 1.0)
-    with pytest.raises(ValueError, match="not both"):
-        torch_bf16.clip_grad_norm_([ours, p], 1.0)
-    with pytest.raises(ValueError, match="skip_nonfinite=True needs the optimizers"):
-        torch_bf16.clip_grad_norm_([p], 1.0, skip_nonfinite=True)
-    with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
-        torch_bf16.clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="given a Parameter for an optimizer; give those that"):
+        torch_bf16.clip_next_step([ours, p], 1.0)
+    with pytest.raises(ValueError, match="skip_nonfinite=True cannot skip a step of SGD"):
+        torch_bf16.clip_next_step(torchs, 1.0, skip_nonfinite=True)
+    for clip, given in ((torch_bf16.clip_next_step, ours), (torch_bf16.clip_grad_norm_, p)):
+        with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
+            clip(given, 1.0, error_if_nonfinite=True)
     assert torch.equal(p.grad, torch.full((2,), torch.inf))
 
 
@@ -191,8 +190,7 @@ def test_a_step_under_capture_says_what_a_graph_cannot_repeat(monkeypatch, backe
     with pytest.raises(RuntimeError, match="capturable=False"):
         plain.step()
     assert not plain.state
-    capturable = torch_bf16.AdamW([p], capturable=True)
-    capturable.backend = backend
+    capturable = torch_bf16.AdamW([p], capturable=True, backend=backend)
     with pytest.raises(RuntimeError, match="take a step with the same parameters before"):
         capturable.step()
     with monkeypatch.context() as patch:

@@ -23,7 +23,7 @@ from torch_bf16 import Recipe, get_recipe
 @pytest.mark.parametrize(
     ("recipe", "match"),
     [
-        ("bf16", "unknown recipe 'bf16'; known recipes: true-bf16-stochastic, bf16-stoch"),
+        ("bf16", "unknown recipe 'bf16'; known recipes: bf16-stochastic, bf16-fp32"),
         ("", "unknown recipe ''; known recipes"),
         (None, "must be a name or a torch_bf16.Recipe, not NoneType; known recipes"),
         (16, "must be a name or a torch_bf16.Recipe, not int; known recipes"),
@@ -40,7 +40,7 @@ def test_an_unknown_recipe_lists_the_known_ones(ours, recipe, match):
     assert type(theirs) is ours.torch_class
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=match):
-        torch_bf16.cast_module(module, recipe)
+        torch_bf16.cast_model(module, recipe)
     assert module.weight.dtype == torch.float32
     assert_steps(ours([p], lr=0.1))
 
@@ -198,7 +198,6 @@ def test_no_parameters_and_no_list_of_them_are_refused_by_torch(ours):
         ("sgd", {"nesterov": True}, ValueError, "Nesterov momentum requires a momentum"),
         ("adamw", {"differentiable": True}, NotImplementedError, "differentiable=True .* to False"),
         ("sgd", {"differentiable": True}, NotImplementedError, "differentiable=True .* to False"),
-        ("adamw", {"backend": "cpu"}, TypeError, "unexpected keyword argument 'backend'"),
     ],
 )
 def test_invalid_options_are_refused(ours, options, error, match):
@@ -264,10 +263,10 @@ def test_a_second_convert_is_refused():
     assert_steps(optimizer)
     for each in (optimizer, begun()):
         with pytest.raises(
-            ValueError, match="AdamW already stores its numbers by recipe 'true-bf16"
+            ValueError, match="AdamW already stores its numbers by recipe 'bf16-stochastic'"
         ):
             torch_bf16.convert(each, "bf16-fp32-master")
-    assert optimizer.recipe.name == "true-bf16-stochastic"
+    assert optimizer.recipe.name == "bf16-stochastic"
     assert_steps(optimizer)
 
 
@@ -275,11 +274,18 @@ def test_wrong_arguments_of_convert_leave_the_optimizer_torchs():
     optimizer = torch.optim.AdamW([parameter()], lr=0.1)
     with pytest.raises(ValueError, match="unknown backend 'cuda'; known backends: cpu, eager"):
         torch_bf16.convert(optimizer, backend="cuda")
-    with pytest.raises(ValueError, match=r"module must be a torch.nn.Module, not list"):
-        torch_bf16.convert(optimizer, module=[parameter()])
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, not list"):
+        torch_bf16.convert(optimizer, model=[parameter()])
     assert type(optimizer) is torch.optim.AdamW
     assert_steps(optimizer)
     assert_steps(torch_bf16.convert(optimizer))
+
+
+@pytest.mark.parametrize("name", sorted({*torch_bf16.optim.__all__} - {"BF16Optimizer"}))
+def test_every_constructor_takes_a_backend_that_there_is(name):
+    assert getattr(torch_bf16, name)([parameter()], lr=0.1, backend="eager").backend == "eager"
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; known backends: cpu, eager"):
+        getattr(torch_bf16, name)([parameter()], lr=0.1, backend="cuda")
 
 
 def test_an_unknown_backend_set_later_is_refused():

@@ -45,10 +45,9 @@ def train(optimizer, parameter, gradients):
 
 
 def cast_and_train(recipe, gradients, optimizer="adamw", backend="cpu", **options):
-    weight = torch_bf16.cast_module(initial_layer(), recipe).weight
+    weight = torch_bf16.cast_model(initial_layer(), recipe).weight
     assert weight.dtype == torch.bfloat16
-    optimizer = OPTIMIZERS[optimizer][0]([weight], recipe=recipe, **options)
-    optimizer.backend = backend
+    optimizer = OPTIMIZERS[optimizer][0]([weight], recipe=recipe, **options, backend=backend)
     train(optimizer, weight, gradients)
     return weight.detach(), optimizer.state[weight]
 

@@ -206,7 +206,7 @@ def write_data(module, new):
 def exact_linear(recipe, backend):
     """A cast linear layer after two steps, with lower halves that are not zero."""
     torch.manual_seed(0)
-    module = torch_bf16.cast_module(nn.Linear(8, 8, bias=False), "bf16-fp32-master")
+    module = torch_bf16.cast_model(nn.Linear(8, 8, bias=False), "bf16-fp32-master")
     # One number for all gradients and betas of zero: each later step goes by lr, and no more.
     options = {"betas": (0.0, 0.0), "weight_decay": 0.0, "lr": 2.0**-13}
     optimizer = make_optimizer("adamw", recipe, backend, module.parameters(), **options)
@@ -273,7 +273,7 @@ def test_a_coefficient_given_to_a_proxy_reaches_the_optimizer():
 
     class Proxy(torch_bf16.SGD):
         def __init__(self, optimizer):
-            self.__dict__.update({"_optimizer": optimizer, "_next": optimizer._next})
+            self.__dict__.update({"_optimizer": optimizer, "_engine": optimizer._engine})
 
     parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
@@ -284,7 +284,7 @@ def test_a_coefficient_given_to_a_proxy_reaches_the_optimizer():
 
 
 def test_a_compiled_training_step_calls_the_optimizer_uncompiled():
-    model = torch_bf16.cast_module(nn.Linear(4, 4))
+    model = torch_bf16.cast_model(nn.Linear(4, 4))
     optimizer = torch_bf16.AdamW(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
 

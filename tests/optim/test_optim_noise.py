@@ -42,7 +42,7 @@ def test_without_names_the_position_keys_the_noise(name, backend):
         parameters = [torch.nn.Parameter(torch.randn(40, 50).bfloat16()) for _ in range(2)]
         chosen = parameters[position]
         chosen.data.copy_(torch.linspace(1, 2, 2000).view(40, 50))
-        recipe = get_recipe("true-bf16-stochastic", seed=seed)
+        recipe = get_recipe("bf16-stochastic", seed=seed)
         optimizer = make_optimizer(name, recipe, backend, parameters)
         for p in parameters:
             p.grad = torch.full_like(p, 0.01)

@@ -100,8 +100,7 @@ def test_weights_and_states_are_torchs_own_for_every_option(case, backend):
     name, base, option = case
     ours, theirs, _ = OPTIMIZERS[name]
     parameters = [list(fp32_parameters().values()) for _ in range(3)]
-    mine = ours(parameters[0], **{**base, **option}, recipe="true-bf16-stochastic")
-    mine.backend = backend
+    mine = ours(parameters[0], **{**base, **option}, recipe="bf16-stochastic", backend=backend)
     reference = theirs(parameters[1], **{**base, **option})
     control = theirs(parameters[2], **base)
     for optimizer, its in zip((mine, reference, control), parameters, strict=True):

@@ -22,8 +22,7 @@ def decayed(name, lr, factor=1.0, steps=3, **options):
     """What zero gradients leave of weights of one, with the schedule at ``factor`` of its peak."""
     make, own = OPTIMIZERS[name]
     parameter = nn.Parameter(torch.ones(4, 4))
-    optimizer = make([parameter], lr=lr, weight_decay=0.01, **own, **options)
-    optimizer.backend = "eager"
+    optimizer = make([parameter], lr=lr, weight_decay=0.01, **own, **options, backend="eager")
     optimizer.param_groups[0]["lr"] = lr * factor
     parameter.grad = torch.zeros_like(parameter)
     for _ in range(steps):

@@ -244,7 +244,10 @@ DAMAGES = {
     "no state": (lambda d: d.pop("state") and None, "no optimizer's state dict"),
     "no groups": (lambda d: d.pop("param_groups") and None, "no optimizer's state dict"),
     "a list": (lambda d: [d], "no optimizer's state dict: .* <class 'list'>"),
-    "newer schema": (in_header(schema=99), "schema 99 .* reads schemas up to 2; update"),
+    "newer schema": (
+        in_header(schema=99),
+        "schema 99 .* reads schema 1; use the version",
+    ),
     "header without schema": (lambda d: d.update(torch_bf16={}), "'torch_bf16' .* is damaged"),
     "header of text": (lambda d: d.update(torch_bf16="x"), "'torch_bf16' .* is damaged: 'x'"),
     "header without recipe": (in_header(recipe={}), "has no exp_avg, .* of its recipe"),
@@ -319,7 +322,7 @@ def distributed_case(name, recipe):
     """A cast module and an optimizer, as torch.distributed.checkpoint wants them."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-    torch_bf16.cast_module(module, RECIPES[recipe])
+    torch_bf16.cast_model(module, RECIPES[recipe])
     return module, make_optimizer(name, recipe, "cpu", module.parameters())
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_state_dicts import everything, fresh, snapshot, through_file, train
+from test_state_dicts import everything, snapshot, through_file, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -62,48 +62,18 @@ def test_every_pattern_survives_a_distributed_checkpoint_in_place(tmp_path):
     assert optimizer.state[module.weight]["remainder16"] is own, "nothing was copied"
 
 
-def of_schema_1(state_dict):
-    """The state dict as the first schema has it: integers under one name."""
-    state = {
-        n: {
-            ("remainder" if k.startswith("remainder") else k): (
-                v.view(torch.int16) if k == "remainder16" else v
-            )
-            for k, v in each.items()
-        }
-        for n, each in state_dict["state"].items()
-    }
-    assert any("remainder" in each for each in state.values())
-    entry = {**state_dict["torch_bf16"], "schema": 1}
-    return {**state_dict, "state": state, "torch_bf16": entry}
-
-
-@every_remainder
-def test_a_file_of_schema_1_loads_with_every_bit(key, tmp_path):
-    saved = train(fresh("adamw", torch_bf16.get_recipe(RECIPES[key])), 0, 3)
-    old = through_file(of_schema_1(saved.state_dict()), tmp_path)
-    loaded = fresh("adamw", torch_bf16.get_recipe(RECIPES[key]))
-    loaded.load_state_dict(old)
-    assert snapshot(loaded.state_dict()) == snapshot(saved.state_dict())
-    assert any(key in state for state in loaded.state.values())
-
-
 def trained(recipe):
     torch.manual_seed(0)
     module = torch.nn.Linear(8, 8, bias=False)
-    torch_bf16.cast_module(module, recipe)
+    torch_bf16.cast_model(module, recipe)
     optimizer = torch_bf16.AdamW(module.parameters(), recipe=recipe)
     return module, train(optimizer, 0, 2)
 
 
-@pytest.mark.parametrize("old", ["schema 1", "remainder8"])
-def test_a_distributed_checkpoint_of_other_bits_is_refused_and_not_converted(old, tmp_path):
+def test_a_distributed_checkpoint_of_other_bits_is_refused_and_not_converted(tmp_path):
     """It copies into what is there; integers would become the nearest bf16 numbers, in silence."""
-    module, optimizer = trained(RECIPES["remainder8" if old == "remainder8" else "remainder16"])
+    module, optimizer = trained(RECIPES["remainder8"])
     states = get_optimizer_state_dict(module, optimizer)
-    if old == "schema 1":
-        state = states["state"]["weight"]
-        state["remainder"] = state.pop("remainder16").view(torch.int16)
     dcp.save({"o": states}, checkpoint_id=tmp_path)
     module, optimizer = trained(RECIPES["remainder16"])
     before = everything(optimizer)

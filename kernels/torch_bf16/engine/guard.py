@@ -1,148 +1,126 @@
-"""Whether tensors still are what they were, asked of all of them at once.
-
-At every step a plan asks this of some thousand tensors. One question to all of them in turn, in
-loops that Python runs in C, takes half the time of all questions to one after the other; of
-DTensors, whose local tensors are what is asked, a third.
-"""
+"""Whether a plan still fits: the same tensors take part, in the same memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_bf16.sharding.dtensor import is_dtensor, local
+from torch_bf16.sharding import Parameters, Shard, all_same, no_torch_function
 
-__all__ = ["Guard", "no_torch_function"]
-
-no_torch_function = torch._C.DisableTorchFunctionSubclass
-"""Within it, torch does not look for ``__torch_function__`` at every attribute of a DTensor, which
-takes as long as to read it; DTensors have none."""
-
+__all__ = ["Guard"]
 
 _DTYPE, _SHAPE, _LAYOUT = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
-_GRADIENT = attrgetter("grad")
 
 
 class Guard:
-    """What contiguous parameters, their gradients and their states are now, to compare later.
+    """What parameters, their gradients and their states are now, to compare later.
 
     Args:
-        parameters: contiguous tensors of this process, or DTensors over those, with gradients.
+        shards: of parameters that have gradients.
         states: the optimizer's state.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
-    ) -> None:
-        self._parameters = list(parameters)
-        self._own = [states[each] for each in parameters]
-        # Kept with the tensors themselves, so that no id is given away again.
-        self._keys, self._values = list(states), list(states.values())
-        self._names = [tuple(each) for each in self._own]
-        self._tensors = self._flat()
-        self._is_sharded = [*map(is_dtensor, parameters)]
-        self._sharded: list[Any] = [*compress(parameters, self._is_sharded)]
-        self._specs = [each._spec for each in self._sharded]
-        self._placed: list[Any] = [*filter(is_dtensor, (*parameters, *self._tensors))]
-        self._locals = [each._local_tensor for each in self._placed]
-        self._memory = [*map(local, parameters)]
-        self._kept = [*map(local, self._tensors)]
+    def __init__(self, shards: Sequence[Shard], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self._shards = list(shards)
+        self._parameters = [each.parameter for each in shards]
+        own = [states[each] for each in self._parameters]
+        self._needed = [tuple(each) for each in own]
+        self._kept = _values(own)
+        self._compare_with(states, own)
+        tensors = [each for each in self._kept if isinstance(each, Tensor)]
+        self._many = Parameters(self._parameters, tensors)
+        contiguous = map(Tensor.is_contiguous, self._many.memory)
+        self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
         # What the last look found, for the step that follows it and no longer.
-        self._found: tuple[list[Any], list[Any]] | None = None
+        self._found: list[Any] | None = None
         with no_torch_function():
             self._planned = self._look()
 
-    @classmethod
-    def over(
-        cls, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
-    ) -> Guard | None:
-        """A watch, or None where somebody keeps something else than tensors in a state."""
-        kept = chain.from_iterable(states[each].values() for each in parameters)
-        if not all(isinstance(each, Tensor) for each in kept):
-            return None
-        return cls(parameters, states)
-
-    def unchanged(
+    def holds(
         self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
     ) -> bool:
-        """Whether all are the same tensors in the same memory; False also where that is unsure."""
+        """Whether all are the same tensors in the same memory, of the same dtypes and shapes.
+
+        Args:
+            parameters: those with a gradient now.
+            states: the optimizer's state now.
+        """
         with no_torch_function():
             return (
-                _same(parameters, self._parameters)
-                and _same(states, self._keys)
-                and _same(states.values(), self._values)
-                and [*map(tuple, self._own)] == self._names
-                and _same(self._flat(), self._tensors)
-                and self._in_place()
+                all_same(parameters, self._parameters)
+                and self._has_the_same(states)
+                and self._many.in_place()
                 and self._sees_the_same()
             )
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of each gradient, which may communicate; for the step that follows."""
+        found, self._found = self._found, None
+        if found is None:
+            return [each.gradient() for each in self._shards]
+        return found
+
+    def versions(self) -> list[int]:
+        """For each parameter a number that a write to it raises."""
+        return self._many.versions()
+
+    def _compare_with(
+        self, states: Mapping[Tensor, Mapping[str, Any]], own: list[Mapping[str, Any]]
+    ) -> None:
+        # Kept with the objects themselves, so that no id is given away again.
+        self._keys, self._states = list(states), list(states.values())
+        self._own, self._names = own, [tuple(each) for each in own]
+        self._seen = _values(own)
+
+    def _has_the_same(self, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        if (
+            all_same(states, self._keys)
+            and all_same(states.values(), self._states)
+            and [*map(tuple, self._own)] == self._names
+            and all_same(_values(self._own), self._seen)
+        ):
+            return True
+        # Somebody may have added to the states, or put the same tensors into another dict.
+        own = [states.get(each, {}) for each in self._parameters]
+        pairs = zip(own, self._needed, strict=True)
+        found = (its.get(name) for its, names in pairs for name in names)
+        if not all(map(is_, found, self._kept)):
+            return False
+        self._compare_with(states, own)
+        return True
 
     def _sees_the_same(self) -> bool:
         try:
             return self._look() == self._planned
-        except AttributeError:  # a plain tensor for the gradient of a DTensor
+        except AttributeError:  # a plain tensor for the gradient of a sharded parameter
             return False
 
-    def gradients(self) -> list[Tensor] | None:
-        """This rank's parts, contiguous; None where one must be brought into place or copied."""
-        with no_torch_function():
-            (gradients, placed), self._found = self._found or self._gradients(), None
-            # FSDP2 gives a gradient the very spec of its parameter; of others, placements count.
-            specs = [each._spec for each in placed]
-            if not _same(specs, self._specs) and _placements(specs) != _placements(self._specs):
-                return None
-            # What a collective that is still under way leaves there must be waited for.
-            if placed and {*map(type, compress(gradients, self._is_sharded))} != {Tensor}:
-                return None
-            plain = all(map(Tensor.is_contiguous, gradients))
-            return gradients if plain and not any(map(Tensor.is_neg, gradients)) else None
-
-    def _gradients(self) -> tuple[list[Any], list[Any]]:
-        """What this rank holds of each gradient, and those of them that are DTensors."""
-        gradients: list[Any] = [*map(_GRADIENT, self._parameters)]
-        placed = [*compress(gradients, self._is_sharded)]
-        if placed:
-            pairs = zip(gradients, self._is_sharded, strict=True)
-            gradients = [each._local_tensor if sharded else each for each, sharded in pairs]
-        return gradients, placed
-
-    def _in_place(self) -> bool:
-        """Whether DTensors have the local tensors that they had, cut as they were."""
-        return (
-            _same([each._local_tensor for each in self._placed], self._locals)
-            and _same([each._spec for each in self._sharded], self._specs)
-            and all(map(Tensor.is_contiguous, self._memory))
-        )
-
-    def _flat(self) -> list[Tensor]:
-        return [*chain.from_iterable(each.values() for each in self._own)]
-
-    def _look(self) -> tuple[list[Any], ...]:
-        memory, self._found = self._memory, self._gradients()
-        gradients, placed = self._found
+    def _look(self) -> tuple[Any, ...]:
+        memory = self._many.memory
+        gradients, placements = self._many.gradients()
+        # FSDP2 gives a gradient the placements of its parameter; others must be brought there.
+        usable = placements == self._many.placements() and self._many.settled(gradients)
+        self._found = gradients if usable else None
         return (
             [*map(Tensor.data_ptr, memory)],
             [*map(_DTYPE, memory)],
             [*map(_SHAPE, memory)],
-            _placements(self._specs),
+            [n for n, flag in enumerate(map(Tensor.is_contiguous, memory)) if not flag],
+            [memory[n].stride() for n in self._scattered],
+            self._many.placements(),
             [*map(_DTYPE, gradients)],
             [*map(_SHAPE, gradients)],
             [*map(_LAYOUT, gradients)],
             [*map(Tensor.get_device, gradients)],
-            _placements([each._spec for each in placed]),
+            placements,
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            [*map(Tensor.data_ptr, self._kept)],
+            [*map(Tensor.data_ptr, self._many.kept)],
         )
 
 
-def _placements(specs: list[Any]) -> list[Any]:
-    return [each.placements for each in specs]
-
-
-def _same(some: Any, others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def _values(states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(each.values() for each in states)]

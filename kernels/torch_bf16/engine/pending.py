@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
+from torch_bf16.sharding import version_of
 
 __all__ = ["Pending", "check_capturable", "clip_coefficient"]
 
@@ -24,7 +25,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.coefficient: float | Tensor = 1.0
-        self._clipped: list[TensorWeakRef] = []
+        self._clipped: list[tuple[TensorWeakRef, int]] = []
         self._found_inf: Tensor | None = None
         self._skipped: dict[torch.device, Tensor] = {}
 
@@ -47,20 +48,26 @@ class Pending:
         self.coefficient = coefficient
 
     def only_for(self, gradients: Iterable[Tensor]) -> None:
-        """Keep what was told as long as any of these gradients is there."""
-        self._clipped = [TensorWeakRef(each) for each in gradients]
+        """Keep what was told as long as these gradients are what they are now."""
+        self._clipped = [(TensorWeakRef(each), version_of(each)) for each in gradients]
+
+    def is_stale(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether none of the gradients that were told about is there, or one was written since."""
+        if not self._clipped:
+            return False
+        there = {id(each) for each in gradients}
+        found = [(ref(), version) for ref, version in self._clipped]
+        left = [(g, version) for g, version in found if g is not None and id(g) in there]
+        return not left or any(version_of(g) != version for g, version in left)
 
     def drop_if_stale(self, gradients: Iterable[Tensor]) -> None:
-        """Forget what was told of gradients none of which is there any more, and say so."""
-        if not self._clipped:
-            return
-        there = {id(each) for each in gradients}
-        if not any(id(each()) in there for each in self._clipped):
+        """Forget what was told of other gradients than these, and say so."""
+        if self.is_stale(gradients):
             self.reset()
             warnings.warn(
-                "gradients were clipped and then replaced before a step read them, by "
-                "model.zero_grad() or p.grad = None, say: this step scales nothing and skips "
-                "nothing. Clip after the last backward() before the step",
+                "gradients were clipped and then replaced or written before a step read them, by "
+                "model.zero_grad(), p.grad = None or another backward(), say: this step scales "
+                "nothing and skips nothing. Clip after the last backward() before the step",
                 stacklevel=3,
             )
 
@@ -68,7 +75,7 @@ class Pending:
         """Leave everything as it is where ``found_inf``, a tensor with one element, is not 0."""
         self._found_inf = found_inf
 
-    def call(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
+    def inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
         """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes."""
         if self._found_inf is not None:
             mine = self._found_inf
@@ -82,9 +89,9 @@ class Pending:
             if device not in self._skipped:
                 self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
 
-    def count(self, call: StepInputs) -> None:
+    def count(self, told: StepInputs) -> None:
         """Count a step that was skipped, without asking the device whether it was."""
-        found = call.found_inf
+        found = told.found_inf
         if found is None:
             return
         found = torch.as_tensor(found)

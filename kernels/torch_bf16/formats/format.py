@@ -64,6 +64,11 @@ class Format:
         return max(plane.block for plane in self.planes)
 
     @property
+    def remainders(self) -> tuple[str, ...]:
+        """The planes of a weight that mean nothing beside another one than they were made with."""
+        return tuple(p.suffix for p in self.planes[1:] if not p.dtype.is_floating_point)
+
+    @property
     def bytes_per_element(self) -> float:
         """Bytes that one number takes; an int where that is whole."""
         size = sum(plane.dtype.itemsize / plane.block for plane in self.planes)

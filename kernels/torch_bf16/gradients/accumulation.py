@@ -10,7 +10,6 @@ import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.backends import Bucket, Variant, choose, cuda_graphs
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.engine.batch import Batch, Job
+from torch_bf16.engine.engine import Engine, engine_of
 from torch_bf16.formats import BF16_STOCHASTIC
-from torch_bf16.numerics.counter_rng import GRADIENT, stream_base, sum_base, tensor_key
+from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.rules import ACCUMULATE
-from torch_bf16.sharding.dtensor import Span, is_dtensor, local, span_of
-from torch_bf16.sharding.fsdp1 import is_flattened
+from torch_bf16.sharding import Span, local, shard_of, unit_shapes
 
 from .backward import ForwardOutputs, at_end_of_backward, own_parameters, sharded_modules
 from .reduction import Fp32Reduction
@@ -40,7 +40,8 @@ def accumulate_gradients(
     Everything else stays as it is in torch: ``backward`` adds to ``p.grad``, ``zero_grad`` resets
     it, and clipping and the step see the sum. Formats:
 
-    - ``"bf16"``: torch's own, 2 bytes per parameter. Gradients below 2^-9 of the sum are lost.
+    - ``"bf16_nearest"``: torch's own, 2 bytes per parameter. Gradients below 2^-9 of the sum are
+      lost.
     - ``"bf16_stochastic"``: 2 bytes. A sum is rounded up or down with the right probabilities, in
       place, when a gradient arrives; only that one gradient exists beside it. The noise is a pure
       function of seed, step, micro-batch, parameter and element, with no state to be saved.
@@ -73,7 +74,8 @@ def accumulate_gradients(
         >>> optimizer.step()
         >>> handle.remove()
     """
-    if not hasattr(optimizer, "_accumulation"):
+    engine = engine_of(optimizer)
+    if engine is None:
         raise ValueError(
             f"accumulate_gradients was given a {type(optimizer).__name__}, which has no recipe; "
             "make it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
@@ -85,7 +87,7 @@ def accumulate_gradients(
         raise ValueError(
             f"accumulation format {format!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
         )
-    if ours._release is not None:
+    if engine.release is not None:
         raise NotImplementedError(
             f"the parameters cannot be accumulated in {format!r}: their gradients are released "
             "inside backward(), so that nothing adds up. remove() the release first"
@@ -95,32 +97,43 @@ def accumulate_gradients(
 
 def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
     """Follow a recipe's ``accumulate``, as far as that needs no module."""
-    if recipe.accumulate != "bf16":
+    if recipe.accumulate != "bf16_nearest":
         GradientAccumulation(optimizer, recipe.accumulate)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sum:
     """The kernel call that adds to one sum, and what it was made for."""
 
     made_for: tuple[Any, ...]
-    backend: ModuleType
-    bucket: Bucket
+    batch: Batch
     spans: list[Span]
+    step: int = 0
+    bases: np.ndarray | None = None
+
+    def add(self, new: Tensor, step: int, number: int) -> None:
+        """Add a gradient, contiguous, the ``number``-th after the first for this step."""
+        if step != self.step:
+            # All spans are of one tensor, whose noise starts from the same words.
+            t0, t1 = self.batch.bases[0, 0].tolist()
+            bases = [[sum_base((t0, t1), step)]] * len(self.batch)
+            self.step, self.bases = step, np.array(bases, np.uint32)
+        self.batch.run_alike([span.of(new) for span in self.spans], number, bases=self.bases)
 
 
 class GradientAccumulation:
     """A handle on how an optimizer's gradients are summed; see :func:`accumulate_gradients`.
 
     Attributes:
-        format: ``"bf16"``, ``"bf16_stochastic"`` or ``"fp32"``.
+        format: ``"bf16_nearest"``, ``"bf16_stochastic"`` or ``"fp32"``.
     """
 
     def __init__(self, optimizer: Any, format: str, model: nn.Module | None = None) -> None:
-        if format != "bf16":
+        if format != "bf16_nearest":
             _check_parts(optimizer, format)
-        if optimizer._accumulation is not None:
-            optimizer._accumulation.remove()
+        engine: Engine = optimizer._engine
+        if engine.accumulation is not None:
+            engine.accumulation.remove()
         self.format = format
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
@@ -132,7 +145,7 @@ class GradientAccumulation:
         self._steps: dict[Tensor, int] | None = None
         self._task = -1
         self._reduction: Fp32Reduction | None = None
-        if format != "bf16":
+        if format != "bf16_nearest":
             modules = [] if model is None else list(sharded_modules(model, format))
             try:
                 if model is not None and format == "fp32":
@@ -148,7 +161,7 @@ class GradientAccumulation:
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_step),
             ]
-        optimizer._accumulation = self
+        engine.accumulation = self
 
     def remove(self) -> None:
         """Give gradients back to torch; those there are become the parameters' dtype."""
@@ -165,8 +178,8 @@ class GradientAccumulation:
                     parameter.grad = gradient.to(parameter.dtype)
         self._hooked.clear()
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer._accumulation is self:
-            optimizer._accumulation = None
+        if optimizer is not None and optimizer._engine.accumulation is self:
+            optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
         """Hook the parameters that are new, or no longer frozen."""
@@ -180,7 +193,7 @@ class GradientAccumulation:
                     self._hooked[parameter] = number, position
 
     def _hook(self, parameter: Tensor) -> None:
-        sharded = is_dtensor(parameter)
+        sharded = shard_of(parameter).replaces_parameter
         if self.format == "fp32":
             if not hasattr(parameter, "grad_dtype"):
                 raise ValueError(
@@ -258,16 +271,11 @@ class GradientAccumulation:
         number = self._numbers[parameter] = self._numbers.get(parameter, -1) + 1
         target = total.contiguous()
         optimizer: Any = self._optimizer()
-        step = self._step_of(parameter)
-        made_for = (target.data_ptr(), target.numel(), new.dtype, step, optimizer.recipe.seed)
+        made_for = (target.data_ptr(), target.numel(), new.dtype, optimizer.recipe.seed)
         known = self._sums.get(parameter)
         if known is None or known.made_for != made_for:
             known = self._sums[parameter] = self._make(parameter, target, new.dtype, made_for)
-        bucket = known.bucket
-        bucket.gradients = _pieces(new.resolve_neg().contiguous(), known.spans)
-        bucket.steps = np.full(len(known.spans), number, np.int64)
-        known.backend.run(bucket)
-        bucket.gradients = ()
+        known.add(new.resolve_neg().contiguous(), self._step_of(parameter), number)
         if target is not total:
             total.copy_(target)
             del self._sums[parameter]
@@ -278,23 +286,12 @@ class GradientAccumulation:
         self, parameter: Tensor, total: Tensor, dtype: torch.dtype, made_for: tuple[Any, ...]
     ) -> _Sum:
         optimizer: Any = self._optimizer()
-        spans = span_of(parameter, optimizer._name(*self._hooked[parameter])).short()
-        variant = Variant(
-            ACCUMULATE, BF16_STOCHASTIC, (), dtype, total.device, strided=spans[0].strided
-        )
-        base = stream_base(optimizer.recipe.seed, tensor_key(spans[0].name), GRADIENT.stream)
-        bucket = Bucket(
-            variant=variant,
-            planes=[[(each,)] for each in _pieces(total, spans)],
-            numels=np.array([span.numel for span in spans], np.int64),
-            offsets=np.array([span.offset for span in spans], np.int64),
-            widths=np.array([span.width for span in spans], np.int64),
-            pitches=np.array([span.pitch for span in spans], np.int64),
-            bases=np.array([[sum_base(base, self._step_of(parameter))]] * len(spans), np.uint32),
-            rows=np.zeros(len(spans), np.int64),
-            scalars=np.ones((1, 1), np.float32),
-        )
-        return _Sum(made_for, choose(total.device, optimizer.backend), bucket, spans)
+        name = optimizer._engine.names.key(optimizer.param_groups, *self._hooked[parameter])
+        spans = shard_of(parameter, name).span.pieces()
+        jobs = [
+            Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((span.of(total),),), dtype) for span in spans
+        ]
+        return _Sum(made_for, Batch(jobs, optimizer.recipe.seed, optimizer.backend), spans)
 
     def _step_of(self, parameter: Tensor) -> int:
         """The number of the step that the sum is for."""
@@ -321,11 +318,11 @@ class GradientAccumulation:
 
 def _check_parts(optimizer: Any, format: str) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(map(is_flattened, parameters)):
+    if any(map(unit_shapes, parameters)):
         raise NotImplementedError(
             f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "
             "beside bf16 parameters, and shows a parameter only the sum. Shard with "
-            "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16'"
+            "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16_nearest'"
         )
 
 
@@ -336,12 +333,6 @@ def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     # Of a tensor that is not sharded the attribute is absent.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
     return placed and local(new).shape == local(total).shape == local(parameter).shape
-
-
-def _pieces(memory: Tensor, spans: list[Span]) -> list[Tensor]:
-    if len(spans) == 1:
-        return [memory]
-    return [memory.view(-1)[span.start : span.start + span.numel] for span in spans]
 
 
 def _integers(steps: list[Any]) -> Iterator[int]:

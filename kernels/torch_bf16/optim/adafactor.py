@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
+from torch_bf16.engine.member import Direction, Member
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAFACTOR, ADAFACTOR_VECTOR, Rule
 
-from .optimizer import BF16Optimizer, Direction
+from .optimizer import BF16Optimizer
 
 __all__ = ["Adafactor"]
 
@@ -31,7 +32,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         w = w * (1 - lr * weight_decay) - a / max(1, rms(u) / d) * u
 
     ``r``, ``c`` and the second moment of vectors are fp32 in every recipe: for a matrix they are
-    a few thousandths of it, so that ``true-bf16-stochastic`` takes 4 bytes per parameter with a
+    a few thousandths of it, so that ``bf16-stochastic`` takes 4 bytes per parameter with a
     bf16 gradient.
 
     Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16 parameters too, because
@@ -47,7 +48,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         foreach: ignored.
         maximize: ascend instead of descend.
         fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -71,12 +72,13 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         foreach: bool | None = None,
         maximize: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize
         )
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR
@@ -87,16 +89,16 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     def decouples_decay(self, group: dict[str, Any]) -> bool:
         return True
 
-    def direction_of(self, parameter: Tensor, number: int, name: str, state: Any) -> Direction:
-        format_ = self.recipe.format_of("weights", parameter)
+    def direction_of(self, member: Member) -> Direction:
+        parameter, state, format_ = member.parameter, member.state, member.formats[0]
         others = tuple(state[key] for key in format_.plane_names("")[1:])
 
-        def direction(gradient: Tensor, step: int, call: StepInputs) -> Tensor:
-            group = self.param_groups[number]
+        def direction(gradient: Tensor, step: int, told: StepInputs) -> Tensor:
+            group = self.param_groups[member.group]
             eps1, eps2 = group["eps"]
             eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
             share = float(step) ** group["beta2_decay"]
-            scale = float(call.multiplier) * (-1.0 if group.get("maximize") else 1.0)
+            scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
             g = gradient.float() * scale
             weight = format_.decode((parameter.detach().contiguous(), *others))
             size = _rms(weight).clamp(min=eps2) * min(float(group["lr"]), step**-0.5)

@@ -36,7 +36,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         maximize: ascend instead of descend.
         differentiable: must be False.
         fused: ignored.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -60,7 +60,8 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -76,7 +77,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         )
         # Some versions of torch make the state here, in the parameters' dtype.
         self.state.clear()
-        self._setup(recipe)
+        self._setup(recipe, backend)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return ADAGRAD

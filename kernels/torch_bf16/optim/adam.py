@@ -56,12 +56,14 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             also an option of a parameter group. A ``weight_decay`` of ``peak * 0.1`` then is
             what 0.1 was.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        backend: name of the backend that takes the steps, as ``python -m torch_bf16 info`` lists
+            them; None for the best that works on the parameters' device.
 
     Raises:
-        ValueError: the recipe is unknown, or a parameter is neither bf16 nor fp32.
+        ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
 
     Example:
-        >>> model = torch_bf16.cast_module(torch.nn.Linear(8, 8))
+        >>> model = torch_bf16.cast_model(torch.nn.Linear(8, 8))
         >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
         >>> model(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
         >>> optimizer.step()
@@ -84,7 +86,8 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -99,7 +102,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -113,7 +116,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
         decoupled_weight_decay: decay as AdamW does.
 
     Raises:
-        ValueError: the recipe is unknown, or a parameter is neither bf16 nor fp32.
+        ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
 
     Example:
         >>> optimizer = torch_bf16.Adam(model.parameters(), lr=1e-3, recipe="bf16-fp32-master")
@@ -137,7 +140,8 @@ class Adam(_AdamFamily, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         # torch knows this argument since 2.7.
         newer = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
@@ -155,4 +159,4 @@ class Adam(_AdamFamily, torch.optim.Adam):
             fused=fused,
             **newer,
         )
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)

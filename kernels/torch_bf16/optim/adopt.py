@@ -36,7 +36,7 @@ class ADOPT(BF16Optimizer):
         clip: bound the normalised gradient by the fourth root of the number of steps before.
         maximize: ascend instead of descend.
         fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -57,7 +57,8 @@ class ADOPT(BF16Optimizer):
         clip: bool = True,
         maximize: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         options = {
@@ -70,7 +71,7 @@ class ADOPT(BF16Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, options)
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return RULE

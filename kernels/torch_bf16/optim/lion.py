@@ -18,7 +18,7 @@ __all__ = ["Lion"]
 class Lion(BF16Optimizer):
     """Lion (Chen et al., 2023): steps of one size along the sign of a momentum.
 
-    It keeps one state, so that ``true-bf16-stochastic`` takes 6 bytes per parameter with a bf16
+    It keeps one state, so that ``bf16-stochastic`` takes 6 bytes per parameter with a bf16
     gradient. See :mod:`torch_bf16.rules.lion` for the equations. Use a learning rate three to ten
     times smaller than AdamW's and a weight decay as much larger, as the paper does.
 
@@ -29,7 +29,7 @@ class Lion(BF16Optimizer):
         weight_decay: decoupled decay.
         maximize: ascend instead of descend.
         fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -47,12 +47,13 @@ class Lion(BF16Optimizer):
         *,
         maximize: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return LION

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs
-from torch_bf16.engine.running_average import move_averages
+from torch_bf16.engine.batch import Batch, Job
+from torch_bf16.engine.member import Direction, Member
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import ADAMW, FIRST_MOMENT, MUON, Rule
+from torch_bf16.rules import ADAMW, AVERAGE, FIRST_MOMENT, MUON, Rule
 
-from .optimizer import BF16Optimizer, Direction
+from .optimizer import BF16Optimizer
 
 __all__ = ["Muon", "orthogonalise"]
 
@@ -92,7 +93,7 @@ class Muon(BF16Optimizer, _Torchs):
         adamw_betas: ``betas`` of groups with ``use_muon=False`` that name none.
         adamw_eps: their ``eps``, likewise.
         fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a group without ``use_muon`` holds a parameter
@@ -123,7 +124,8 @@ class Muon(BF16Optimizer, _Torchs):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         check_ranges(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
         check_ranges(betas=adamw_betas, adamw_eps=adamw_eps)
@@ -149,7 +151,7 @@ class Muon(BF16Optimizer, _Torchs):
         self._adamw = (adamw_betas, adamw_eps)
         # torch's own constructor refuses all that is no matrix.
         torch.optim.Optimizer.__init__(self, params, options)
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch; ``use_muon`` says who steps it.
@@ -180,25 +182,18 @@ class Muon(BF16Optimizer, _Torchs):
     def decouples_decay(self, group: dict[str, Any]) -> bool:
         return True
 
-    def direction_of(self, parameter: Tensor, number: int, name: str, state: Any) -> Direction:
-        format_ = self.recipe.format_of(FIRST_MOMENT, parameter)
-        planes = tuple(state[key] for key in format_.plane_names("momentum_buffer"))
+    def direction_of(self, member: Member) -> Direction:
+        parameter: Any = member.parameter
+        format_ = self.recipe.format_of(FIRST_MOMENT, parameter.shape, parameter.dtype)
+        planes = tuple(member.state[key] for key in format_.plane_names("momentum_buffer"))
+        job = Job(member.shard.span, AVERAGE, (format_,), (planes,), parameter.grad.dtype)
+        average = Batch([job], self.recipe.seed, self.backend)
 
-        def direction(gradient: Tensor, step: int, call: StepInputs) -> Tensor:
-            group = self.param_groups[number]
-            scale = float(call.multiplier) * (-1.0 if group.get("maximize") else 1.0)
+        def direction(gradient: Tensor, step: int, told: StepInputs) -> Tensor:
+            group = self.param_groups[member.group]
+            scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
             momentum = float(group["momentum"])
-            move_averages(
-                format_,
-                [planes],
-                [gradient],
-                [name],
-                rate=1.0 - momentum,
-                step=step,
-                seed=self.recipe.seed,
-                scale=scale,
-                backend=self.backend,
-            )
+            average.run_alike([gradient], step, (1.0 - momentum,), scale=scale)
             update = format_.decode(planes).view(parameter.shape)
             if group["nesterov"]:
                 update = (gradient.float() * scale).lerp(update, momentum)

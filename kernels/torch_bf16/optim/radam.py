@@ -50,7 +50,8 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
         capturable: bool = False,
         differentiable: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -64,7 +65,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
             capturable=capturable,
             differentiable=differentiable,
         )
-        self._setup(recipe, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return RADAM

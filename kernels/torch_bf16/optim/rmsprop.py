@@ -43,7 +43,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
         foreach: ignored.
         maximize: ascend instead of descend.
         differentiable: must be False.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -68,7 +68,8 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
         maximize: bool = False,
         differentiable: bool = False,
         *,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -83,7 +84,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
             maximize,
             differentiable,
         )
-        self._setup(recipe)
+        self._setup(recipe, backend)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if group["centered"]:

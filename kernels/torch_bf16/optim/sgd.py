@@ -35,10 +35,10 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         foreach: ignored.
         differentiable: must be False.
         fused: ignored.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe, backend: as for :class:`AdamW`.
 
     Raises:
-        ValueError: the recipe is unknown, or a parameter is neither bf16 nor fp32.
+        ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
 
     Example:
         >>> optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -59,7 +59,8 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        recipe: str | Recipe = "true-bf16-stochastic",
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -73,7 +74,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._setup(recipe)
+        self._setup(recipe, backend)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if not group["momentum"]:

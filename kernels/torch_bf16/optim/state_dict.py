@@ -1,241 +1,159 @@
-"""What our optimizers save and load, and what their messages call a parameter."""
+"""What our optimizers save and load: torch's state dicts, with all bits."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from torch_bf16.errors import StateMismatchError
-from torch_bf16.recipe import Recipe
-from torch_bf16.rules import Rule
-from torch_bf16.sharding.fsdp1 import bare_name, clean_name, is_flattened
-from torch_bf16.sharding.zero import Whole
+from torch_bf16.errors import StateMismatchError, suffix_errors
+from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.fp32 import gatherable
 from torch_bf16.states.recoding import Changes
-from torch_bf16.states.views import from_view, same_memory, to_view
+from torch_bf16.states.views import from_view, to_view
 
-from .validation import check_options
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
 
-__all__ = ["Checkpointed"]
+__all__ = ["check", "load", "saved"]
+
+_UNCHANGED = "Nothing was changed"
 
 _logger = logging.getLogger("torch_bf16")
 
 
+def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The state dict that torch's own method makes, with its header, and bits shown as numbers."""
+    # Before the user's own hooks, which see what is saved.
+    hook = optimizer.register_state_dict_post_hook(_show, prepend=True)
+    try:
+        found = state_dict()
+    finally:
+        hook.remove()
+    names = optimizer._engine.names.known(optimizer.param_groups)
+    found[schema.HEADER] = schema.header(optimizer.recipe, names)
+    return found
+
+
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = {key: to_view(each) for key, each in state_dict["state"].items()}
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
-            if key in states and is_flattened(parameter):
-                states[key] = gatherable(state_dict["state"][key], parameter, optimizer.recipe)
+    for group, its in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], its["params"], strict=True):
+            if key in states and (shapes := unit_shapes(parameter)):
+                states[key] = gatherable(
+                    state_dict["state"][key], parameter, shapes, optimizer.recipe
+                )
     return {**state_dict, "state": states}
 
 
-class Checkpointed(torch.optim.Optimizer):
-    """The half of an optimizer that state dicts pass through; :class:`BF16Optimizer` has the rest.
-
-    Attributes:
-        recipe: how numbers are stored; loading takes over the noise seed.
-    """
-
-    recipe: Recipe
-    _names: dict[tuple[int, int], str]
-    _whole: Whole | None = None
-
-    def rule_of(self, group: dict[str, Any]) -> Rule:
-        """The update rule of a parameter group."""
-        raise NotImplementedError
-
-    def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
-        """The update rule of a parameter, where its shape decides."""
-        return self.rule_of(group)
-
-    def _check_options(self, group: Mapping[str, Any], number: int) -> None:
-        """Refuse options that no rule has."""
-        check_options(group, number)
-
-    def _invalidate(self) -> None:
-        """Drop what was derived from the tensors of the last step."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.
-
-        What FSDP1 has flattened has all its numbers in fp32 there: it gathers the states of a unit
-        only if they have one dtype and the same names.
-        """
-        # Before the user's own hooks, which see what is saved.
-        hook = self.register_state_dict_post_hook(_show, prepend=True)
-        try:
-            state_dict = super().state_dict()
-        finally:
-            hook.remove()
-        state_dict[schema.HEADER] = schema.header(self.recipe, self._known_names())
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of any recipe, or one of the ``torch.optim`` class it stands for.
-
-        States keep their exact bits and dtypes where the recipe is the one they were saved with;
-        torch would cast them to the parameter's. Otherwise they are rounded once into the formats
-        of this optimizer's recipe, and a warning says which numbers that changed and how many.
-        Where no exact master was saved, it starts from the weights that ``cast_module`` saw.
-        Tensors are copied, except those that already are this optimizer's own, and the saved noise
-        seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
-
-        Load the model's weights first: an exact master is stored as what its weight lacks.
-
-        Raises:
-            StateMismatchError: shapes or masters do not fit, or something is missing or damaged;
-                nothing has been changed.
-            ValueError: the number of groups or parameters differs, as in torch.
-            NotImplementedError: it was saved with an option that is not supported.
-        """
-        if not isinstance(state_dict, dict):
+def load(
+    optimizer: BF16Optimizer, state_dict: dict[str, Any], load_state_dict: Callable[[Any], None]
+) -> None:
+    """Load by torch's own method, which would cast states to the parameters' dtype."""
+    if not isinstance(state_dict, dict):
+        with suffix_errors(_UNCHANGED):
             schema.check_whole(state_dict)
-        loaded: dict[Tensor, dict[str, Any]] = {}
-        changes, recipe, header = Changes(), self.recipe, None
+    loaded: dict[Tensor, dict[str, Any]] = {}
+    changes, recipe, header = Changes(), optimizer.recipe, None
 
-        def take(optimizer, given):
-            nonlocal recipe, header
-            schema.check_whole(given)
-            header = given.get(schema.HEADER)
-            recipe = schema.check_header(header, self.recipe)
-            loaded.update(self._read(given, changes))
-            # torch would cast what it finds here to the parameters' dtype.
-            return {**given, "state": {}, "param_groups": self._named_groups(given)}
+    def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        nonlocal recipe, header
+        schema.check_whole(given)
+        header = given.get(schema.HEADER)
+        recipe = schema.check_header(header, optimizer.recipe)
+        loaded.update(_read(optimizer, given, changes))
+        # torch would cast what it finds here.
+        return {**given, "state": {}, "param_groups": _named_groups(optimizer, given)}
 
-        def put(optimizer):
-            self.state.update(loaded)
-            self._invalidate()
-            self.recipe = recipe
-            if changes.counts:
-                level = logging.WARNING if changes.lost else logging.INFO
-                _logger.log(level, "%s", schema.notice(header, recipe, changes))
+    def put(_: Any) -> None:
+        optimizer.state.update(loaded)
+        optimizer._engine.invalidate()
+        optimizer.recipe = recipe
+        if changes.counts:
+            level = logging.WARNING if changes.lost else logging.INFO
+            _logger.log(level, "%s", schema.notice(header, recipe, changes))
 
-        # After the user's own pre-hooks and before their post-hooks.
-        hooks = [
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(put, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    # After the user's own pre-hooks and before their post-hooks.
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(put, prepend=True),
+    ]
+    try:
+        with suffix_errors(_UNCHANGED):
+            load_state_dict(state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def _named_groups(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """The saved groups; of what FSDP1 has flattened in another way, names say nothing."""
-        groups = []
-        for saved, live in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            if any(map(is_flattened, live["params"])):
-                saved = {k: v for k, v in saved.items() if k != "param_names"}
-                saved |= {k: v for k, v in live.items() if k == "param_names"}
-            groups.append(saved)
-        return [*groups, *state_dict["param_groups"][len(groups) :]]
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise what :meth:`load_state_dict` would raise, and load nothing.
-
-        Only one parameter's states are copied at a time. Load hooks do not run.
-        """
+def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise what :func:`load` would raise, and load nothing."""
+    with suffix_errors(_UNCHANGED):
         schema.check_whole(state_dict)
-        schema.check_header(state_dict.get(schema.HEADER), self.recipe)
-        saved, live = (
+        schema.check_header(state_dict.get(schema.HEADER), optimizer.recipe)
+        theirs, ours = (
             [len(group["params"]) for group in groups]
-            for groups in (state_dict["param_groups"], self.param_groups)
+            for groups in (state_dict["param_groups"], optimizer.param_groups)
         )
-        if saved != live:
+        if theirs != ours:
             raise StateMismatchError(
-                f"the state dict has groups of {saved} parameters and the optimizer of {live}; it "
-                "was saved from another model. Nothing was changed"
+                f"the state dict has groups of {theirs} parameters and the optimizer of {ours}; it "
+                "was saved from another model"
             )
-        deque(self._read(state_dict, Changes()), maxlen=0)
+        deque(_read(optimizer, state_dict, Changes()), maxlen=0)
 
-    def _read(self, state_dict, changes: Changes) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != [len(group["params"]) for group in saved_groups]:
-            return  # torch itself refuses this in a moment
-        self._check_order(state_dict)
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            self._check_options(saved, number)
-            schema.check_hyperparameters(saved, group, number)
-            for position, key in enumerate(saved["params"]):
-                if state := state_dict["state"].get(key):
-                    parameter, label = group["params"][position], self.label(number, position)
-                    schema.check_has_memory(parameter, label)
-                    own = self.state.get(parameter, {})
-                    seen = to_view(own)
-                    # What torch.distributed.checkpoint has loaded in place needs no copy.
-                    copy = {
-                        k: own[k]
-                        if same_memory(v, seen.get(k))
-                        else v.clone()
-                        if isinstance(v, Tensor)
-                        else v
-                        for k, v in state.items()
-                    }
-                    copy = from_view(copy, parameter.ndim)
-                    options = {**group, **saved}
-                    yield parameter, self._complete(copy, parameter, options, label, changes)
 
-    def _check_order(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse states in another order than the parameters, as far as names are known."""
-        header: Any = state_dict.get(schema.HEADER)
-        names = (header or {}).get("names") or []
-        here: Any = self._known_names()
-        for number, (saved, live) in enumerate(zip(names, here, strict=False)):
-            if None in live or None in saved:
-                continue
-            saved, live = ([*map(bare_name, each)] for each in (saved, live))
-            if saved != live and sorted(saved) == sorted(live):
-                first = next(n for n, (a, b) in enumerate(zip(saved, live, strict=True)) if a != b)
-                raise StateMismatchError(
-                    f"group {number} of the state dict has its parameters in another order: number "
-                    f"{first} is {saved[first]!r} there and {live[first]!r} here, and states go by "
-                    "number. Make the optimizer of the parameters in the order of "
-                    "model.named_parameters(). Nothing was changed"
-                )
+def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """The saved groups; of what FSDP1 has flattened in another way, names say nothing."""
+    groups = []
+    for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        if any(unit_shapes(parameter) for parameter in ours["params"]):
+            theirs = {k: v for k, v in theirs.items() if k != "param_names"}
+            theirs |= {k: v for k, v in ours.items() if k == "param_names"}
+        groups.append(theirs)
+    return [*groups, *state_dict["param_groups"][len(groups) :]]
 
-    def _complete(self, state, parameter, group, label: str, changes: Changes) -> dict[str, Any]:
-        """A parameter's state as this optimizer keeps it; see :func:`schema.complete_state`."""
-        rule = self.rule_for(group, parameter)
-        return schema.complete_state(state, parameter, rule, self.recipe, label, changes)
 
-    def label(self, group: int, position: int) -> str:
-        """How errors call a parameter: its name where known, its place, shape and dtype."""
-        parameter = self.param_groups[group]["params"][position]
-        return (
-            f"parameter {self._name(group, position)!r} (number {position} of group {group}, shape "
-            f"{tuple(parameter.shape)}, {parameter.dtype})"
-        )
+def _read(
+    optimizer: BF16Optimizer, state_dict: dict[str, Any], changes: Changes
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    theirs = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != [len(group["params"]) for group in theirs]:
+        return  # torch itself refuses this in a moment
+    header: Any = state_dict.get(schema.HEADER)
+    names = [
+        [name and bare_name(name) for name in its] for its in (header or {}).get("names") or []
+    ]
+    schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
+    for number, (group, its) in enumerate(zip(optimizer.param_groups, theirs, strict=True)):
+        optimizer._check_options(its, number)
+        schema.check_hyperparameters(its, group, number)
+        for position, key in enumerate(its["params"]):
+            if state := state_dict["state"].get(key):
+                parameter, label = group["params"][position], optimizer.label(number, position)
+                schema.check_has_memory(parameter, label)
+                state = _copied(state, optimizer.state.get(parameter, {}), parameter.ndim)
+                shard, options = shard_of(parameter), {**group, **its}
+                yield parameter, optimizer._complete(state, shard, options, label, changes)
 
-    def _name(self, group: int, position: int) -> str:
-        if self._whole is not None and (group, position) not in self._names:
-            whole = self._whole.name(self.param_groups[group]["params"][position])
-            if whole is not None:
-                return bare_name(whole)
-        names = self.param_groups[group].get("param_names")
-        if names is not None:
-            return bare_name(names[position])
-        if (known := self._names.get((group, position))) is not None:
-            return bare_name(known)
-        before = sum(len(each["params"]) for each in self.param_groups[:group])
-        return f"#{before + position}"
 
-    def _known_names(self) -> list[list[str | None]]:
-        if self._whole is not None:
-            groups = enumerate(self.param_groups)
-            named = [[self._name(g, n) for n in range(len(its["params"]))] for g, its in groups]
-            return [[None if name.startswith("#") else name for name in its] for its in named]
-        return [
-            [clean_name(name) for name in group.get("param_names") or ()]
-            or [self._names.get((number, n)) for n in range(len(group["params"]))]
-            for number, group in enumerate(self.param_groups)
-        ]
+def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
+    """A saved state as kernels read it: copies of all but the optimizer's own tensors.
+
+    What torch.distributed.checkpoint has loaded in place needs no copy.
+    """
+    seen = to_view(own)
+    copy = {
+        key: own[key]
+        if same_memory(each, seen.get(key))
+        else each.clone()
+        if isinstance(each, Tensor)
+        else each
+        for key, each in state.items()
+    }
+    return from_view(copy, dims)

@@ -1,1 +1,46 @@
 """What a rank holds of a parameter: the only room that knows how others shard."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .dtensor import DTensorShard
+from .fsdp1 import Fsdp1Shard, is_flattened, is_part, register, unit_shapes
+from .local import is_dtensor, local, place_like, same_memory, version_of, whole
+from .many import Parameters, all_same, no_torch_function
+from .names import WRAPPERS, bare_name, without_wrappers
+from .shard import Shard
+from .span import Span
+
+__all__ = [
+    "WRAPPERS",
+    "Parameters",
+    "Shard",
+    "Span",
+    "all_same",
+    "bare_name",
+    "local",
+    "no_torch_function",
+    "place_like",
+    "register",
+    "same_memory",
+    "shard_of",
+    "unit_shapes",
+    "version_of",
+    "whole",
+    "without_wrappers",
+]
+
+
+def shard_of(parameter: Tensor, name: str = "") -> Shard:
+    """What this rank holds of a parameter, whoever has sharded it.
+
+    Args:
+        parameter: plain, a DTensor, or what FSDP1 has left of one.
+        name: what keys its noise.
+    """
+    if is_dtensor(parameter):
+        return DTensorShard(parameter, name)
+    if is_flattened(parameter) and is_part(parameter):
+        return Fsdp1Shard(parameter, name)
+    return Shard(parameter, name)

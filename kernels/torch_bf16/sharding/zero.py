@@ -1,7 +1,7 @@
-"""The local optimizer of torch's ``ZeroRedundancyOptimizer``, and what it must know of the whole.
+"""What names the parameters of the local optimizer in torch's ``ZeroRedundancyOptimizer``.
 
 Each rank steps for some of the parameters, in an order that follows from their sizes, and sends
-them to the others. Noise must not depend on that, so its keys are asked of the optimizer around it.
+them to the others. Noise must not depend on that, so the optimizer around it says what keys it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,20 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Whole", "is_zero", "whole_of_the_made"]
-
-
-def _kind() -> Any:
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return None if module is None else module.ZeroRedundancyOptimizer
+__all__ = ["Whole", "is_zero"]
 
 
 def is_zero(optimizer: Any) -> bool:
     """Whether it is a ``ZeroRedundancyOptimizer``; does not import what defines those."""
-    kind = _kind()
-    return kind is not None and isinstance(optimizer, kind)
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 class Whole:
     """The parameters of all ranks.
 
     Args:
-        zero: the ``ZeroRedundancyOptimizer`` that has them, and will have the local optimizer.
+        zero: the ``ZeroRedundancyOptimizer`` that has them.
     """
 
     def __init__(self, zero: torch.optim.Optimizer) -> None:
@@ -54,19 +49,5 @@ class Whole:
         return self._names.get(parameter)
 
 
-def whole_of_the_made() -> Whole | None:
-    """Of the ``ZeroRedundancyOptimizer`` that is making its local optimizer right now, if any.
-
-    It gives that one its share of the groups and no more, so that only the caller's frame knows.
-    """
-    kind = _kind()
-    frame = None if kind is None else sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is kind._init_local_optimizer.__code__:  # pyright: ignore[reportOptionalMemberAccess]
-            return Whole(frame.f_locals["self"])
-        frame = frame.f_back
-    return None
-
-
 def _invalidate(zero: Any) -> None:
-    zero.optim._invalidate()
+    zero.optim._engine.invalidate()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding.fsdp1 import unit_shapes
 
 from .recoding import stored_format
 from .views import AS_NUMBERS, MASTERS
@@ -34,17 +33,28 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in planes}
 
 
-def gatherable(state: Mapping[str, Any], parameter: Tensor, recipe: Recipe) -> dict[str, Any]:
+def gatherable(
+    state: Mapping[str, Any],
+    parameter: Tensor,
+    shapes: Sequence[Sequence[int]],
+    recipe: Recipe,
+) -> dict[str, Any]:
     """The state of a parameter that FSDP1 has flattened, as FSDP1 can gather it.
 
     FSDP1 gathers the states of a unit's parameters as if they were one tensor: all of one dtype,
     and each name with every parameter. So all numbers are fp32, and what one format has beyond the
     parameter stands beside all, NaN where there is none. No bit is lost.
+
+    Args:
+        state: of the parameter.
+        parameter: what FSDP1 has left of it on this rank.
+        shapes: of all parameters of the unit.
+        recipe: decides formats.
     """
     found = fp32_numbers(state)
     if parameter.dtype != torch.bfloat16:
         return found
-    formats = [recipe.format_for("weights", shape) for shape in unit_shapes(parameter)]
+    formats = [recipe.format_of("weights", shape) for shape in shapes]
     for key in sorted({name for each in formats for name in each.plane_names("")[1:]}):
         shown = AS_NUMBERS.get(key, key)
         if key in state:

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from torch_bf16.formats import INT8, ROLES, UINT8
-from torch_bf16.sharding.dtensor import is_dtensor, local, place_like
+from torch_bf16.sharding import local, place_like
 
 __all__ = [
     "AS_NUMBERS",
     "MASTERS",
-    "REMAINDERS",
     "from_view",
     "masters_in",
-    "same_memory",
     "to_view",
 ]
 
@@ -35,16 +33,12 @@ _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
 _CODES = {INT8.planes[0].dtype, UINT8.planes[0].dtype}
 _SCALE = INT8.planes[1].suffix
 
-# Of schema 1: either remainder, told apart by the dtype alone.
-_OLD = "remainder"
-
-REMAINDERS = frozenset(suffix for suffix, dtype in _PLANES.items() if not dtype.is_floating_point)
-"""Those that mean nothing beside another parameter than the one they were made with."""
-
-AS_NUMBERS = {suffix: f"{suffix}_fp32" for suffix in sorted(REMAINDERS)}
+AS_NUMBERS = {
+    suffix: f"{suffix}_fp32" for suffix, dtype in _PLANES.items() if not dtype.is_floating_point
+}
 """The keys of remainders as integers in fp32, which FSDP1 can gather beside fp32 moments."""
 
-MASTERS = sorted([*_PLANES, _OLD, *AS_NUMBERS.values()])
+MASTERS = sorted([*_PLANES, *AS_NUMBERS.values()])
 """The keys under which a state may hold what a weight has beyond the parameter."""
 
 
@@ -66,7 +60,7 @@ def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
     """A saved state with codes in the shape of their moments, as :func:`shown` found them.
 
     Args:
-        state: saved by any version.
+        state: as it was saved.
         dims: how many dimensions the parameter has.
     """
     return {
@@ -79,7 +73,7 @@ def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a state holds of a weight beyond the parameter, as kernels read it.
 
     Args:
-        state: in memory, or saved by any version; of plain tensors.
+        state: in memory or as it was saved; of plain tensors.
     """
     found = {}
     for key in MASTERS:
@@ -93,32 +87,10 @@ def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
                 suffix = key.removesuffix("_fp32")
                 found[suffix] = value.to(_PLANES[suffix])
             continue
-        if key == _OLD:
-            key = next((k for k, d in _PLANES.items() if k.startswith(_OLD) and d == dtype), key)
         if key in _BITS and dtype == torch.bfloat16:
             value = value.view(torch.int16)
         found[key] = value
     return found
-
-
-def same_memory(given: Any, own: Any) -> bool:
-    """Whether two tensors are one and the same, seen through two objects."""
-    if not isinstance(given, Tensor) or not isinstance(own, Tensor):
-        return False
-    if given is own:
-        return True
-    if is_dtensor(given) != is_dtensor(own) or given.shape != own.shape:
-        return False
-    if is_dtensor(given) and given.placements != own.placements:  # pyright: ignore[reportAttributeAccessIssue]
-        return False
-    one, other = local(given), local(own)
-    return (
-        one.dtype == other.dtype
-        and one.device == other.device
-        and one.device.type != "meta"
-        and (one.data_ptr(), one.shape, one.stride())
-        == (other.data_ptr(), other.shape, other.stride())
-    )
 
 
 def _as_bf16(tensor: Any) -> Any:

@@ -1,0 +1,165 @@
+"""Numbers that one kernel call takes through a rule: the only way from tensors to a backend.
+
+Steps, running averages, sums of micro-batches and the encoding for other optimizers are batches. A
+batch is frozen when it is made; what a step brings comes with :meth:`Batch.run`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import Backend, Bucket, KernelInputs, ScalarRows, Variant, choose
+from torch_bf16.formats import Format
+from torch_bf16.numerics.counter_rng import stream_base, tensor_key
+from torch_bf16.rules import Rule
+from torch_bf16.sharding import Span, local
+
+__all__ = ["Batch", "Job", "by_variant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One tensor, or one span of it, on its way through a rule.
+
+    Attributes:
+        span: which elements of the whole tensor they are; its name keys the noise.
+        rule: the rule.
+        formats: of the number that the rule updates, then of each of its states.
+        planes: for each format its tensors, contiguous and written by each run; the span's part.
+        gradient: dtype of what a run brings, bfloat16 or float32.
+    """
+
+    span: Span
+    rule: Rule
+    formats: tuple[Format, ...]
+    planes: tuple[tuple[Tensor, ...], ...]
+    gradient: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        span: Span,
+        rule: Rule,
+        formats: Sequence[Format],
+        tensors: Mapping[str, Tensor],
+        gradient: torch.dtype,
+    ) -> Job:
+        """A job whose planes are found by their names.
+
+        Args:
+            span: may be one of several in the tensors' memory.
+            rule: the rule.
+            formats: of the weight, whose first plane is called ``""``, then of each state.
+            tensors: plain or sharded.
+            gradient: dtype of what a run brings.
+        """
+        names = ("", *(state.name for state in rule.states))
+        planes = tuple(
+            tuple(
+                span.of(local(tensors[key]), plane.block)
+                for key, plane in zip(each.plane_names(name), each.planes, strict=True)
+            )
+            for name, each in zip(names, formats, strict=True)
+        )
+        return cls(span, rule, tuple(formats), planes, gradient)
+
+    @property
+    def variant(self) -> Variant:
+        """What the kernel for it is compiled for."""
+        device = self.planes[0][0].device
+        return Variant(self.rule, self.formats, self.gradient, device, self.span.strided)
+
+
+def by_variant(jobs: Sequence[Job], apart: Sequence[Hashable] | None = None) -> list[list[int]]:
+    """The numbers of jobs that one batch can take, batch by batch.
+
+    Args:
+        jobs: of any variants.
+        apart: one for each; jobs with different ones are not to share a batch.
+    """
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for number, job in enumerate(jobs):
+        alike[job.variant, None if apart is None else apart[number]].append(number)
+    return list(alike.values())
+
+
+class Batch:
+    """Jobs of one variant, and the kernel that takes them all in one call.
+
+    Args:
+        jobs: at least one, of one variant.
+        seed: of the noise.
+        backend: what runs it; None for the best that works on the device.
+
+    Attributes:
+        backend: what runs it.
+        variant: what its kernel is compiled for.
+        bases: uint32 ``[jobs, formats, 2]``: what the noise of each number starts from.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], seed: int, backend: Backend | str | None = None
+    ) -> None:
+        self.variant = variant = jobs[0].variant
+        if backend is None or isinstance(backend, str):
+            backend = choose(variant.device, backend)
+        self.backend = backend
+        spans = [job.span for job in jobs]
+        keys = [tensor_key(span.name) for span in spans]
+        bases = [[stream_base(seed, key, draw.stream) for draw in variant.draws] for key in keys]
+        self.bases = np.array(bases, np.uint32)
+        self._kernel = backend.load(
+            Bucket(
+                variant=variant,
+                planes=[job.planes for job in jobs],
+                numels=np.array([span.numel for span in spans], np.int64),
+                offsets=np.array([span.offset for span in spans], np.int64),
+                widths=np.array([span.width for span in spans], np.int64),
+                pitches=np.array([span.pitch for span in spans], np.int64),
+                bases=self.bases,
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    def run(self, gradients: Sequence[Tensor], scalars: ScalarRows, bases: Any = None) -> None:
+        """Update the planes of all jobs.
+
+        Args:
+            gradients: one for each job, contiguous.
+            scalars: of the rule, and the number of the step.
+            bases: what the noise starts from instead of :attr:`bases`.
+        """
+        self._kernel(KernelInputs(gradients, scalars, bases))
+
+    def run_alike(
+        self,
+        gradients: Sequence[Tensor],
+        step: int | Sequence[int],
+        options: tuple[float, ...] = (),
+        *,
+        scale: float = 1.0,
+        bases: Any = None,
+    ) -> None:
+        """The same where all jobs have the same options, and their rule does not look at the step.
+
+        Args:
+            gradients: one for each job, contiguous.
+            step: its number, or one for each job; the noise is keyed by it.
+            options: the rule's.
+            scale: multiplied into the gradients.
+            bases: as for :meth:`run`.
+        """
+        table = np.array([self.variant.rule.scalars(options, 1, scale)], np.float64)
+        n = len(self)
+        steps = np.full(n, step, np.int64) if isinstance(step, int) else np.array(step, np.int64)
+        rows = ScalarRows(steps, np.zeros(n, np.int64), table.astype(np.float32))
+        self.run(gradients, rows, bases)

@@ -1,0 +1,83 @@
+"""What an optimizer of ours keeps between two steps, beside its states: one private attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .member import Member, Snapshot
+from .names import ParameterNames
+from .pending import Pending
+from .plan import Plan
+
+__all__ = ["Engine", "Observer", "engine_of"]
+
+
+class Observer(Protocol):
+    """Something that is told of each update, for example :class:`torch_bf16.UpdateMonitor`."""
+
+    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
+        """Gradients are there, to be multiplied by ``scale``; nothing is updated yet."""
+
+    def after_update(self) -> None:
+        """Everything is updated."""
+
+
+class Accumulation(Protocol):
+    """How gradients are summed; see :mod:`torch_bf16.gradients.accumulation`."""
+
+    format: str
+
+    def hook_parameters(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+class Release(Protocol):
+    """Steps inside the backward pass; see :mod:`torch_bf16.gradients.release`."""
+
+    def finish(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+class Engine:
+    """What one optimizer keeps between steps; copies and pickles of it keep the names alone.
+
+    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
+    the optimizer's attributes, but what they set stays with them.
+
+    Attributes:
+        names: of the parameters.
+        pending: what the next step was told.
+        plan: that of the last step.
+        snapshots: what parameters were when the last step had updated them.
+        captured: plans that CUDA graphs refer to as long as they live.
+        accumulation: how gradients are summed, where not by torch.
+        release: of gradients inside the backward pass.
+    """
+
+    def __init__(self, names: ParameterNames | None = None) -> None:
+        self.names = ParameterNames() if names is None else names
+        self.captured: list[Plan] = []
+        self.accumulation: Accumulation | None = None
+        self.release: Release | None = None
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Drop what was derived from the tensors of the last step."""
+        self.pending = Pending()
+        self.plan: Plan | None = None
+        self.snapshots: dict[Tensor, Snapshot] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"names": self.names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["names"])
+
+
+def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:
+    """What an optimizer of ours keeps between steps; None for any other."""
+    return getattr(optimizer, "_engine", None)

@@ -1,0 +1,94 @@
+"""A parameter that takes part in a step, and what the optimizer remembers of it between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import StepInputs
+from torch_bf16.formats import Format
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import Rule
+from torch_bf16.sharding import Shard
+
+__all__ = ["Direction", "Member", "Snapshot", "formats_of"]
+
+Direction = Callable[[Tensor, int, StepInputs], Tensor]
+"""``direction(gradient, step, told)``: what a rule takes for the gradient where it looks at a whole
+tensor first; fp32."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a parameter was when the last step had updated it, or its first one was planned."""
+
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, shard: Shard) -> Snapshot:
+        """What a parameter is now."""
+        return cls(shard.version(), shard.parameter.dtype, shard.parameter.shape)
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter that takes part in a step.
+
+    Attributes:
+        shard: what this rank holds of it; bf16 or fp32.
+        group: number of its parameter group.
+        rule: the group's rule.
+        formats: of the weight and of each of the rule's states.
+        state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
+        snapshot: what the optimizer remembers of it.
+        direction: makes of the gradient what the rule takes for it; None where it takes that.
+        steps: how many it has taken, for the direction.
+    """
+
+    shard: Shard
+    group: int
+    rule: Rule
+    formats: tuple[Format, ...]
+    state: dict[str, Any]
+    snapshot: Snapshot
+    direction: Direction | None = None
+    steps: int = 0
+
+    def direct_by(self, direction: Direction) -> None:
+        """Let the rule take for the gradient what ``direction`` makes of it."""
+        self.direction, self.steps = direction, int(self.state["step"])
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        return self.shard.parameter
+
+    def preprocess(self, gradient: Tensor, told: StepInputs) -> Tensor:
+        """What the rule takes for the gradient in this step: fp32, contiguous."""
+        # A device that skips the step reads this on its own; the momentum must not change then.
+        skipped = told.found_inf is not None and float(told.found_inf) != 0.0
+        if self.direction is None or skipped:
+            return gradient.float()
+        self.steps += 1
+        return self.direction(gradient, self.steps, told).contiguous()
+
+
+def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:
+    """The formats of a parameter's weight and of each of the rule's states.
+
+    Raises:
+        NotImplementedError: the parameter is cut within the blocks of one of them.
+    """
+    dtype = shard.parameter.dtype
+    roles = ("weights", *(state.role for state in rule.states))
+    formats = tuple(recipe.format_of(role, shard.shape, dtype) for role in roles)
+    for block in {each.block for each in formats} - {1}:
+        shard.check_blocks(block)
+        shard.span.check_blocks(block)
+    return formats

@@ -1,0 +1,62 @@
+"""What the parameters of an optimizer are called: keys of the noise, and labels of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_bf16.sharding import bare_name
+from torch_bf16.sharding.zero import Whole
+
+__all__ = ["ParameterNames"]
+
+
+class ParameterNames:
+    """The names of an optimizer's parameters, as far as they are known.
+
+    Attributes:
+        given: by number of the group and position in it; where groups have no ``param_names``.
+        whole: of a ``ZeroRedundancyOptimizer`` around this one, which has all ranks' parameters.
+    """
+
+    def __init__(self, given: Mapping[tuple[int, int], str] | None = None) -> None:
+        self.given = dict(given or {})
+        self.whole: Whole | None = None
+
+    def key(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
+        """What keys a parameter's noise: its bare name, or its place among all of them."""
+        known = self._known(groups, group, position)
+        if known is not None:
+            return bare_name(known)
+        return f"#{sum(len(each['params']) for each in groups[:group]) + position}"
+
+    def known(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+        """The bare names of each group, None for a parameter that is known by its place alone."""
+        return [
+            [
+                None if (key := self.key(groups, number, n)).startswith("#") else key
+                for n in range(len(group["params"]))
+            ]
+            for number, group in enumerate(groups)
+        ]
+
+    def label(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
+        """How messages call a parameter: its name where known, its place, shape and dtype."""
+        parameter: Tensor = groups[group]["params"][position]
+        return (
+            f"parameter {self.key(groups, group, position)!r} (number {position} of group {group}, "
+            f"shape {tuple(parameter.shape)}, {parameter.dtype})"
+        )
+
+    def _known(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str | None:
+        if self.whole is not None and (group, position) not in self.given:
+            name = self.whole.name(groups[group]["params"][position])
+            if name is not None:
+                return name
+        names = groups[group].get("param_names")
+        return self.given.get((group, position)) if names is None else names[position]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"given": self.given, "whole": None}

@@ -1,0 +1,116 @@
+"""From the parameters that take part in a step to its plan: all is checked, states are made."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.engine.member import Member, Snapshot, formats_of
+from torch_bf16.engine.plan import Plan
+from torch_bf16.errors import prefix_errors
+from torch_bf16.model import residuals
+from torch_bf16.model.casting import kept
+from torch_bf16.recipe import get_recipe
+from torch_bf16.sharding import Shard, shard_of
+from torch_bf16.states.recoding import Changes
+
+from .validation import (
+    check_gradient,
+    check_parameter,
+    check_replaced,
+    check_unchanged,
+    check_whole,
+)
+
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
+
+__all__ = ["collect", "make_plan"]
+
+_logger = logging.getLogger("torch_bf16")
+
+
+def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Shard, int, str]]:
+    """Shard, group and label of all that takes part, checked."""
+    taking_part, engine = set(parameters), optimizer._engine
+    found, labels = [], {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in taking_part:
+                continue
+            if parameter in labels:
+                raise ValueError("a parameter is in the groups twice; remove one")
+            labels[parameter] = label = functools.partial(optimizer.label, number, position)
+            shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
+            with prefix_errors(label):
+                if snapshot := engine.snapshots.get(parameter):
+                    check_unchanged(shard, snapshot, optimizer.state.get(parameter, {}))
+                check_gradient(shard)
+                check_parameter(shard)
+            found.append((shard, number, label))
+    check_replaced(optimizer, labels)
+    return [(shard, number, label()) for shard, number, label in found]
+
+
+def make_plan(optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: Any) -> Plan:
+    """Check all that takes part, complete its states, and keep these if nothing is wrong."""
+    optimizer.recipe = get_recipe(optimizer.recipe)
+    engine, members, changes = optimizer._engine, [], Changes()
+    for shard, number, label in collect(optimizer, parameters):
+        group, parameter = optimizer.param_groups[number], shard.parameter
+        rule = optimizer.rule_for(group, parameter)
+        state = optimizer._complete(
+            optimizer.state.get(parameter, {}), shard, group, label, changes
+        )
+        snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
+        formats = formats_of(shard, rule, optimizer.recipe)
+        member = Member(shard, number, rule, formats, state, snapshot)
+        if rule.stage_states:
+            with prefix_errors(lambda label=label: label):
+                check_whole(shard)
+            member.direct_by(optimizer.direction_of(member))
+        members.append(member)
+    if engine.release is None:
+        _check_cast(optimizer, members)
+    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting)
+    engine.pending.get_ready({each.parameter.device for each in members})
+    # Only now, so that an error above leaves no half-made states.
+    if changes.lost:
+        _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
+    for each in members:
+        optimizer.state[each.parameter] = each.state
+        engine.snapshots[each.parameter] = each.snapshot
+        residuals.forget(each.shard)
+    residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
+    plan.watch(optimizer.state)
+    return plan
+
+
+def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
+    """Before the first step, compare how the model was cast with the recipe.
+
+    Raises:
+        ValueError: it was cast for exact masters, and the recipe keeps none.
+    """
+    matrices = [each for each in members if len(each.shard.shape) > 1]
+    if not matrices or any(optimizer.state.get(each.parameter) for each in matrices):
+        return
+    parameters = [each.parameter for each in matrices]
+    if all(p.dtype == torch.float32 and not kept(p) for p in parameters):
+        _logger.warning(
+            "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
+            "torch_bf16.cast_model(model, %r) before the first step",
+            *(optimizer.recipe.name, optimizer.recipe.name),
+        )
+    alone = [each for each in matrices if len(each.formats[0].planes) == 1]
+    if dropped := sum(residuals.remembered(each.shard) for each in alone):
+        raise ValueError(
+            f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
+            f"optimizer keeps none for {dropped} of its parameters. Give both one recipe: "
+            "torch_bf16.prepare(model, optimizer, recipe) does"
+        )

@@ -1,0 +1,117 @@
+"""Which elements of a whole tensor lie in a rank's memory.
+
+The noise of an element is keyed by its index in the whole tensor, so that training does not depend
+on how that is cut. A rank holds equally long runs of elements at equal distances: ``offset``,
+``width`` and ``pitch`` say where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+__all__ = ["Span", "runs_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of one whole tensor in a parameter's memory on this rank.
+
+    Local element ``e``, counted from ``start``, is element
+    ``offset + (e // width) * pitch + e % width`` of the whole tensor in row-major order.
+
+    Attributes:
+        name: what keys the noise: the name of the whole tensor.
+        shape: of the whole tensor.
+        start: number of the first of them in the parameter's local memory.
+        numel: how many there are.
+        offset: index of the first one in the whole tensor.
+        width: elements per contiguous run, at least 1.
+        pitch: elements of the whole tensor from the start of a run to the start of the next.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    offset: int
+    width: int
+    pitch: int
+
+    @classmethod
+    def of_whole(cls, name: str, shape: Sequence[int]) -> Span:
+        """All elements of a tensor."""
+        numel = prod(shape)
+        return cls(name, tuple(shape), 0, numel, 0, max(numel, 1), max(numel, 1))
+
+    @property
+    def strided(self) -> bool:
+        """Whether there is more than one run."""
+        return self.width < self.numel
+
+    def pieces(self) -> list[Span]:
+        """The same in spans whose runs a kernel can count in 32 bits."""
+        if not self.strided or self.width < 2**30:
+            return [self]
+        return [
+            replace(
+                self,
+                start=self.start + run * self.width,
+                numel=self.width,
+                offset=self.offset + run * self.pitch,
+            )
+            for run in range(self.numel // self.width)
+        ]
+
+    def of(self, memory: Tensor, block: int = 1) -> Tensor:
+        """The span's elements of a tensor on this rank; ``block`` numbers share one of them."""
+        start, numel = self.start // block, self.numel // block
+        return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
+
+    def indices(self, device: torch.device) -> Tensor:
+        """The index of each element in the whole tensor: int64 ``[numel]``."""
+        e = torch.arange(self.numel, device=device)
+        return self.offset + e // self.width * self.pitch + e % self.width
+
+    def check_blocks(self, block: int) -> None:
+        """Refuse elements that do not start and end with a block of a format.
+
+        Raises:
+            NotImplementedError: they do not.
+        """
+        if self.numel and (self.offset % block or self.width % block or self.pitch % block):
+            raise NotImplementedError(
+                f"int8 moments of {self.name!r} cannot be kept: they are encoded in blocks of "
+                f"{block}, and this rank holds {self.width} elements from {self.offset} on, which "
+                "cuts some. Use a recipe with exp_avg and exp_avg_sq in bf16"
+            )
+
+
+def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:
+    """(offset, width, pitch) of a box of a tensor, one interval per dimension; see :class:`Span`.
+
+    Raises:
+        ValueError: its runs do not lie at equal distances.
+    """
+    sizes = [each.stop - each.start for each in box]
+    numel = prod(sizes)
+    if numel in (0, prod(shape)):
+        return 0, max(numel, 1), max(numel, 1)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset = sum(each.start * stride for each, stride in zip(box, strides, strict=True))
+    last = max(dim for dim, size in enumerate(shape) if sizes[dim] < size)
+    width, pitch = sizes[last] * strides[last], shape[last] * strides[last]
+    if width == numel:
+        return offset, width, width
+    # What is cut before that must be one stretch of memory, but for its own elements.
+    first = next(dim for dim, size in enumerate(sizes) if size > 1)
+    cut = [dim for dim in range(first + 1, last) if sizes[dim] < shape[dim]]
+    if cut:
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} is cut in dimensions {cut[0]} and {last}"
+        )
+    return offset, width, pitch

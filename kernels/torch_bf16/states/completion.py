@@ -1,0 +1,225 @@
+"""What the optimizer keeps for a parameter: how it is made, checked and taken over.
+
+``state[p]`` holds ``step`` (fp32, 0-d, on the CPU, as in torch), one tensor per plane of each of
+the rule's states (``exp_avg`` ...), and the planes of the weight beyond the parameter itself
+(``remainder16``, ``remainder8`` or ``master``); :mod:`.views` says how a state dict shows a
+``remainder16``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.errors import StateMismatchError
+from torch_bf16.formats import FP32, Format
+from torch_bf16.model import residuals
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import Rule, State
+from torch_bf16.sharding import Shard
+
+from .placement import check_shape, place_states, take_states
+from .recoding import Changes, recode, recode_weight, stored_format
+from .views import masters_in
+
+__all__ = ["complete_master", "complete_moment", "complete_state"]
+
+
+def complete_state(
+    state: Mapping[str, Any],
+    shard: Shard,
+    rule: Rule,
+    recipe: Recipe,
+    label: str,
+    changes: Changes,
+) -> dict[str, Any]:
+    """A parameter's state in the recipe's formats, made, taken over, or as it is.
+
+    Tensors that already are as they must be are passed on, not copied. Numbers in another format,
+    such as those of ``torch.optim`` or of another recipe, are rounded to nearest into theirs.
+
+    Args:
+        state: what there is, possibly empty; not changed.
+        shard: of the parameter, with the weights that ``state`` belongs to.
+        rule: the rule that will use it.
+        recipe: the optimizer's recipe.
+        label: how to call the parameter in an error.
+        changes: counts what was rounded.
+
+    Returns:
+        A new dict; beside a sharded parameter its tensors are placed like it, and ``state`` may
+        have them placed in another way or whole. Keys of ``state`` that the rule does not have are
+        dropped.
+
+    Raises:
+        StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
+            parameter that is fp32 now.
+    """
+    given, state = state, take_states(state, shard, label)
+    complete: dict[str, Any] = {"step": _step(state, rule, label)}
+    began = complete["step"].item() > 0
+    for each in (*rule.states, *rule.stage_states):
+        # Momentum may be switched on at any time; moments of Adam are there from the first step on.
+        if began and each.name not in state and not each.optional:
+            raise StateMismatchError(
+                f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
+                f"{each.name}: it is damaged. Load it as it was saved"
+            )
+        if each.shape is not None:
+            complete[each.name] = _factor(state.get(each.name), each, shard.memory, label)
+            continue
+        format_ = recipe.format_of(each.role, shard.shape, shard.parameter.dtype)
+        if format_.block > 1:
+            shard.check_blocks(format_.block)
+        planes = complete_moment(state, each.name, format_, shard.memory, label, changes)
+        complete.update(zip(format_.plane_names(each.name), planes, strict=True))
+    complete |= complete_master(state, shard, recipe, label, changes)
+    return place_states(complete, given, shard)
+
+
+def complete_moment(
+    state: Mapping[str, Any],
+    name: str,
+    format_: Format,
+    parameter: Tensor,
+    label: str,
+    changes: Changes,
+) -> tuple[Tensor, ...]:
+    """The planes of a number that a rule keeps; zeros where ``state`` has none.
+
+    Raises:
+        StateMismatchError: it has another shape, or a dtype that no format has.
+    """
+    if state.get(name) is None:
+        return tuple(
+            torch.zeros(plane.shape(parameter.shape), dtype=plane.dtype, device=parameter.device)
+            for plane in format_.planes
+        )
+    saved = [state.get(key) for key in format_.plane_names(name)]
+    if [getattr(each, "dtype", None) for each in saved] == [p.dtype for p in format_.planes]:
+        return _fitting_planes(state, format_, parameter, name, label)
+    first = _fitting(state[name], parameter, name, label)
+    source = stored_format(state, name, None)
+    if source is not None:
+        x = source.decode(_fitting_planes(state, source, parameter, name, label))
+    elif first.is_floating_point():
+        source, x = FP32, first.float()
+    else:
+        raise StateMismatchError(
+            f"{name} of {label} is {first.dtype} and must be floating-point; the state is damaged, "
+            "load it as it was saved"
+        )
+    planes = recode(x, format_)
+    changes.add(name, source, format_, x.numel(), _differing(format_.decode(planes), x))
+    return planes
+
+
+def complete_master(
+    state: Mapping[str, Any], shard: Shard, recipe: Recipe, label: str, changes: Changes
+) -> dict[str, Tensor]:
+    """The planes of the weight beyond the parameter, in the recipe's format, as they are here.
+
+    Raises:
+        StateMismatchError: a plane has another shape or dtype than every format, or belongs to a
+            parameter that is fp32 now.
+    """
+    memory, dtype = shard.memory, shard.parameter.dtype
+    weights = recipe.format_of("weights", shard.shape, dtype)
+    keys = weights.plane_names("")[1:]
+    saved = masters_in(state)
+    if not saved:
+        return {
+            key: _first_master(shard, plane.dtype)
+            for key, plane in zip(keys, weights.planes[1:], strict=True)
+        }
+    if dtype != torch.bfloat16:
+        raise StateMismatchError(
+            f"the state of {label} has {', '.join(saved)}, the rest of a bf16 weight, and the "
+            "parameter is fp32 now. Cast the model (torch_bf16.cast_model) before loading, or "
+            "export the checkpoint to fp32: torch_bf16.fp32_state_dict"
+        )
+    source = stored_format(saved, "", torch.bfloat16)
+    if source is None or len(source.planes) != len(saved) + 1:
+        found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
+        raise StateMismatchError(
+            f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
+            "load the state dict as it was saved"
+        )
+    planes = [_fitting(each, memory, key, label) for key, each in saved.items()]
+    if source == weights:
+        return dict(zip(keys, planes, strict=True))
+    visible = memory.contiguous()
+    x = source.decode([visible, *planes])
+    rest = recode_weight(x, visible, weights)
+    now = weights.decode([visible, *rest])
+    changes.add("weights", source, weights, x.numel(), _differing(now, x))
+    return dict(zip(keys, rest, strict=True))
+
+
+def _differing(new: Tensor, old: Tensor) -> int:
+    # By bits: a NaN is what it was, and 0.0 is not -0.0.
+    return int((new.view(torch.int32) != old.view(torch.int32)).sum())
+
+
+def _fitting_planes(
+    state: Mapping[str, Any], format_: Format, parameter: Tensor, name: str, label: str
+) -> tuple[Tensor, ...]:
+    return tuple(
+        _fitting(state[key], parameter, key, label, plane.shape(parameter.shape))
+        for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
+    )
+
+
+def _fitting(
+    saved: Any, parameter: Tensor, key: str, label: str, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    check_shape(saved, parameter.shape, key, label, shape)
+    return saved.to(parameter.device).contiguous()
+
+
+def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
+    step = state.get("step")
+    if step is None:
+        # torch's SGD keeps no step; a buffer shows that the first one was taken.
+        needed = [each.name for each in rule.states if not each.optional]
+        if len(needed) > 1 and any(state.get(name) is not None for name in needed):
+            raise StateMismatchError(
+                f"the state of {label} has {', '.join(needed)} and no step, which corrects their "
+                "bias: it is damaged. Load it as it was saved"
+            )
+        began = any(state.get(each.name) is not None for each in (*rule.states, *rule.stage_states))
+        step = float(began)
+    number = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+    if number.numel() != 1 or not 0 <= number.item() < float("inf"):
+        raise StateMismatchError(
+            f"step of {label} is {step!r} and must be a number of steps; the state is damaged, "
+            "load it as it was saved"
+        )
+    return number.reshape(())
+
+
+def _factor(saved: Any, state: State, parameter: Tensor, label: str) -> Tensor:
+    """A state with a shape of its own, in fp32."""
+    shape = state.shape(tuple(parameter.shape))  # pyright: ignore[reportOptionalCall]
+    if saved is None:
+        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+    if tuple(saved.shape) != shape:
+        raise StateMismatchError(
+            f"{state.name} of {label} has shape {tuple(saved.shape)} in the state dict and must "
+            f"have {shape}; it was saved from another model"
+        )
+    return saved.to(parameter.device, torch.float32).contiguous()
+
+
+def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:
+    """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
+    known = residuals.second_plane(shard, dtype)
+    if known is not None:
+        return known
+    memory = shard.memory
+    if not dtype.is_floating_point:
+        return torch.zeros(memory.shape, dtype=dtype, device=memory.device)
+    return memory.to(dtype).contiguous()
