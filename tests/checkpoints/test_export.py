@@ -6,8 +6,8 @@ from optimizer_cases import RECIPES, bits, every_recipe, take_steps
 
 import torch_bf16
 from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
-from torch_bf16.tools import cli
 from torch_bf16.checkpoints.export import export_file
+from torch_bf16.tools import cli
 
 LIKE = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -22,7 +22,7 @@ def make_model():
 
 
 def make_run(recipe, named=True):
-    model = torch_bf16.cast_module(make_model(), RECIPES[recipe])
+    model = torch_bf16.cast_model(make_model(), RECIPES[recipe])
     parameters = model.named_parameters() if named else model.parameters()
     optimizer = torch_bf16.AdamW(parameters, **LIKE, recipe=RECIPES[recipe])
     return model, optimizer
@@ -158,9 +158,9 @@ def test_weights_and_optimizer_may_be_in_two_files(tmp_path):
         assert torch.equal(read[name], expected), name
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent"])
+@pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent", "damaged"])
 def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, capsys):
-    _, _, path = saved_run(tmp_path, kind)
+    model, _, path = saved_run(tmp_path, kind)
     match = "says no names of parameters"
     if kind == "no weights":
         torch_bf16.save_checkpoint(path, step=1)
@@ -168,6 +168,11 @@ def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, cap
     elif kind == "absent":
         path.unlink()
         match = "No such file"
+    elif kind == "damaged":
+        data = bytearray(path.read_bytes())
+        data[data.index(model[0].weight.detach().view(torch.uint8).numpy().tobytes())] ^= 1
+        path.write_bytes(data)
+        match = "was cut short or damaged"
     output = tmp_path / "out.pt"
     assert cli.main(["export", str(path), str(output)]) == 1
     assert match in capsys.readouterr().err

@@ -148,8 +148,8 @@ def make_run(make, recipe, seed=0, **options):
     )
     if recipe is None:
         return model, make(model.parameters())
-    torch_bf16.cast_module(model, recipe)
-    return model, convert(make(model.parameters()), recipe, module=model, **options)
+    torch_bf16.cast_model(model, recipe)
+    return model, convert(make(model.parameters()), recipe, model=model, **options)
 
 
 def train(model, optimizer, seeds):

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.states.views import MASTERS, from_view, masters_in
-from torch_bf16.states.schema import HEADER
-from .files import check_if_ours
 from torch_bf16.errors import CheckpointError
-from torch_bf16.sharding.fsdp1 import bare_name, is_flattened
-from torch_bf16.states.fp32 import fp32_numbers
 from torch_bf16.optim import BF16Optimizer
+from torch_bf16.sharding import bare_name, unit_shapes
+from torch_bf16.states.fp32 import fp32_numbers
 from torch_bf16.states.recoding import stored_format
+from torch_bf16.states.schema import HEADER
+from torch_bf16.states.views import MASTERS, from_view, masters_in
+
+from .files import read_file
 
 __all__ = [
     "export_file",
@@ -29,12 +30,12 @@ __all__ = [
 
 
 def fp32_state_dict(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
     """The module's state dict with each bf16 weight as the fp32 number that training goes on from.
 
     Args:
-        module: buffers and parameters of other dtypes are as in ``module.state_dict()``.
+        model: buffers and parameters of other dtypes are as in ``model.state_dict()``.
         optimizer: the one that has the exact masters. Without one, or for a recipe that keeps
             none, a bf16 weight is upcast.
 
@@ -49,7 +50,7 @@ def fp32_state_dict(
     Raises:
         NotImplementedError: FSDP1 has flattened the module; the message says what works.
     """
-    if any(map(is_flattened, module.parameters())):
+    if any(map(unit_shapes, model.parameters())):
         raise NotImplementedError(
             "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
             "flattened: its weights are in pieces on all ranks. Gather {'model': "
@@ -57,7 +58,7 @@ def fp32_state_dict(
             "FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT), torch.save it, and "
             "export that file: python -m torch_bf16 export FILE TARGET"
         )
-    weights = dict(module.state_dict(keep_vars=True))
+    weights = dict(model.state_dict(keep_vars=True))
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             continue
@@ -172,7 +173,7 @@ def export_file(
     """
     weights, states = read_checkpoint(Path(source))
     if optimizer is not None:
-        states = torch.load(optimizer, map_location="cpu", weights_only=True)
+        states = read_file(Path(optimizer))
         states = states if isinstance(states.get("state"), Mapping) else _parts(states)[1]
     if dtype == "float32":
         weights, exact = fp32_weights(weights, states)
@@ -188,8 +189,7 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] 
     """The state dicts of the model and, if there is one, of the optimizer in a file."""
     if source.suffix == ".safetensors":
         return _safetensors().load_file(source), None
-    check_if_ours(source)
-    content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    content = read_file(source, mmap=True)
     weights, states = _parts(content)
     if weights is None:
         held = ", ".join(map(str, list(content)[:8]))

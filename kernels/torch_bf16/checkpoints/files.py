@@ -1,17 +1,16 @@
 """Checkpoint files that are whole or refused, whatever happened while they were written.
 
-A file is what ``torch.save`` writes, a zip archive, and its zip comment holds a CRC-32 of all that
-is before it; ``torch.load`` reads it, too, but checks nothing: torch builds its zip reader without
-checksums, and most flipped bits become other numbers in silence.
+A file is what ``torch.save`` writes, a zip archive with a CRC-32 of each record. ``torch.load``
+compares none of them, so that most flipped bits would become other numbers in silence.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
-import zlib
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,10 +27,7 @@ except ImportError:  # Windows
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-_COMMENT = "torch-bf16 checkpoint 1, crc32 {:08x} of {:020d} bytes\n"
-_PATTERN = re.compile(rb"torch-bf16 checkpoint (\d+), crc32 ([0-9a-f]{8}) of (\d{20}) bytes\n")
-_COMMENT_SIZE = len(_COMMENT.format(0, 0))
-_PIECE = 1 << 22
+_FOLDER = 0x10  # MS-DOS's attribute, in zip's directory
 
 
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -68,9 +64,9 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         _lock(file, path)
         try:
             file.truncate()
-            writer: Any = _Writer(file)
-            torch.save(states, writer)
-            writer.finish()
+            with _checksums():
+                torch.save(states, file)
+            file.flush()
             os.fsync(file.fileno())
             _check_loads(partial, path)
             os.replace(partial, path)
@@ -87,7 +83,7 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     memory unless all do. Modules are loaded before optimizers, whatever the order given.
 
     Args:
-        path: the file.
+        path: the file; one that ``torch.save`` wrote of a dict will do.
         **parts: objects with a ``load_state_dict`` method, by the names they were saved under.
 
     Returns:
@@ -95,18 +91,17 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
 
     Raises:
         FileNotFoundError: there is no file.
-        CheckpointError: it is truncated, damaged or not one of these files, lacks a part, or
-            is of another model.
+        CheckpointError: it is truncated, damaged or not what ``torch.save`` writes, lacks a part,
+            or is of another model.
         StateMismatchError: it does not fit an optimizer.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        _check_whole(file, path)
-        states = torch.load(file, map_location="cpu", weights_only=True)
+    states = read_file(path)
     if missing := parts.keys() - states.keys():
+        held = ", ".join(map(str, [*states][:8]))
         raise CheckpointError(
-            f"{path} has no {', '.join(sorted(missing))}; it holds {', '.join(states)}. Ask for "
-            "those. Nothing was changed"
+            f"{path} has no {', '.join(sorted(missing))}; it holds {held}. Ask for those. Nothing "
+            "was changed"
         )
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -119,35 +114,57 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     return states
 
 
-class _Writer:
-    """What ``torch.save`` writes to: counts and sums, and puts the comment at the end."""
+def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """The content of a file of ``torch.save``, on the CPU, after comparing all checksums.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._held = b""
-        self._crc, self._size = 0, 0
+    Args:
+        path: the file.
+        mmap: whether tensors are read when they are used, and not now.
 
-    def write(self, data: Any) -> int:
-        data = memoryview(data).cast("B")
-        # The last two bytes of an archive are the length of its comment, which finish() sets.
-        tail = self._held + bytes(data[-2:])
-        self._put(tail[: -2 if len(data) < 2 else len(self._held)])
-        self._put(data[:-2])
-        self._held = tail[-2:]
-        return len(data)
+    Raises:
+        FileNotFoundError: there is no file.
+        CheckpointError: it is truncated or damaged, or holds something else than named parts.
+    """
+    with path.open("rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+                # torch reads a record that is marked as a folder as one without bytes.
+                folders = [n.filename for n in archive.infolist() if n.external_attr & _FOLDER]
+            if damaged is not None or folders:
+                raise zipfile.BadZipFile(f"its record {damaged or folders[0]} is damaged")
+            file.seek(0)
+            given: Any = path if mmap else file
+            content = torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
+        # zipfile and torch raise almost anything over damaged bytes.
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is no file "
+                "that torch.save made of tensors, numbers, text and containers of them: "
+                f"{reason.rstrip('.')}. Load an older checkpoint. Nothing was changed"
+            ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} and no parts with names. Read it with "
+            "torch.load(path, weights_only=True). Nothing was changed"
+        )
+    return content
 
-    def _put(self, data: Any) -> None:
-        self._crc = zlib.crc32(data, self._crc)
-        self._size += len(data)
-        self._file.write(data)
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    def finish(self) -> None:
-        self._put(_COMMENT_SIZE.to_bytes(2, "little"))
-        self._file.write(_COMMENT.format(self._crc, self._size).encode())
-        self._file.flush()
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch.save compute checksums, which a process may have switched off (torch >= 2.6)."""
+    switch = getattr(torch.serialization, "set_crc32_options", None)
+    if switch is None:
+        yield
+        return
+    before = torch.serialization.get_crc32_options()
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(before)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -174,48 +191,6 @@ def _check_loads(partial: Path, path: Path) -> None:
             f"{path} was not written, because weights_only=True could not load it again: {reason} "
             "Pass tensors, numbers, text and containers of them"
         ) from error
-
-
-def check_if_ours(path: Path) -> None:
-    """Refuse a damaged file that ends as :func:`save_checkpoint` ends them; pass any other.
-
-    Raises:
-        CheckpointError: its checksum is not that of its bytes.
-    """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - _COMMENT_SIZE, 0))
-        if _PATTERN.fullmatch(file.read()):
-            _check_whole(file, path)
-
-
-def _check_whole(file: BinaryIO, path: Path) -> None:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - _COMMENT_SIZE, 0))
-    match = _PATTERN.fullmatch(file.read())
-    if match is None:
-        raise CheckpointError(
-            f"{path} ({size:,} bytes) does not end as save_checkpoint ends its files: it was cut "
-            "short or damaged, or something else wrote it. torch.load(path, weights_only=True) "
-            "reads files of torch.save. Nothing was changed"
-        )
-    version, crc, length = int(match[1]), int(match[2], 16), int(match[3])
-    if version > 1:
-        raise CheckpointError(
-            f"{path} has version {version} and this torch_bf16 reads version 1; update torch-bf16. "
-            "Nothing was changed"
-        )
-    file.seek(0)
-    found, left = 0, size - _COMMENT_SIZE
-    while piece := file.read(min(_PIECE, left)):
-        found = zlib.crc32(piece, found)
-        left -= len(piece)
-    if (length, crc) != (size - _COMMENT_SIZE, found):
-        raise CheckpointError(
-            f"{path} is damaged: it has crc32 {found:08x} over {size - _COMMENT_SIZE:,} bytes, and "
-            f"{crc:08x} over {length:,} was written. Load an older checkpoint. Nothing was changed"
-        )
-    file.seek(0)
 
 
 def _check_fits(module: nn.Module, state: Any, label: str) -> None:

@@ -1,4 +1,4 @@
-"""What trying an optimizer's own ``step`` on made-up numbers tells about it."""
+"""What an optimizer's own ``step`` must see at once, by what is known of it and by a trial."""
 
 from __future__ import annotations
 
@@ -6,229 +6,180 @@ import copy
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .runner import OURS, Runner, unhooked
+from .runner import Runner, own_attributes, unhooked
 
-__all__ = ["Trait", "examine", "steps_on_pieces"]
+__all__ = ["ELEMENTWISE", "Traits", "examine", "is_elementwise"]
 
-_PROBE_SIZE = 6
-_PROBE_STEPS = 3
+ELEMENTWISE = frozenset(
+    {
+        "lion_pytorch.lion_pytorch.Lion",
+        "pytorch_optimizer.optimizer.adabelief.AdaBelief",
+        "pytorch_optimizer.optimizer.adan.Adan",
+        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
+        "pytorch_optimizer.optimizer.adopt.ADOPT",
+        "pytorch_optimizer.optimizer.lion.Lion",
+        "torch.optim.adadelta.Adadelta",
+        "torch.optim.adamax.Adamax",
+        "torch.optim.asgd.ASGD",
+        "torch.optim.rprop.Rprop",
+    }
+)
+"""Classes whose source shows that each element is updated by its own numbers alone.
 
-# Whole blocks and large enough for what is done to large tensors only, and odd, where a vector's
-# last elements are computed by other instructions.
-_CUT_SHAPES = {1: ((8192,), (8191,)), 2: ((256, 256), (257, 259))}
-_CUT_STEPS = 4
+A subclass may do anything, so it is not one of them.
+"""
+
+# Options with which some of them use a norm or a mean of the whole tensor, or of all of them.
+_OPTIONS_OVER_TENSORS = ("adanorm", "cautious", "max_grad_norm", "stable_adamw", "use_gc")
+
+_TRIAL_SIZE = 6
+_TRIAL_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Trait:
-    """What trying an optimizer's step told about it.
+class Traits:
+    """What is known about an optimizer's own step.
 
     Attributes:
         couples: whether a parameter's update depends on which others step with it.
+        draws: whether it draws random numbers.
         halves: states that it makes in bf16 or fp16 even beside fp32 parameters.
+        elementwise: whether the user said that it is elementwise.
     """
 
     couples: bool
+    draws: bool
     halves: frozenset[str]
+    elementwise: bool
 
 
-def examine(optimizer: torch.optim.Optimizer) -> Trait:
+def examine(optimizer: torch.optim.Optimizer, elementwise: bool = False) -> Traits:
     """Try an optimizer's step on small made-up parameters.
 
+    It couples its parameters unless they, their states and the optimizer end the same when each
+    steps in a call of its own.
+
+    Args:
+        optimizer: not changed.
+        elementwise: what the user says of it.
+
     Raises:
-        NotImplementedError: it cannot be run on stand-ins; the message says why.
+        NotImplementedError: it cannot be run on copies; the message says why.
     """
     kind = type(optimizer)
     if why := _obstacle(optimizer):
         raise NotImplementedError(_refusal(kind, why))
+    before = random.getstate()
     try:
-        together, _, halves = _probe(_copy(optimizer), kind, whole=True)
-        alone, agree, _ = _probe(_copy(optimizer), kind, whole=False)
+        together, draws = _try_steps(_copy(optimizer), kind, at_once=True)
+        alone, _ = _try_steps(_copy(optimizer), kind, at_once=False)
+        couples = not _same(together, alone)
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0]
         why = f"its step fails on parameters of its own: {type(error).__name__}: {said}"
         raise NotImplementedError(_refusal(kind, why)) from error
-    return Trait(not agree or not all(map(torch.equal, together, alone)), halves)
-
-
-def _copy(optimizer: torch.optim.Optimizer) -> Any:
-    """A copy to try things on; attributes may be caches, which a probe must not fill."""
-    probed: Any = object.__new__(type(optimizer))
-    hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-    own = {k: v for k, v in vars(optimizer).items() if k not in OURS | hooks.keys()}
-    vars(probed).update(copy.deepcopy(own) | hooks)
-    probed.param_groups = [
-        {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
-        for group in optimizer.param_groups
-    ]
-    return probed
-
-
-def _probe(optimizer: Any, kind: type, whole: bool) -> tuple[list[Tensor], bool, frozenset]:
-    """Some steps of all stand-ins at once, or of each by itself.
-
-    Returns:
-        The weights then; whether all left the same options and attributes behind: a step that
-        sums something up in its parameter group couples what is in there; and the names of states
-        in half precision.
-    """
-    generator = torch.Generator().manual_seed(0)
-    stand_ins: list[tuple[int, nn.Parameter, dict[str, Any]]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        kinds = {p.ndim: p for p in group["params"]}
-        for parameter in [each for each in kinds.values() for _ in range(2)]:
-            shape = [min(max(size, 1), _PROBE_SIZE) for size in parameter.shape]
-            stand_in = nn.Parameter(torch.randn(shape, generator=generator))
-            stand_ins.append((number, stand_in, {}))
-    gradients = [
-        [torch.randn(each.shape, generator=generator) for _, each, _ in stand_ins]
-        for _ in range(_PROBE_STEPS)
-    ]
-    batches = [range(len(stand_ins))] if whole else [[n] for n in range(len(stand_ins))]
-    states: list[dict[str, Any]] = [{} for _ in stand_ins]
-    agree = True
-    with torch.random.fork_rng(devices=[]):
-        for step in range(_PROBE_STEPS):
-            after: dict[Any, Any] = {}
-            seen: dict[Any, Any] = {}
-            for batch in batches:
-                torch.manual_seed(step)
-                members = [(*stand_ins[n][:2], states[n]) for n in batch]
-                for n, (_, stand_in, _) in zip(batch, members, strict=True):
-                    stand_in.grad = gradients[step][n].clone()
-                inner = Runner(optimizer, kind, members)
-                inner.step()
-                for n, (_, stand_in, _) in zip(batch, members, strict=True):
-                    states[n] = inner.state_of(stand_in)
-                left: Any = ((after, inner.options()), (seen, inner.changed_attributes()))
-                for known, new in left:
-                    agree &= all(_same(known.get(key, new[key]), new[key]) for key in new)
-                    known.update(new)
-            if _tensors(seen):
-                raise ValueError(
-                    f"it keeps tensors in its attribute {', '.join(_tensors(seen))}, outside "
-                    "`state`"
-                )
-            for number, options in after.items():
-                optimizer.param_groups[number].update(options)
-            vars(optimizer).update(seen)
+    finally:
+        random.setstate(before)
     halves = frozenset(
         key
-        for state in states
+        for state in together["states"]
         for key, each in state.items()
         if isinstance(each, Tensor) and each.dtype in (torch.bfloat16, torch.float16)
     )
-    return [stand_in.detach() for _, stand_in, _ in stand_ins], agree, halves
+    return Traits(couples, draws, halves, elementwise)
 
 
-def steps_on_pieces(
-    optimizer: Any, kind: type, number: int, ndim: int, dims: Sequence[int] | None
+def is_elementwise(
+    kind: type[torch.optim.Optimizer], group: Mapping[str, Any], traits: Traits
 ) -> bool:
-    """Whether an optimizer makes of pieces of a tensor what it makes of the whole, bit for bit.
-
-    Tried on made-up tensors of some ten thousand elements, for four steps. Its states must be cut
-    like the tensor or be the same for all pieces, empty ones too.
+    """Whether parts of a tensor can step by themselves, as far as the user said or is known.
 
     Args:
-        optimizer: converted; not changed.
-        kind: its own class.
-        number: of the parameter group whose options count.
-        ndim: how many dimensions the tensor has.
-        dims: those in which it is cut; None cuts the row of all its elements.
-
-    Raises:
-        NotImplementedError: its step draws random numbers, which would be others on each rank.
+        kind: the optimizer's own class.
+        group: a parameter group, whose options may change that.
+        traits: what :func:`examine` returned.
     """
-    rows = (64,) + (4,) * (ndim - 2)
-    generator, before = torch.Generator().manual_seed(0), random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        start = torch.get_rng_state()
-        try:
-            agree = all(
-                _agrees(
-                    *(optimizer, kind, number),
-                    torch.randn(_CUT_STEPS + 1, *shape, generator=generator),
-                    dims,
-                )
-                for shape in _CUT_SHAPES.get(ndim, ((64, *rows), (65, *rows)))
-            )
-        except Exception:
-            agree = False
-        drawn = not torch.equal(start, torch.get_rng_state()) or random.getstate() != before
-    random.setstate(before)
-    if drawn:
-        raise NotImplementedError(
-            f"{kind.__module__}.{kind.__qualname__} draws random numbers in its step, and ranks "
-            "that share a parameter would draw others: train it with DDP, seeded alike on every "
-            "rank, or use another optimizer. Nothing was updated"
-        )
-    return agree
+    known = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE and not traits.couples
+    return traits.elementwise or (known and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
 
 
-def _agrees(
-    optimizer: Any, kind: type, number: int, numbers: Tensor, dims: Sequence[int] | None
-) -> bool:
-    if dims is None:
-        numbers = numbers.flatten(1)
-    cut = (0,) if dims is None else dims
-    whole, states, left = _taken_steps(optimizer, kind, number, numbers)
-    sides = [
-        [slice(0, 0), slice(0, size // 3), slice(size // 3, size)] if dim in cut else [slice(None)]
-        for dim, size in enumerate(whole.shape)
+def _copy(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy to try things on; attributes may be caches, which a trial must not fill."""
+    tried: Any = object.__new__(type(optimizer))
+    vars(tried).update(copy.deepcopy(own_attributes(optimizer)))
+    vars(tried).update({n: OrderedDict() for n in vars(optimizer) if n.endswith("_hooks")})
+    tried.param_groups = [
+        {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
+        for group in optimizer.param_groups
     ]
-    for box in product(*sides):
-        piece, its, other = _taken_steps(optimizer, kind, number, numbers[(slice(None), *box)])
-        if not torch.equal(piece, whole[box]) or its.keys() != states.keys():
-            return False
-        for key, value in its.items():
-            of_whole = states[key]
-            if isinstance(of_whole, Tensor) and of_whole.shape == whole.shape:
-                of_whole = of_whole[box]
-            if not _same(of_whole, value):
-                return False
-        if not all(_same(one, another) for one, another in zip(left, other, strict=True)):
-            return False
-    return True
+    return tried
 
 
-def _taken_steps(
-    optimizer: Any, kind: type, number: int, numbers: Tensor
-) -> tuple[Tensor, dict[str, Any], tuple[Any, Any]]:
-    """Weight, state, and what is left in options and attributes after a few steps."""
-    probed = _copy(optimizer)
-    weight, *gradients = (each.clone(memory_format=torch.contiguous_format) for each in numbers)
-    stand_in, state, attributes = nn.Parameter(weight), {}, {}
-    for gradient in gradients:
-        stand_in.grad = gradient
-        inner = Runner(probed, kind, [(number, stand_in, state)])
-        inner.step()
-        state = inner.state_of(stand_in)
-        probed.param_groups[number].update(inner.options()[number])
-        attributes |= inner.changed_attributes()
-        vars(probed).update(attributes)
-    options = {k: v for k, v in probed.param_groups[number].items() if k != "params"}
-    return stand_in.detach(), state, (options, attributes)
+def _try_steps(tried: Any, kind: type, at_once: bool) -> tuple[dict[str, Any], bool]:
+    """Take some steps, of all made-up parameters in one call or of each in its own.
+
+    Returns:
+        All that is left afterwards, and whether random numbers were drawn.
+    """
+    generator = torch.Generator().manual_seed(0)
+    members: list[tuple[int, nn.Parameter]] = []
+    for number, group in enumerate(tried.param_groups):
+        # Two for each number of dimensions, which is what steps tell tensors apart by.
+        shapes = {p.ndim: [min(max(n, 1), _TRIAL_SIZE) for n in p.shape] for p in group["params"]}
+        members += [
+            (number, nn.Parameter(torch.randn(shape, generator=generator)))
+            for shape in shapes.values()
+            for _ in range(2)
+        ]
+    states: list[dict[str, Any]] = [{} for _ in members]
+    calls = [range(len(members))] if at_once else [[n] for n in range(len(members))]
+    draws = False
+    with torch.random.fork_rng(devices=[]):
+        for step in range(_TRIAL_STEPS):
+            for _, parameter in members:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            runner = Runner(tried, kind)
+            for call in calls:
+                torch.manual_seed(step)
+                found = runner.step([(*members[n], states[n]) for n in call])
+                for n, state in zip(call, found, strict=True):
+                    states[n] = state
+            if kept := _holding_tensors(runner.attributes):
+                raise ValueError(f"it keeps tensors in its attribute {kept}, outside `state`")
+            runner.finish()
+            draws |= runner.draws
+    options = [{k: v for k, v in group.items() if k != "params"} for group in tried.param_groups]
+    weights = [parameter.detach() for _, parameter in members]
+    left = {"weights": weights, "states": states, "options": options}
+    return left | {"attributes": own_attributes(tried)}, draws
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        # One tensor for all is counted up by each of them.
-        return one is not other and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    return type(one) is type(other) and (one == other or one != one)
+def _same(one: Any, other: Any, depth: int = 8) -> bool:
+    if type(one) is not type(other):
+        return False
+    if not depth:
+        return True
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k], depth - 1) for k in one)
+    if isinstance(one, (list, tuple)):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_same(*pair, depth - 1) for pair in pairs)
+    if type(one).__eq__ is object.__eq__:  # two copies of one object are never equal
+        return _same(getattr(one, "__dict__", {}), getattr(other, "__dict__", {}), depth - 1)
+    return one == other or one != one
 
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a step cannot run on stand-ins, as far as that can be told without running it."""
+    """Why a step cannot run on copies, as far as that can be told without running it."""
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it evaluates the closure several times per step, outside any update rule"
@@ -240,10 +191,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
         return "its train() and eval() rewrite the weights outside of step"
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, each in vars(optimizer).items():
-        if name in OURS or name == "defaults" or name.endswith("_hooks"):
-            continue
-        for found in _within(each):
+    for name, each in own_attributes(optimizer).items():
+        for found in _within(each) if name != "defaults" else ():
             if isinstance(found, torch.optim.Optimizer):
                 return (
                     f"it wraps another optimizer, {type(found).__name__}, in its attribute {name}: "
@@ -269,12 +218,13 @@ def _within(value: Any, depth: int = 4) -> Iterable[Any]:
         yield from () if isinstance(value, type) else _within(vars(value), depth - 1)
 
 
-def _tensors(attributes: Mapping[str, Any]) -> list[str]:
-    return [
+def _holding_tensors(attributes: Mapping[str, Any]) -> str:
+    names = [
         name
         for name, each in attributes.items()
         if any(isinstance(found, Tensor) for found in _within(each))
     ]
+    return ", ".join(names)
 
 
 def _refusal(kind: type, why: str) -> str:

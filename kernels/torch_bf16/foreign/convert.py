@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from torch_bf16.model.casting import WRAPPERS
+from torch_bf16.engine.engine import engine_of
 from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adagrad import Adagrad
 from torch_bf16.optim.adam import Adam, AdamW
@@ -20,10 +20,10 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.radam import RAdam
 from torch_bf16.optim.rmsprop import RMSprop
 from torch_bf16.optim.sgd import SGD
-from torch_bf16.optim.validation import check_group
+from torch_bf16.optim.validation import check_group, check_options
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
-from torch_bf16.sharding.fsdp1 import register
+from torch_bf16.sharding import WRAPPERS, register, shard_of
 from torch_bf16.sharding.zero import Whole, is_zero
 from torch_bf16.states.recoding import Changes
 
@@ -43,11 +43,12 @@ _T = TypeVar("_T", bound=torch.optim.Optimizer)
 
 def convert(
     optimizer: _T,
-    recipe: str | Recipe = "true-bf16-stochastic",
+    recipe: str | Recipe = "bf16-stochastic",
     *,
-    module: nn.Module | None = None,
+    model: nn.Module | None = None,
     backend: str | None = None,
     roles: Mapping[str, str | None] | None = None,
+    elementwise: bool = False,
 ) -> _T:
     """Make an optimizer store its numbers by a recipe, in place.
 
@@ -56,8 +57,9 @@ def convert(
     and the states it is known to keep (:data:`ROLES`) are encoded by the recipe, and whatever
     else it keeps stays as it is, in fp32. Its step is first tried on small made-up parameters: an
     optimizer that couples its parameters, by a norm over all of them, say, steps on all at once.
-    Of sharded parameters it steps on this rank's parts where pieces of made-up tensors gave the
-    bits of whole ones, else on whole tensors that are gathered for it.
+    Where ranks hold parts of a parameter, a class that is elementwise steps on the parts: those in
+    ``torch_bf16.foreign.capabilities.ELEMENTWISE`` and what ``elementwise=True`` vouches for. For
+    any other every rank gathers whole tensors.
 
     The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that
     were built on it before or will be after. State it already has is taken over: moments are
@@ -69,11 +71,14 @@ def convert(
     Args:
         optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        module: the module that owns the parameters: their names then key the rounding noise, so
+        model: the module that owns the parameters: their names then key the rounding noise, so
             that it does not depend on the order of the parameters.
         backend: name of the backend that takes the steps; None for the best that works.
         roles: for a class without a kernel, states whose meaning their name does not say:
             ``{"z": "exp_avg"}`` has ``state["z"]`` stored as a first moment, None keeps it in fp32.
+        elementwise: for a class without a kernel, whether each element is updated by its own
+            weight, gradient, states and the options alone, so that parts of a sharded tensor can
+            step by themselves; nothing checks it.
 
     Returns:
         ``optimizer`` itself.
@@ -87,14 +92,20 @@ def convert(
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> torch_bf16.convert(optimizer, "bf16-stochastic", module=model) is optimizer
+        >>> torch_bf16.convert(optimizer, "bf16-stochastic", model=model) is optimizer
         True
     """
     recipe = get_recipe(recipe)
     if is_zero(optimizer):
         local: Any = _local_optimizer(optimizer)
-        convert(local, recipe, module=module, backend=backend, roles=roles)
-        local._whole = Whole(optimizer)
+        if isinstance(local, BF16Optimizer):
+            raise ValueError(
+                f"this ZeroRedundancyOptimizer was converted before, or made with "
+                f"{type(local).__name__} of torch_bf16, which does not see the parameters of other "
+                "ranks: make it with a class of torch.optim and convert it once"
+            )
+        convert(local, recipe, model=model, backend=backend, roles=roles, elementwise=elementwise)
+        local._engine.names.whole = Whole(optimizer)
         return optimizer
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
@@ -102,20 +113,21 @@ def convert(
             f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its "
             "state. To change the recipe, make a new torch.optim optimizer and convert that one"
         )
-    if module is not None and not isinstance(module, nn.Module):
-        raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    if module is not None:
-        register(module)
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if model is not None:
+        register(model)
     if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
         raise ValueError(
             f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
             "None for fp32"
         )
     target = _target(optimizer)
-    own_step = issubclass(target, ForeignOptimizer)
-    trait = examine(optimizer) if own_step else None
-    for number in range(len(optimizer.param_groups)):
-        check_group(optimizer, number, own_step)
+    traits = examine(optimizer, elementwise) if issubclass(target, ForeignOptimizer) else None
+    for number, group in enumerate(optimizer.param_groups):
+        if traits is None:
+            check_options(group, number)
+        check_group(group, number)
     wrapped = _scheduler_wrapper(optimizer)
 
     source, converted = type(optimizer), cast("Any", optimizer)
@@ -123,15 +135,16 @@ def convert(
     converted.__class__ = target
     try:
         converted._setup(recipe, backend)
-        if trait is not None:
+        if traits is not None:
             converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
-            converted._couples, converted._halves = trait.couples, trait.halves
-        if module is not None:
-            converted._names = _names(optimizer, module)
+            converted._engine.traits = traits
+        if model is not None:
+            converted._engine.names.given = _names(optimizer, model)
         taken = _take_over(converted)
     except Exception:
-        if converted._accumulation is not None:
-            converted._accumulation.remove()
+        engine = engine_of(converted)
+        if engine is not None and engine.accumulation is not None:
+            engine.accumulation.remove()
         converted.__class__ = source
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
@@ -177,14 +190,15 @@ def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:
                 label = optimizer.label(number, position)
-                taken[parameter] = optimizer._complete(state, parameter, group, label, Changes())
+                shard = shard_of(parameter)
+                taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
     return taken
 
 
-def _names(optimizer: Any, module: nn.Module) -> dict[tuple[int, int], str]:
+def _names(optimizer: Any, model: nn.Module) -> dict[tuple[int, int], str]:
     known: dict[Any, str] = {}
-    for name, parameter in _named_parameters(module):
-        # The first name of a tied parameter counts, as in module.named_parameters().
+    for name, parameter in _named_parameters(model):
+        # The first name of a tied parameter counts, as in model.named_parameters().
         known.setdefault(parameter, name)
     return {
         (number, position): known[parameter]

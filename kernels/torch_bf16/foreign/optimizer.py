@@ -5,39 +5,37 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.engine.engine import Engine, Observer
+from torch_bf16.engine.member import Snapshot
+from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
+from torch_bf16.errors import prefix_errors, suffix_errors
+from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.model import residuals
-from torch_bf16.optim.optimizer import BF16Optimizer, Observer
-from torch_bf16.optim.state_dict import Checkpointed
-from torch_bf16.optim.validation import Snapshot
+from torch_bf16.optim.optimizer import UNTOUCHED, BF16Optimizer, invalidate_remainders
+from torch_bf16.optim.planning import collect
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
-from torch_bf16.sharding.dtensor import (
-    check_blocks,
-    cut_over,
-    is_dtensor,
-    local,
-    place_like,
-)
-from torch_bf16.sharding.fsdp1 import is_part
-from torch_bf16.states import schema
-from torch_bf16.states.placement import local_state, placed_states
+from torch_bf16.sharding import Shard, whole
+from torch_bf16.states.completion import complete_master, complete_moment
+from torch_bf16.states.placement import place_states
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
-from .capabilities import steps_on_pieces
+from .capabilities import Traits, is_elementwise
+from .encoder import Encoder
 from .runner import Runner
-from .working_copy import COUNTER, Store, WorkingCopy, is_like
+from .working_copy import COUNTER, WorkingCopy, is_like
 
-__all__ = ["BUCKET_BYTES", "ROLES", "ForeignOptimizer", "foreign_class"]
+__all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
 
 BUCKET_BYTES = 64 << 20
 """Memory that a step takes for fp32 copies at a time; one tensor may be larger than that."""
@@ -53,7 +51,36 @@ ROLES = {
 }
 """States whose meaning is known by their name; any other is kept in fp32."""
 
+_DRAWS = (
+    "the optimizer's own step draws random numbers, which would be others on each rank: train it "
+    "with DDP, seeded alike on every rank, or use another optimizer"
+)
+
+_MOMENTS = {*FORMATS["exp_avg"].values(), *FORMATS["exp_avg_sq"].values()}
+
 _logger = logging.getLogger("torch_bf16")
+
+
+class ForeignEngine(Engine):
+    """What a converted optimizer without a fused rule keeps between steps, too.
+
+    Attributes:
+        traits: what is known about the class's own step; copies keep them.
+        encoder: encodes what that computed.
+    """
+
+    traits: Traits
+
+    def __init__(self, names: ParameterNames | None = None) -> None:
+        super().__init__(names)
+        self.encoder = Encoder()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "traits": self.traits}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.traits = state["traits"]
 
 
 class ForeignOptimizer(BF16Optimizer):
@@ -63,9 +90,8 @@ class ForeignOptimizer(BF16Optimizer):
     them, and encodes weights and known states by the recipe, some tensors at a time. What it keeps
     beside tensors shaped like the parameter stays as it is.
 
-    Of sharded parameters it steps on this rank's parts, where trying it on pieces of made-up
-    tensors gave the bits of the whole ones. Otherwise every rank gathers some whole tensors at a
-    time, takes their step, and keeps its parts.
+    Of sharded parameters an elementwise class steps on this rank's parts. For any other every rank
+    gathers some whole tensors at a time, takes their step, and keeps its parts.
 
     Attributes:
         roles: which of the recipe's formats a state takes, by its name.
@@ -74,13 +100,14 @@ class ForeignOptimizer(BF16Optimizer):
 
     roles: dict[str, str]
     bucket_bytes: int = BUCKET_BYTES
-    _couples: bool
-    _halves: frozenset[str]
-    _pieces: dict[Any, bool]
+    _engine: ForeignEngine
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
         return STORE
+
+    def _new_engine(self) -> Engine:
+        return ForeignEngine()
 
     @torch.no_grad()
     def _update(
@@ -88,92 +115,92 @@ class ForeignOptimizer(BF16Optimizer):
         parameters: list[Tensor],
         plan: Any,
         setting: Any,
-        call: StepInputs,
+        told: StepInputs,
         observers: Sequence[Observer] = (),
-    ) -> Any:
+    ) -> None:
         """Take the step of some parameters. There is no plan to keep."""
         if cuda_graphs.capturing():
             check_capturable(self, True, "its own step runs on copies that are made every time")
-        members = self._take_part(parameters)
-        written = [each for each in members if each.seen.version != each.version()]
-        self._invalidate_remainders(cast("Any", written))
-        if call.found_inf is not None and float(call.found_inf) != 0:
-            return None
+        with suffix_errors(UNTOUCHED):
+            members: Any = self._take_part(parameters)
+        invalidate_remainders(
+            (each.state, each.weights)
+            for each in members
+            if each.snapshot.version != each.shard.version()
+        )
+        if told.found_inf is not None and float(told.found_inf) != 0:
+            return
         for observer in observers:
-            observer.before_update(cast("Any", members), call.multiplier)
-        options: dict[int, dict[str, Any]] = {}
-        attributes: dict[str, Any] = {}
-        scale = float(call.multiplier)
+            observer.before_update(members, told.multiplier)
+        runner = Runner(self, self.torch_class)
         for bucket in self._buckets(members):
-            inner = self._run(bucket, scale)
-            # Each bucket starts from the options and attributes of before the step.
-            options.update(inner.options())
-            attributes.update(inner.changed_attributes())
-        for number, its in options.items():
-            self.param_groups[number].update(its)
-        vars(self).update(attributes)
+            self._run(runner, bucket, float(told.multiplier))
+        runner.finish()
+        self._engine.encoder.finish()
         for observer in observers:
             observer.after_update()
-        return None
 
     def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
         self.recipe = get_recipe(self.recipe)
-        members, changes = [], Changes()
-        for parameter, number, position, label in self._collect(parameters):
-            whole = self._needs_whole(parameter, number, label)
-            given, group = self.state.get(parameter, {}), self.param_groups[number]
-            state = self._complete(given, parameter, group, label(), changes)
-            seen = self._seen.get(parameter) or Snapshot.of(parameter)
-            name = self._name(number, position)
-            weights = self.recipe.format_of("weights", parameter)
-            formats = functools.partial(self._format_of, parameter=parameter)
-            member = WorkingCopy(parameter, number, name, state, seen, weights, formats, whole)
-            members.append(member)
+        engine, members, changes = self._engine, [], Changes()
+        for shard, number, label in collect(self, parameters):
+            with prefix_errors(lambda label=label: label):
+                gathers = self._gathers(shard, number)
+            parameter, group = shard.parameter, self.param_groups[number]
+            state = self._complete(self.state.get(parameter, {}), shard, group, label, changes)
+            snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
+            weights = self.recipe.format_of("weights", shard.shape, parameter.dtype)
+            formats = functools.partial(self._format_of, shard=shard)
+            members.append(WorkingCopy(shard, number, state, snapshot, weights, formats, gathers))
         if changes.lost:
             _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
-        self._point_out_gathering(members)
+        self._warn_of_gathering(members)
         for each in members:
             self.state[each.parameter] = each.state
-            self._seen[each.parameter] = each.seen
-            residuals.forget(each.parameter)
-        residuals.forget_absent(p for group in self.param_groups for p in group["params"])
+            engine.snapshots[each.parameter] = each.snapshot
+            residuals.forget(each.shard)
+        residuals.forget_empty(p for group in self.param_groups for p in group["params"])
         return members
 
-    def _needs_whole(self, parameter: Tensor, number: int, label: Callable[[], str]) -> bool:
+    def _gathers(self, shard: Shard, number: int) -> bool:
         """Whether the step must see the whole of a parameter that ranks hold parts of."""
-        part = is_part(parameter)
-        if not part and not is_dtensor(parameter):
+        if not shard.groups():
             return False
-        dims = None
-        if not part:
-            placements: Any = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
-            dims = tuple(sorted({placements[dim].dim for dim in cut_over(parameter)[1]}))
-            for role in set(self.roles.values()):
-                if (block := self.recipe.format_of(role, parameter).block) > 1:
-                    check_blocks(parameter, block)
-        key = (number, 1 if part else parameter.ndim, dims)
-        if key not in self._pieces:
-            self._pieces[key] = dims == () or steps_on_pieces(self, self.torch_class, *key)
-        whole = self._couples or not self._pieces[key]
-        if whole and part:
-            why = "couples all parameters" if self._couples else "looks at whole tensors"
+        if self._engine.traits.draws:
+            raise NotImplementedError(f"is sharded, and {_DRAWS}")
+        for role in set(self.roles.values()):
+            block = self.recipe.format_of(role, shard.shape, shard.parameter.dtype).block
+            if block > 1:
+                shard.check_blocks(block)
+        if is_elementwise(self.torch_class, self.param_groups[number], self._engine.traits):
+            return False
+        if not shard.can_gather:
             raise NotImplementedError(
-                f"{label()} is sharded by FSDP1, and the step of {self.torch_class.__name__} "
-                f"{why}. Shard with torch.distributed.fsdp.fully_shard (FSDP2), whose tensors are "
-                "gathered for it, or train with DDP. Nothing was updated"
+                f"is sharded by FSDP1, and the step of {self.torch_class.__name__} "
+                f"{self._why_whole()}. Shard with torch.distributed.fsdp.fully_shard (FSDP2), "
+                "whose tensors are gathered for it, train with DDP, or convert(..., "
+                "elementwise=True) if each element is updated by its own numbers alone"
             )
-        return whole
+        return True
 
-    def _point_out_gathering(self, members: Sequence[WorkingCopy]) -> None:
-        gathered = [each for each in members if each.whole]
+    def _why_whole(self) -> str:
+        couples = "couples all parameters"
+        return couples if self._engine.traits.couples else "is not known to be elementwise"
+
+    def _warn_of_gathering(self, members: Sequence[WorkingCopy]) -> None:
+        gathered = [each for each in members if each.gathers]
         if not gathered or any(each.step for each in members):
             return
-        sizes = [each.bytes for each in gathered]
-        at_once = sum(sizes) if self._couples else max(*sizes, min(sum(sizes), self.bucket_bytes))
+        sizes, total = [each.bytes for each in gathered], sum(each.bytes for each in gathered)
+        at_once = (
+            total if self._engine.traits.couples else max(*sizes, min(total, self.bucket_bytes))
+        )
         _logger.warning(
-            "%s %s: every rank gathers them for its step, %.2f GB of fp32 copies at a time",
+            "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
+            "time; convert(..., elementwise=True) if it updates each element by its own numbers "
+            "alone",
             self.torch_class.__name__,
-            "couples its parameters" if self._couples else "looks at whole tensors",
+            self._why_whole(),
             at_once / 1e9,
         )
 
@@ -182,7 +209,7 @@ class ForeignOptimizer(BF16Optimizer):
         bucket, size = [], 0
         for each in members:
             more = each.bytes
-            if bucket and size + more > self.bucket_bytes and not self._couples:
+            if bucket and size + more > self.bucket_bytes and not self._engine.traits.couples:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(each)
@@ -190,92 +217,69 @@ class ForeignOptimizer(BF16Optimizer):
         if bucket:
             yield bucket
 
-    def _run(self, bucket: Sequence[WorkingCopy], scale: float) -> Runner:
-        stand_ins = [each.make(scale) for each in bucket]
-        states = [each.decoded() for each in bucket]
+    def _run(self, runner: Runner, bucket: Sequence[WorkingCopy], scale: float) -> None:
+        copies = [each.make(scale) for each in bucket]
+        states = [each.decode_states() for each in bucket]
         groups = [each.group for each in bucket]
-        inner = Runner(self, self.torch_class, list(zip(groups, stand_ins, states, strict=True)))
-        inner.step()
-        store = Store(self.recipe.seed, self.backend)
-        for each, stand_in in zip(bucket, stand_ins, strict=True):
-            each.encode(stand_in.detach(), inner.state_of(stand_in), store)
+        states = runner.step(list(zip(groups, copies, states, strict=True)))
+        if runner.draws and any(each.shard.groups() for each in bucket):
+            raise NotImplementedError(f"a parameter is sharded, and {_DRAWS}")
+        for each, made, state in zip(bucket, copies, states, strict=True):
+            each.encode(made.detach(), state, self._engine.encoder)
             self.state[each.parameter] = each.state
-        store.run()
+        self._engine.encoder.run(self.recipe.seed, self.backend)
         for each in bucket:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
-            each.seen.version = each.version()
-        return inner
+            each.snapshot.version = each.shard.version()
 
-    def _format_of(self, key: str, parameter: Tensor) -> Format | None:
+    def _format_of(self, key: str, shard: Shard) -> Format | None:
         role = self.roles.get(key)
-        if role is None or key in self._halves:
+        if role is None or key in self._engine.traits.halves:
             return None
-        return self.recipe.format_of(role, parameter)
+        return self.recipe.format_of(role, shard.shape, shard.parameter.dtype)
 
-    def _complete(self, state, parameter, group, label, changes) -> dict[str, Any]:
+    def _complete(
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+    ) -> dict[str, Any]:
         complete: dict[str, Any] = {}
-        memory, planes = local(parameter), {COUNTER, *MASTERS}
-        if not is_dtensor(parameter):
-            state = {k: local_state(k, v, parameter, label) for k, v in state.items()}
-        mine = {
-            key: local_state(key, each, parameter, label) if is_like(each, parameter) else each
-            for key, each in state.items()
-        }
+        done = {COUNTER, *MASTERS}
         for key, value in state.items():
-            if key in planes:
+            if key in done:
                 continue
-            like = is_like(value, parameter)
-            format_ = self._format_of(key, parameter) if like else None
-            if format_ is not None:
-                keys = format_.plane_names(key)
-                if is_dtensor(parameter):
-                    rest = {k: state[k] for k in keys[1:] if k in state}
-                    mine |= {k: local_state(k, v, parameter, label) for k, v in rest.items()}
-                made = schema.complete_moment(mine, key, format_, memory, label, changes)
-                complete |= placed_states(dict(zip(keys, made, strict=True)), state, parameter)
-                planes.update(keys)
-            elif like:
-                moved = self._moved(key, mine[key], parameter)
-                same = is_dtensor(value) and local(value) is moved
-                complete[key] = value if same else place_like(parameter, moved)
-            else:
+            if not is_like(value, shard.parameter):
                 # Of another shape than the parameter it is the same on every rank.
-                value = value.full_tensor() if is_dtensor(value) else value
                 moves = isinstance(value, Tensor) and key != "step"
-                complete[key] = self._moved(key, value, parameter) if moves else value
+                complete[key] = self._moved(key, whole(value), shard) if moves else value
+                continue
+            format_ = self._format_of(key, shard)
+            if format_ is None:
+                moved = self._moved(key, shard.take(value), shard)
+                complete |= place_states({key: moved}, state, shard)
+                continue
+            known = {n for each in _MOMENTS for n in each.plane_names(key)}
+            here = {k: shard.take(each) for k, each in state.items() if k in known}
+            made = complete_moment(here, key, format_, shard.memory, label, changes)
+            keys = format_.plane_names(key)
+            complete |= place_states(dict(zip(keys, made, strict=True)), state, shard)
+            done |= known
         complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)
-        masters = {k: each for k, each in state.items() if k in MASTERS}
-        if is_dtensor(parameter):
-            masters = {k: local_state(k, v, parameter, label) for k, v in masters.items()}
-        made = schema.complete_master(masters, parameter, self.recipe, label, changes)
-        return complete | placed_states(made, state, parameter)
-
-    def _invalidate(self) -> None:
-        super()._invalidate()
-        self._pieces = {}
+        masters = {k: shard.take(each) for k, each in state.items() if k in MASTERS}
+        made = complete_master(masters, shard, self.recipe, label, changes)
+        return complete | place_states(made, state, shard)
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
 
-    def _moved(self, key: str, value: Tensor, parameter: Tensor) -> Tensor:
+    def _moved(self, key: str, value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
-        like_parameter = value.dtype in (torch.bfloat16, torch.float16) and key not in self._halves
-        return value.to(parameter.device, torch.float32 if like_parameter else value.dtype)
+        like_parameter = (
+            value.dtype in (torch.bfloat16, torch.float16) and key not in self._engine.traits.halves
+        )
+        return value.to(shard.parameter.device, torch.float32 if like_parameter else value.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        left = {
-            "step",
-            "observers",
-            "_plan",
-            "_pieces",
-            "_seen",
-            "_next",
-            "_accumulation",
-            "_release",
-            "_captured",
-            "_whole",
-        }
+        left = {"step", "observers"}
         own = {k: v for k, v in vars(self).items() if k not in left and not k.endswith("_hooks")}
         return own | super().__getstate__()
 
@@ -302,7 +306,7 @@ def foreign_class(kind: type[torch.optim.Optimizer]) -> type[ForeignOptimizer]:
         ours = types.new_class(ours.__name__, (root.__base__, ours))
         methods = {
             name: each
-            for base in (Checkpointed, BF16Optimizer, ForeignOptimizer)
+            for base in (BF16Optimizer, ForeignOptimizer)
             for name, each in vars(base).items()
             if name not in ("__dict__", "__weakref__", "__annotations__", "__abstractmethods__")
         }

@@ -1,8 +1,8 @@
-"""An optimizer's own ``step``, run on fp32 stand-ins for its parameters, gradients and states."""
+"""An optimizer's own ``step``, run on fp32 copies of its parameters, gradients and states."""
 
 from __future__ import annotations
 
-import copy
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,84 +10,92 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["OURS", "Runner", "unhooked"]
+__all__ = ["Runner", "own_attributes", "unhooked"]
 
-# Attributes that are not the wrapped class's own, or that stand-ins replace.
-OURS = frozenset({"param_groups", "state", "step", "recipe", "backend", "observers"}) | {
-    *(
-        "roles",
-        "bucket_bytes",
-        "_names",
-        "_whole",
-        "_plan",
-        "_pieces",
-        "_seen",
-        "_next",
-        "_accumulation",
-        "_couples",
-        "_halves",
-    )
-}
+# What we keep on a converted optimizer, and what copies replace.
+_REPLACED = frozenset(
+    {"param_groups", "state", "step", "recipe", "backend", "observers", "roles", "bucket_bytes"}
+    | {"_engine"}
+)
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that the optimizer's own class reads and writes, hooks excepted."""
+    return {
+        name: each
+        for name, each in vars(optimizer).items()
+        if name not in _REPLACED and not name.endswith("_hooks")
+    }
 
 
 class Runner:
-    """An instance of the optimizer's own class over stand-ins, for one call of its ``step``.
+    """One step of an optimizer's own class, in one call of its ``step`` or in several.
+
+    Each call gets an instance of its own, with the options and attributes of before the step.
 
     Args:
-        optimizer: whose class, attributes and options count; not changed.
+        optimizer: whose attributes and options count; changed by :meth:`finish` only.
         kind: its own class.
-        members: ``(group number, stand-in with its gradient, its state)``.
+
+    Attributes:
+        options: what the calls left in the parameter groups, by the group's number.
+        attributes: what they set.
+        draws: whether they drew random numbers.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        kind: type[torch.optim.Optimizer],
-        members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]],
-    ) -> None:
-        own: Any = object.__new__(kind)
-        hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-        self._attributes = {
-            name: each for name, each in vars(optimizer).items() if name not in OURS | hooks.keys()
-        }
-        own.__dict__.update(copy.copy(self._attributes) | hooks)
-        self.numbers = sorted({number for number, _, _ in members})
+    def __init__(self, optimizer: Any, kind: type[torch.optim.Optimizer]) -> None:
+        self._optimizer, self._kind = optimizer, kind
+        self._before = own_attributes(optimizer)
+        self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
+        self.options: dict[int, dict[str, Any]] = {}
+        self.attributes: dict[str, Any] = {}
+        self.draws = False
+
+    def step(
+        self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """Call the class's own ``step``, without hooks and with gradients switched off.
+
+        Args:
+            members: number of the parameter group, parameter with its gradient, its state.
+
+        Returns:
+            The new state of each.
+        """
+        own: Any = object.__new__(self._kind)
+        vars(own).update(self._before, **{name: OrderedDict() for name in self._hooks})
+        numbers = sorted({number for number, _, _ in members})
         own.param_groups = [
-            {
-                **{k: v for k, v in optimizer.param_groups[number].items() if k != "param_names"},
-                "params": [parameter for its, parameter, _ in members if its == number],
-            }
-            for number in self.numbers
+            {k: v for k, v in self._optimizer.param_groups[number].items() if k != "param_names"}
+            | {"params": [parameter for its, parameter, _ in members if its == number]}
+            for number in numbers
         ]
         own.state = defaultdict(dict, {p: state for _, p, state in members if state})
-        self._own, self._step = own, unhooked(kind.step)
-
-    def step(self) -> None:
-        """Run it, with gradients switched off as an optimizer's step expects."""
+        before = _random_states(members)
         with torch.no_grad():
-            self._step(self._own)
-
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What it keeps for a stand-in now."""
-        return self._own.state.get(parameter, {})
-
-    def options(self) -> dict[int, dict[str, Any]]:
-        """The options of each parameter group now, by the group's number."""
-        return {
-            number: {k: v for k, v in group.items() if k != "params"}
-            for number, group in zip(self.numbers, self._own.param_groups, strict=True)
-        }
-
-    def changed_attributes(self) -> dict[str, Any]:
-        """Attributes that are other objects than before the step."""
+            unhooked(self._kind.step)(own)
+        self.draws |= before != _random_states(members)
+        for number, group in zip(numbers, own.param_groups, strict=True):
+            self.options[number] = {k: v for k, v in group.items() if k != "params"}
         missing = object()
-        return {
+        self.attributes |= {
             name: each
-            for name, each in vars(self._own).items()
-            if name not in OURS
-            and not name.endswith("_hooks")
-            and self._attributes.get(name, missing) is not each
+            for name, each in own_attributes(own).items()
+            if self._before.get(name, missing) is not each
         }
+        return [own.state.get(parameter, {}) for _, parameter, _ in members]
+
+    def finish(self) -> None:
+        """Put the options and attributes that the calls left into the optimizer."""
+        for number, options in self.options.items():
+            self._optimizer.param_groups[number].update(options)
+        vars(self._optimizer).update(self.attributes)
+
+
+def _random_states(members: Sequence[tuple[int, nn.Parameter, Any]]) -> tuple[Any, ...]:
+    devices = {str(p.device): p.device for _, p, _ in members if p.is_cuda}.values()
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    return random.getstate(), *(each.numpy().tobytes() for each in states)
 
 
 def unhooked(step: Any) -> Any:
