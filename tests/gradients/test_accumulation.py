@@ -40,7 +40,7 @@ def accumulated(accumulate, shape=(65, 64)):
 
 def test_a_thousand_gradients_of_a_thousandth_make_one():
     exact = N * torch.tensor(TINY).bfloat16().double().item()
-    plain, _ = accumulated("bf16")
+    plain, _ = accumulated("bf16_nearest")
     assert plain.grad.eq(0.5).all()  # the control: what torch does
 
     wide, _ = accumulated("fp32")
@@ -170,7 +170,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind(format):
 
 @pytest.mark.parametrize("format", ["bf16_stochastic", "fp32"])
 def test_remove_gives_gradients_back_to_torch(format):
-    model, optimizer = model_and_optimizer("bf16")
+    model, optimizer = model_and_optimizer("bf16_nearest")
     handle = torch_bf16.accumulate_gradients(model, optimizer, format)
     add(model.w, torch.ones(65, 64).bfloat16())
     handle.remove()
@@ -227,8 +227,10 @@ def test_a_transposed_parameter_has_the_sums_of_its_contiguous_copy():
 
 
 def test_what_is_asked_wrongly_is_refused():
-    model, optimizer = model_and_optimizer("bf16")
-    with pytest.raises(ValueError, match="'fp16' is unknown; use one of bf16, bf16_stochastic"):
+    model, optimizer = model_and_optimizer("bf16_nearest")
+    with pytest.raises(
+        ValueError, match="'fp16' is unknown; use one of bf16_nearest, bf16_stochastic"
+    ):
         torch_bf16.accumulate_gradients(model, optimizer, "fp16")
     with pytest.raises(ValueError, match="has no recipe; make it a torch_bf16 optimizer"):
         torch_bf16.accumulate_gradients(model, torch.optim.SGD(model.parameters()), "fp32")

@@ -32,7 +32,7 @@ def test_clipping_counts_what_the_next_step_was_told_before(coefficient):
     parameters, optimizer = run()
     optimizer.scale_next_step(coefficient)
     for limit, norm in ((100.0, 2.0), (1.0, 2.0), (1.0, 1.0)):
-        found = torch_bf16.clip_grad_norm_(optimizer, limit)
+        found = torch_bf16.clip_next_step(optimizer, limit)
         torch.testing.assert_close(found, torch.tensor(norm))
     optimizer.step()
     assert_moved(parameters, 0.25)
@@ -52,19 +52,80 @@ def forget_in_the_module(parameters):
 @pytest.mark.parametrize("forget", [forget_by_hand, forget_in_the_module])
 def test_gradients_that_replaced_the_clipped_ones_are_not_scaled_and_that_is_said(forget):
     parameters, optimizer = run()
-    torch_bf16.clip_grad_norm_(optimizer, 1.0, skip_nonfinite=True)
+    torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
     forget(parameters)
     give(parameters, 0.5)
-    with pytest.warns(UserWarning, match="clipped and then replaced before a step read them"):
+    with pytest.warns(UserWarning, match="clipped and then replaced or written before a step"):
         optimizer.step()
     assert_moved(parameters, 0.5)
     optimizer.step()
     assert_moved(parameters, 1.0)
 
 
+def test_gradients_that_another_backward_added_to_are_not_scaled_by_half_of_them():
+    parameters, optimizer = run()
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    for parameter in parameters:
+        parameter.grad += 1.0
+    with pytest.warns(UserWarning, match="clipped and then replaced or written before a step"):
+        optimizer.step()
+    assert_moved(parameters, 3.0)
+
+
+def test_a_clip_after_each_of_two_backward_passes_is_one_of_their_sum():
+    parameters, optimizer = run()
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    for parameter in parameters:
+        parameter.grad += 1.0
+    torch.testing.assert_close(torch_bf16.clip_next_step(optimizer, 1.0), torch.tensor(12.0))
+    optimizer.step()
+    assert_moved(parameters, 0.25)
+
+
 def test_a_gradient_that_stays_keeps_the_promise():
     parameters, optimizer = run()
-    torch_bf16.clip_grad_norm_(optimizer, 1.0)
+    torch_bf16.clip_next_step(optimizer, 1.0)
     parameters[0].grad = None
     optimizer.step()
     assert_moved(parameters[1:], 0.25)
+
+
+def test_gradients_of_a_part_are_scaled_in_place_with_nothing_left_to_warn_of(recwarn):
+    parameters, optimizer = run()
+    norm = torch_bf16.clip_next_step(optimizer, 1.0, parameters=parameters[0])
+    torch.testing.assert_close(norm, torch.tensor(32.0).sqrt())
+    torch.testing.assert_close(torch_bf16.total_norm(parameters[0]), torch.tensor(1.0))
+    assert torch.equal(parameters[1].grad, torch.full((4, 2), 2.0))
+    give(parameters, 0.5)
+    optimizer.step()
+    assert_moved(parameters, 0.5)
+    assert not recwarn.list
+
+
+def test_each_optimizer_gets_the_common_coefficient_by_the_way_that_it_can():
+    one, other, foreign = ([nn.Parameter(torch.zeros(4, 2))] for _ in range(3))
+    both = nn.Parameter(torch.zeros(4, 2))
+    ours = [torch_bf16.SGD(own, lr=1.0) for own in (one, [*other, both], [both])]
+    torchs = torch.optim.SGD(foreign, lr=1.0)
+    everything = [*one, *other, *foreign, both]
+    give(everything, 2.0)
+    # Of four: a quarter of the square is told to be a quarter of itself.
+    ours[0].scale_next_step(0.5)
+    norm = torch_bf16.clip_next_step([*ours, torchs], 1.0)
+    torch.testing.assert_close(norm, torch.tensor((8 * 3 * 4.0 + 8 * 1.0) ** 0.5))
+    assert torch.equal(one[0].grad, torch.full((4, 2), 2.0))
+    for parameter in everything[1:]:
+        torch.testing.assert_close(parameter.grad, torch.full((4, 2), 2.0) / norm)
+    ours[0].step()
+    assert_moved(one, 1.0 / norm.item())
+
+
+def test_norms_whose_squares_overflow_in_fp32_are_added_up_right():
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e25)
+    assert torch_bf16.total_norm(parameters).item() == pytest.approx(2e25)
+    optimizer = torch_bf16.SGD(parameters, lr=1.0)
+    torch_bf16.clip_next_step(optimizer, 1.0)
+    optimizer.step()
+    torch.testing.assert_close(torch.cat(parameters), torch.full((4,), -0.5))

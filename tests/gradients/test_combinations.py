@@ -15,7 +15,7 @@ from torch_bf16.errors import CheckpointError
 
 def network(recipe="bf16-stochastic"):
     torch.manual_seed(0)
-    return torch_bf16.cast_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipe)
+    return torch_bf16.cast_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipe)
 
 
 def backward(model, seed=0):
@@ -48,7 +48,7 @@ class WithoutStep(torch.optim.Optimizer):
 
 def test_an_optimizer_without_a_fused_rule_can_be_watched():
     model = network()
-    optimizer = torch_bf16.convert(torch.optim.Adamax(model.parameters()), module=model)
+    optimizer = torch_bf16.convert(torch.optim.Adamax(model.parameters()), model=model)
     monitor = UpdateMonitor(optimizer, every=1)
     backward(model)
     optimizer.step()
@@ -58,7 +58,7 @@ def test_an_optimizer_without_a_fused_rule_can_be_watched():
 
 def test_release_with_an_optimizer_without_a_fused_rule_is_refused():
     model = network()
-    optimizer = torch_bf16.convert(WithoutStep(model.parameters()), module=model)
+    optimizer = torch_bf16.convert(WithoutStep(model.parameters()), model=model)
     with pytest.raises(NotImplementedError, match=r"has no fused rule.*step after the backward"):
         torch_bf16.release_gradients(model, optimizer)
     before = weights(model)
@@ -104,7 +104,7 @@ def test_sums_of_two_steps_draw_noise_of_their_own(make):
     model = network(recipe)
     optimizer = make(model.parameters(), lr=0.0)
     if not isinstance(optimizer, torch_bf16.BF16Optimizer):
-        optimizer = torch_bf16.convert(optimizer, recipe, module=model)
+        optimizer = torch_bf16.convert(optimizer, recipe, model=model)
     else:
         optimizer = torch_bf16.SGD(model.named_parameters(), lr=0.0, recipe=recipe)
     sums = []
@@ -157,10 +157,15 @@ def test_what_has_no_gradient_to_clip_is_named(make):
     for clip in (torch_bf16.total_norm, lambda given: torch_bf16.clip_grad_norm_(given, 1.0)):
         with pytest.raises(ValueError, match=r"give parameters, for example model.parameters\(\)"):
             clip(make(model, optimizer))
-    with pytest.raises(ValueError, match="of a SGD were asked for"):
-        torch_bf16.total_norm(optimizer)
+    for clip in (torch_bf16.total_norm, lambda given: torch_bf16.clip_grad_norm_(given, 1.0)):
+        with pytest.raises(
+            ValueError, match=r"of a SGD were asked for.* clip_next_step\(optimizer"
+        ):
+            clip(optimizer)
+    with pytest.raises(ValueError, match="given a Linear for an optimizer; give those that take"):
+        torch_bf16.clip_next_step(nn.Linear(2, 2), 1.0)
     with pytest.raises(ValueError, match="max_norm='a' must be a number"):
-        torch_bf16.clip_grad_norm_(optimizer, "a")
+        torch_bf16.clip_next_step(optimizer, "a")
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):

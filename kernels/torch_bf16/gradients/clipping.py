@@ -1,42 +1,46 @@
-"""Clipping by the norm of all gradients, in fp32 and without rewriting them.
+"""Clipping by the norm of all gradients, taken in fp32.
 
 The norm is torch's multi-tensor reduction with fp32 results: it reads bf16 once, sums squares in
-fp32 in an order that is the same at every run on a device, and waits for nothing. What it gives is
-consumed on the device by the step, which reads the gradients a second time and scales as it reads.
+fp32 in an order that is the same at every run on a device, and waits for nothing. The next step
+consumes it on the device: it reads the gradients a second time and scales as it reads.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from torch_bf16.engine.pending import clip_coefficient
-from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding.dtensor import cut_over, is_dtensor, local, local_gradient
-from torch_bf16.sharding.fsdp1 import is_flattened, shard_group
+from torch_bf16.engine.engine import engine_of
+from torch_bf16.engine.pending import Pending, clip_coefficient
+from torch_bf16.sharding import local, shard_of
 
 from .backward import released
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["clip_grad_norm_", "total_norm"]
+__all__ = [
+    "clip_grad_norm_",
+    "clip_next_step",
+    "norm_over_ranks",
+    "pending_of",
+    "total_norm",
+]
 
 
 def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients together.
 
-    torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %; here squares
-    are summed in fp32. Of DTensors (FSDP2, tensor parallelism, both; meshes may differ) and of what
-    FSDP1 has flattened every rank sums its own part, and the sums are added up over the ranks that
-    hold other parts: call it on all of them. The result is the same on every rank; its last bits
-    depend on how tensors are cut.
+    torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %; here the
+    squares of each tensor are summed in fp32, whose range ends at norms of 1.8e19, and the tensors'
+    norms are combined in fp64. Of sharded parameters (meshes may differ) every rank sums its own
+    part, and the sums are added up over the ranks that hold other parts: call it on all of them.
+    The result is the same on every rank; its last bits depend on how tensors are cut.
 
     Args:
         parameters: those without a gradient are passed over; the gradients are only read.
@@ -52,28 +56,27 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     Example:
         >>> norm = total_norm(model.parameters())
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else _listed(parameters, Tensor)
+    parameters = _parameters_in(parameters)
     # Of one dtype each: torch reads a mixed list tensor by tensor.
     alike: dict[Any, list[Tensor]] = defaultdict(list)
-    # FSDP1's groups of ranks; one that holds nothing of any parameter takes part in the sum.
-    flat: dict[Any, list[Tensor]] = {}
+    norms: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        group = shard_group(parameter) if is_flattened(parameter) else None
-        if group is not None:
-            none = torch.zeros((), device=parameter.device)
-            flat.setdefault(group, [none])
-        if parameter.grad is not None:
-            if parameter.grad.layout != torch.strided or parameter.grad.is_complex():
-                raise ValueError(
-                    f"total_norm: a parameter of shape {tuple(parameter.shape)} has a gradient of "
-                    f"{parameter.grad.layout} and {parameter.grad.dtype}; dense real gradients can "
-                    "be clipped. Leave this parameter out"
-                )
-            gradient, placed = parameter.grad, None
-            if is_dtensor(parameter):
-                gradient, placed = local_gradient(parameter, gradient), cut_over(parameter)
-            alike[gradient.device, gradient.dtype, placed, group].append(gradient)
-    if not alike and not flat:
+        shard, gradient = shard_of(parameter), parameter.grad
+        if gradient is None and not shard.takes_part_without_gradient:
+            continue
+        groups = tuple(shard.groups())
+        if gradient is None:
+            norms[groups].append(torch.zeros((), device=parameter.device))
+            continue
+        if gradient.layout != torch.strided or gradient.is_complex():
+            raise ValueError(
+                f"total_norm: a parameter of shape {tuple(parameter.shape)} has a gradient of "
+                f"{gradient.layout} and {gradient.dtype}; dense real gradients can be clipped. "
+                "Leave this parameter out"
+            )
+        gradient = shard.gradient()
+        alike[gradient.device, gradient.dtype, groups].append(gradient)
+    if not (alike or norms):
         if any(parameter in released for parameter in parameters):
             raise NotImplementedError(
                 "total_norm: the gradients were released inside backward(), so that nothing is "
@@ -81,123 +84,211 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
                 "norm='parameter' or 'last_step')"
             )
         return torch.zeros(())
-    norms = []
-    for (_, _, placed, group), gradients in alike.items():
-        each = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        norm = torch.linalg.vector_norm(torch.stack(each))
-        if group is None:
-            norms.append(norm if placed is None else _over_ranks(norm, _groups_of(*placed)))
-        else:
-            flat[group].append(norm.to(flat[group][0].device))
-    for group, some in flat.items():
-        norms.append(_over_ranks(torch.linalg.vector_norm(torch.stack(some)), [group]))
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    for (_, _, groups), gradients in alike.items():
+        norms[groups] += torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return norm_over_ranks(norms)
 
 
-_SCALED = (Tensor, torch.optim.Optimizer)
+def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
+    """The norm of whole tensors from those of the parts that this rank holds.
+
+    Args:
+        norms: 0-d fp32 tensors, by the groups of ranks that hold other parts; empty where each rank
+            holds all. Replicas of a part do not count.
+
+    Returns:
+        0-d fp32 tensor on the device of the first norm.
+    """
+    totals = []
+    for groups, some in norms.items():
+        together = torch.stack([each.to(some[0].device) for each in some])
+        # In fp64, where squares of fp32 numbers cannot overflow.
+        total = torch.linalg.vector_norm(together, dtype=torch.float64)
+        if groups:
+            total = total.square()
+            for each in groups:
+                dist.all_reduce(total, group=each)
+            total = total.sqrt()
+        totals.append(total)
+    return torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
 
 
-def _listed(what: Any, kinds: Any) -> list[Any]:
-    """What clipping was given, one by one; a module or anything else is an error that says so."""
-    given = list(what) if isinstance(what, Iterable) else [what]
-    if wrong := [each for each in given if not isinstance(each, kinds)]:
-        raise ValueError(
-            f"gradients of a {type(wrong[0]).__name__} were asked for; give parameters, for "
-            "example model.parameters(), or to clip_grad_norm_ an optimizer"
-        )
-    return given
-
-
-def _groups_of(mesh: DeviceMesh, dims: tuple[int, ...]) -> list[dist.ProcessGroup]:
-    return [mesh.get_group(dim) for dim in dims]
-
-
-def _over_ranks(norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """The norm of tensors from that of this rank's part; replicas of it do not count."""
-    # In fp64, where squares cannot overflow.
-    squared = norm.double().square()
-    for group in groups:
-        dist.all_reduce(squared, group=group)
-    return squared.sqrt().float()
-
-
-def _owned(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def pending_of(optimizer: Optimizer) -> Pending | None:
+    """What the next step of one of our optimizers was told; None for one of another library."""
+    engine = engine_of(optimizer)
+    return None if engine is None else engine.pending
 
 
 def clip_grad_norm_(
-    what: BF16Optimizer | Tensor | Iterable[Any],
-    max_norm: float,
-    *,
-    error_if_nonfinite: bool = False,
-    skip_nonfinite: bool = False,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip gradients to a 2-norm of at most ``max_norm``, all of them together, in fp32.
+    """Scale gradients in place to a 2-norm of at most ``max_norm``, all of them together.
 
-    Given optimizers, no gradient is written: their next step multiplies by the coefficient as it
-    reads, and nothing waits for the device. What ``scale_next_step`` was told counts as done; where
-    all gradients are replaced before that step, it warns and scales nothing. Given parameters, as
-    ``torch.nn.utils.clip_grad_norm_`` is, their gradients are scaled in place.
+    ``torch.nn.utils.clip_grad_norm_`` with the norm of :func:`total_norm`. Where an optimizer of
+    this package takes the step, :func:`clip_next_step` saves the pass that writes.
 
     Args:
-        what: one of our optimizers, several of them, or parameters.
+        parameters: those without a gradient are passed over.
         max_norm: the largest norm that is left alone.
         error_if_nonfinite: raise where the norm is not finite; that waits for the device.
-        skip_nonfinite: where the norm is not finite, the next step leaves weights, states and step
-            counts as they are and adds 1 to ``optimizer.skipped_steps``; for optimizers only.
 
     Returns:
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: a gradient is sparse or complex, or ``skip_nonfinite`` was asked of parameters.
+        ValueError: a gradient is sparse or complex, or an optimizer was given.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
     Example:
-        >>> norm = torch_bf16.clip_grad_norm_(optimizer, 1.0)
+        >>> norm = torch_bf16.clip_grad_norm_(model.parameters(), 1.0)
+    """
+    _check(max_norm)
+    parameters = _parameters_in(parameters)
+    norm = total_norm(parameters)
+    _scale(parameters, _coefficient(norm, max_norm, error_if_nonfinite))
+    return norm
+
+
+def clip_next_step(
+    optimizers: Optimizer | Iterable[Optimizer],
+    max_norm: float,
+    *,
+    parameters: Tensor | Iterable[Tensor] | None = None,
+    error_if_nonfinite: bool = False,
+    skip_nonfinite: bool = False,
+) -> Tensor:
+    """Let the next steps see gradients whose common 2-norm is at most ``max_norm``.
+
+    Where the parameters are all that one of our optimizers has gradients for, its next step
+    multiplies as it reads, and ``.grad`` stays as it is; if these gradients are replaced or written
+    before that step, it warns and scales nothing. Gradients of parameters that an optimizer owns
+    only in part, that several own, or one of another library, are scaled in place. What
+    ``scale_next_step`` or an earlier clip said counts as done; where another backward pass has
+    added to the gradients since, the earlier clip does not count.
+
+    Args:
+        optimizers: one or several.
+        max_norm: the largest norm that is left alone.
+        parameters: those whose common norm is clipped; None for all that the optimizers own.
+        error_if_nonfinite: raise where the norm is not finite; that waits for the device.
+        skip_nonfinite: where the norm is not finite, the next steps on these parameters leave
+            weights, states and step counts as they are and add 1 to ``optimizer.skipped_steps``.
+
+    Returns:
+        The norm before clipping: 0-d fp32 tensor on the gradients' device.
+
+    Raises:
+        ValueError: a gradient is sparse or complex, or ``skip_nonfinite`` was asked of an optimizer
+            of another library.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
+        NotImplementedError: gradients were released, and clipping would do nothing.
+
+    Example:
+        >>> norm = torch_bf16.clip_next_step(optimizer, 1.0)
         >>> optimizer.step()
     """
-    one: Any = what
-    given: list[Any] = [one] if isinstance(one, _SCALED) else _listed(one, _SCALED)
-    if not isinstance(max_norm, (Real, Tensor)):
-        raise ValueError(f"clip_grad_norm_: max_norm={max_norm!r} must be a number")
-    optimizers: list[Any] = [each for each in given if isinstance(each, torch.optim.Optimizer)]
-    if foreign := [each for each in optimizers if not isinstance(each, BF16Optimizer)]:
+    _check(max_norm)
+    owned = {
+        each: [p for group in each.param_groups for p in group["params"]]
+        for each in _optimizers_in(optimizers)
+    }
+    foreign = [type(each).__name__ for each in owned if pending_of(each) is None]
+    if skip_nonfinite and foreign:
         raise ValueError(
-            f"clip_grad_norm_: {type(foreign[0]).__name__} cannot be told to scale as it reads; "
-            "give its parameters, or convert() it first"
+            f"clip_next_step: skip_nonfinite=True cannot skip a step of {foreign[0]}, which is no "
+            "optimizer of torch_bf16; torch_bf16.convert() it, or leave skip_nonfinite out"
         )
-    if optimizers and len(optimizers) < len(given):
-        raise ValueError("clip_grad_norm_: give optimizers or parameters, not both")
-    if skip_nonfinite and not optimizers:
-        raise ValueError(
-            "clip_grad_norm_: skip_nonfinite=True needs the optimizers, whose step is to be "
-            "skipped, and was given parameters"
-        )
-    parameters = [p for each in optimizers for p in _owned(each)]
-    parameters = parameters if optimizers else given
-    told = [each._next.coefficient for each in optimizers]
-    if any(isinstance(each, Tensor) or each != 1.0 for each in told):
-        # What the next step is told already counts, as if the gradients were scaled by now.
-        each_norm = [total_norm(_owned(o)) * c for o, c in zip(optimizers, told, strict=True)]
-        norm = torch.linalg.vector_norm(torch.stack([n.to(each_norm[0].device) for n in each_norm]))
-    else:
-        norm = total_norm(parameters)
+    owners = Counter(id(p) for own in owned.values() for p in own)
+    shared = {key for key, count in owners.items() if count > 1}
+    every = chain.from_iterable(owned.values())
+    clipped = {id(p): p for p in (every if parameters is None else _parameters_in(parameters))}
+    for optimizer, own in owned.items():
+        # An earlier clip was of these gradients as they were, before another backward(), say.
+        pending, there = pending_of(optimizer), (p.grad for p in own if p.grad is not None)
+        if pending is not None and pending.is_stale(there):
+            pending.reset()
+    norm = _norm_as_told(clipped, owned)
+    coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
+    for optimizer, own in owned.items():
+        gradients = {id(p): p.grad for p in own if p.grad is not None}
+        ours: Any = optimizer
+        pending = pending_of(optimizer)
+        if pending is None or gradients.keys().isdisjoint(clipped):
+            continue
+        alone = gradients.keys() <= clipped.keys() and shared.isdisjoint(gradients)
+        if alone:
+            ours.scale_next_step(coefficient * pending.coefficient)
+            for key in gradients:
+                del clipped[key]
+        if skip_nonfinite:
+            ours.skip_next_step_where(~norm.isfinite())
+        if alone or skip_nonfinite:
+            pending.only_for(gradients.values())
+    _scale(clipped.values(), coefficient)
+    return norm
+
+
+def _norm_as_told(
+    parameters: Mapping[int, Tensor], owned: Mapping[Optimizer, list[Tensor]]
+) -> Tensor:
+    """The norm of the gradients times what the next steps of their owners are told already."""
+    told = {each: p.coefficient for each in owned if (p := pending_of(each)) is not None}
+    if all(not isinstance(each, Tensor) and each == 1.0 for each in told.values()):
+        return total_norm(parameters.values())
+    left, norms = dict(parameters), []
+    for optimizer, coefficient in told.items():
+        own = [p for p in owned[optimizer] if left.pop(id(p), None) is not None]
+        if own:
+            norms.append(total_norm(own) * coefficient)
+    if left:
+        norms.append(total_norm(left.values()))
+    return norm_over_ranks({(): norms})
+
+
+def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local(parameter.grad)
+            gradient.mul_(coefficient.to(gradient.device))
+
+
+def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()}, so they cannot be clipped to "
             f"{max_norm}; pass error_if_nonfinite=False to go on with them"
         )
-    coefficient = clip_coefficient(norm, max_norm)
-    for each, before in zip(optimizers, told, strict=True):
-        each.scale_next_step(coefficient * before)
-        each._next.only_for(p.grad for p in _owned(each) if p.grad is not None)
-        if skip_nonfinite:
-            each.skip_next_step_where(~norm.isfinite())
-    if not optimizers:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                gradient.mul_(coefficient.to(gradient.device))
-    return norm
+    return clip_coefficient(norm, max_norm)
+
+
+def _check(max_norm: Any) -> None:
+    if not isinstance(max_norm, (Real, Tensor)):
+        raise ValueError(f"max_norm={max_norm!r} must be a number")
+
+
+def _parameters_in(given: Any) -> list[Tensor]:
+    """Parameters, one by one; a module or anything else is an error that says so."""
+    return _listed(
+        given,
+        Tensor,
+        "gradients of a {} were asked for; give parameters, for example model.parameters(). "
+        "clip_next_step(optimizer, max_norm) clips those of an optimizer",
+    )
+
+
+def _optimizers_in(given: Any) -> list[Optimizer]:
+    return _listed(
+        given,
+        Optimizer,
+        "clip_next_step was given a {} for an optimizer; give those that take the step, and what "
+        "they clip as parameters=",
+    )
+
+
+def _listed(given: Any, kind: type, message: str) -> list[Any]:
+    alone = isinstance(given, kind) or not isinstance(given, Iterable)
+    several = [given] if alone else list(given)
+    if wrong := [each for each in several if not isinstance(each, kind)]:
+        raise ValueError(message.format(type(wrong[0]).__name__))
+    return several

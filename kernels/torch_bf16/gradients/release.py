@@ -7,21 +7,22 @@ The idea is that of "Full Parameter Fine-tuning for Large Language Models with L
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.argument_checks import check_max_norm, check_module
 from torch_bf16.backends import StepInputs
+from torch_bf16.engine.engine import Engine, engine_of
 from torch_bf16.engine.pending import clip_coefficient
 from torch_bf16.engine.plan import Plan
-from torch_bf16.sharding.dtensor import is_dtensor, local_gradient
-from torch_bf16.sharding.fsdp1 import is_flattened
+from torch_bf16.sharding import shard_of, unit_shapes
 
 from .backward import released
+from .clipping import norm_over_ranks
 
 __all__ = ["GradientRelease", "release_gradients"]
 
@@ -78,7 +79,8 @@ def release_gradients(
         >>> optimizer.step()
         >>> handle.remove()
     """
-    if not hasattr(optimizer, "_release"):
+    engine = engine_of(optimizer)
+    if engine is None:
         raise ValueError(
             f"release_gradients was given a {type(optimizer).__name__}, which takes its step for "
             "all parameters at once; make it a torch_bf16 optimizer, or torch_bf16.convert it first"
@@ -90,27 +92,27 @@ def release_gradients(
     ours: Any = optimizer
     parameters = [p for group in ours.param_groups for p in group["params"]]
     why = None
-    # Only a class that has no fused rule says how it couples its parameters.
-    if hasattr(ours, "_couples"):
+    # Only a class that has no fused rule says what its states mean.
+    if hasattr(ours, "roles"):
         why = (
             f"{type(optimizer).__name__} has no fused rule, and its own step may count or look at "
             "all parameters together. Use an optimizer of torch_bf16, or step after the backward "
             "pass"
         )
-    elif any(parameter in released for parameter in parameters) and ours._release is None:
+    elif any(parameter in released for parameter in parameters) and engine.release is None:
         why = "another optimizer has released those of the same parameters. Remove that one first"
     elif any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         why = _DDP
-    elif any(map(is_flattened, parameters)):
+    elif any(map(unit_shapes, parameters)):
         why = (
             "FSDP1 reduces them together, into the gradient of a flat parameter. Shard the model "
             "with fully_shard, whose gradients can be released, or step after the backward pass"
         )
-    elif ours._accumulation is not None and ours._accumulation.format != "bf16":
+    elif (sums := engine.accumulation) is not None and sums.format != "bf16_nearest":
         why = (
-            f"they are accumulated in {ours._accumulation.format!r}, which is for several backward "
+            f"they are accumulated in {sums.format!r}, which is for several backward "
             "passes per step, and a released gradient is gone after one. Make the recipe with "
-            "accumulate='bf16', or do not release gradients"
+            "accumulate='bf16_nearest', or do not release gradients"
         )
     elif ours.observers:
         why = (
@@ -137,20 +139,21 @@ class GradientRelease:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, max_norm: float | None, norm: str) -> None:
-        if optimizer._release is not None:
-            optimizer._release.remove()
+        engine: Engine = optimizer._engine
+        if engine.release is not None:
+            engine.release.remove()
         self.last_norm: Tensor | None = None
         self._max_norm, self._by_last_step = max_norm, norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
         self._plans: dict[Tensor, Plan] = {}
         self._stepped: set[Tensor] = set()
-        self._norms: list[tuple[Tensor, Tensor]] = []
+        self._norms: dict[Any, list[Tensor]] = defaultdict(list)
         # The same object for all parameters of a step: comparing it with itself costs nothing.
         self._setting: Any = None
         self._hooks: list[Any] = [model.register_forward_pre_hook(_refuse_ddp)]
         self._hooked: set[Tensor] = set()
         self._hook_parameters()
-        optimizer._release = self
+        engine.release = self
 
     def remove(self) -> None:
         """Return to ordinary steps, after ``backward()``."""
@@ -161,8 +164,8 @@ class GradientRelease:
             released.pop(parameter, None)
         self._hooked.clear()
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer._release is self:
-            optimizer._release = None
+        if optimizer is not None and optimizer._engine.release is self:
+            optimizer._engine.release = None
 
     def state_dict(self) -> dict[str, Tensor | None]:
         """What a resumed run needs to repeat this one where ``norm="last_step"``."""
@@ -181,8 +184,8 @@ class GradientRelease:
                 "the range of fp32 and needs no scaling: train without GradScaler"
             )
         if self._norms:
-            self.last_norm = _total(self._norms)
-        self._norms = []
+            self.last_norm = norm_over_ranks(self._norms)
+        self._norms.clear()
         self._stepped.clear()
         self._setting = None
         self._hook_parameters()
@@ -224,39 +227,18 @@ class GradientRelease:
 
     @torch.no_grad()
     def _coefficient(self, parameter: Tensor, max_norm: float) -> Tensor:
-        gradient: Any = parameter.grad
-        if is_dtensor(parameter):
-            gradient = local_gradient(parameter, gradient)
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        shard = shard_of(parameter)
+        groups = tuple(shard.groups())
+        norm = torch.linalg.vector_norm(shard.gradient(), dtype=torch.float32)
         if self._by_last_step:
-            self._norms.append((parameter, norm))
+            self._norms[groups].append(norm)
             if self.last_norm is not None:
                 return clip_coefficient(self.last_norm.to(norm.device), max_norm)
         # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
-        return clip_coefficient(_total([(parameter, norm)]), max_norm)
+        return clip_coefficient(norm_over_ranks({groups: [norm]}), max_norm)
 
 
 def _refuse_ddp(module: nn.Module, arguments: Any) -> None:
     # Where DDP came later than the release: its reducer would average gradients that are gone.
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise NotImplementedError(f"gradients cannot be released: {_DDP}")
-
-
-def _total(norms: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The norm of all gradients, those of sharded parameters over all ranks."""
-    device = norms[0][1].device
-    squares: dict[Any, list[Tensor]] = {}
-    for parameter, norm in norms:
-        placed: Any = parameter
-        key = (placed.device_mesh, placed.placements) if is_dtensor(parameter) else None
-        squares.setdefault(key, []).append(norm.to(device).square())
-    totals = []
-    for key, some in squares.items():
-        total = torch.stack(some).sum()
-        if key is not None:
-            mesh, placements = key
-            for dimension, placement in enumerate(placements):
-                if not placement.is_replicate():
-                    dist.all_reduce(total, group=mesh.get_group(dimension))
-        totals.append(total)
-    return torch.stack(totals).sum().sqrt()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding.dtensor import local
+from torch_bf16.sharding import local
+
+from .clipping import pending_of
 
 __all__ = ["GradScaler"]
 
@@ -41,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         # Called by unscale_, and by step with a factor of 1 and allow_fp16, to look only.
-        if not isinstance(optimizer, BF16Optimizer):
+        if pending_of(optimizer) is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         with torch.no_grad():
