@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import bf16_autoload
 
+from ._patches import replacements
+
 if TYPE_CHECKING:
     from .pytorch import BF16Monitor, BF16Precision
 
-__all__ = ["BF16Monitor", "BF16Precision", "register"]
+__all__ = ["BF16Monitor", "BF16Precision", "register", "unregister"]
 
 _NEEDED = (2, 5)
 _HOSTS = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -51,8 +53,27 @@ def register() -> None:
         >>> import lightning_bf16
         >>> lightning_bf16.register()
     """
-    _check_hosts(_installed())
-    bf16_autoload.watch("lightning_bf16._host")
+    found, needed = _installed(), ".".join(map(str, _NEEDED))
+    if not any(version is None or _release(version) >= _NEEDED for version in found.values()):
+        seen = ", ".join(f"{host} {version}" for host, version in found.items()) or "none of them"
+        raise ImportError(
+            f"lightning_bf16 needs lightning, pytorch_lightning or lightning_fabric >= {needed}; "
+            f"found {seen}. pip install 'lightning>={needed}'"
+        )
+    replacements.redo()
+    bf16_autoload.watch("lightning_bf16._patches")
+
+
+def unregister() -> None:
+    """Put back every class and type of Lightning that :func:`register` has changed.
+
+    For Trainers and Fabrics that are made afterwards: our precisions are unknown to them until
+    :func:`register` is called again.
+
+    Example:
+        >>> lightning_bf16.unregister()
+    """
+    replacements.undo()
 
 
 def __getattr__(name: str) -> Any:
@@ -74,17 +95,6 @@ def _installed() -> dict[str, str | None]:
             except metadata.PackageNotFoundError:
                 found[host] = None
     return found
-
-
-def _check_hosts(found: dict[str, str | None]) -> None:
-    if any(version is None or _release(version) >= _NEEDED for version in found.values()):
-        return
-    needed = ".".join(map(str, _NEEDED))
-    seen = ", ".join(f"{host} {version}" for host, version in found.items()) or "none of them"
-    raise ImportError(
-        f"lightning_bf16 needs lightning, pytorch_lightning or lightning_fabric >= {needed}; found "
-        f"{seen}. pip install 'lightning>={needed}'"
-    )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -6,20 +6,29 @@ from typing import Any
 
 import torch_bf16
 
-from ._host import logs_this_step
+from ._patches.private_attributes import logs_this_step
 
 __all__ = ["MonitorBody"]
 
 
 class MonitorBody:
-    """Stands in front of the Callback class of either package.
+    """Log for each layer what rounding does to the updates: :class:`torch_bf16.UpdateMonitor`.
+
+    Through ``self.log``, so that every logger shows it: ``bf16/survived/<layer>`` (the share of the
+    update that was stored), ``bf16/unmoved/<layer>``, ``bf16/snr/<layer>``,
+    ``bf16/gradient_norm`` and ``bf16/skipped_steps``. A layer that stalls is named in a warning.
 
     Args:
         every: optimizer steps from one look to the next; None looks at the steps whose metrics the
             loggers get, ``Trainer(log_every_n_steps=...)``.
         sample: at most so many elements of each parameter are looked at.
         warn: whether to say, once per layer, that it stalls and what helps.
+
+    Example:
+        >>> trainer = Trainer(precision="bf16-stochastic", callbacks=[BF16Monitor()])
     """
+
+    # Stands in front of the Callback class of either package.
 
     def __init__(self, every: int | None = None, *, sample: int = 4096, warn: bool = True) -> None:
         super().__init__()
@@ -49,15 +58,10 @@ class MonitorBody:
             if metrics := monitor.take_metrics(prefix):
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Stop watching."""
-        self._stop()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching."""
-        self._stop()
-
-    def _stop(self) -> None:
         for monitor in self._monitors:
             monitor.remove()
         self._monitors = []
+
+    on_exception = on_train_end

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-from .fp32_results import to_fp32
-from .gradients import GradientOptions
+from ._patches.fp32_outputs import to_fp32
+from .gradients import check_release
 
 __all__ = ["PrecisionBody"]
 
@@ -34,10 +33,13 @@ else:
 
 
 class PrecisionBody(_Base):
-    """What Fabric and Trainer have in common; stands in front of the host's precision classes.
+    """Train in bf16 and end where fp32 would have ended.
+
+    ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` make one;
+    make it yourself for the options.
 
     Args:
-        recipe: name of a recipe or a :class:`torch_bf16.Recipe`.
+        recipe: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
         compute: ``"autocast"`` runs the forward pass in autocast over bf16 weights: inputs,
             buffers, losses and metrics stay fp32, and so do norms and softmax where torch's
             autocast says so. ``"bf16"`` is the lean option: floating-point inputs are cast to bf16
@@ -54,7 +56,13 @@ class PrecisionBody(_Base):
         release_max_norm: how gradients that are released are clipped; None does not clip.
         release_norm: ``"parameter"`` or ``"last_step"``, see
             :func:`torch_bf16.release_gradients`.
+
+    Example:
+        >>> plugin = BF16Precision("bf16-fp32-master", keep_fp32=["head"])
+        >>> trainer = Trainer(plugins=[plugin])
     """
+
+    # Stands in front of the precision classes of Fabric or of a Trainer.
 
     def __init__(
         self,
@@ -74,20 +82,16 @@ class PrecisionBody(_Base):
         super().__init__("bf16-true")
         if compute not in _COMPUTE:
             raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(_COMPUTE)}")
-        given = {
-            "weights": weights,
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-            "accumulate": accumulate,
-            "seed": seed,
-        }
-        overrides: dict[str, Any] = {key: each for key, each in given.items() if each is not None}
+        formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        given: dict[str, Any] = {**formats, "accumulate": accumulate, "seed": seed}
+        overrides = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.recipe = torch_bf16.get_recipe(recipe, **overrides)
         self.compute = compute
-        self.gradients = GradientOptions(release_gradients, release_max_norm, release_norm)
-        self.gradients.check(self.recipe)
+        check_release(self.recipe, release_gradients, release_max_norm, release_norm)
+        clip: dict[str, Any] = {"max_norm": release_max_norm, "norm": release_norm}
+        self.release = clip if release_gradients else None
         self._modules: list[weakref.ref[Module]] = []
 
     @property
@@ -99,7 +103,7 @@ class PrecisionBody(_Base):
 
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
-        torch_bf16.cast_module(module, self.recipe)
+        torch_bf16.cast_model(module, self.recipe)
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module
@@ -153,11 +157,9 @@ class PrecisionBody(_Base):
         # A spawned process converts its own copy of the module.
         return {**self.__dict__, "_modules": []}
 
-    # What _host.py and the Trainer's connect call.
+    # What the Trainer's connect and the patches of Fabric call.
 
-    def convert_optimizers(
-        self, optimizers: Iterable[Any], is_placeholder: Callable[[Any], bool] | None = None
-    ) -> list[torch_bf16.BF16Optimizer]:
+    def convert_optimizers(self, optimizers: Iterable[Any]) -> list[torch_bf16.BF16Optimizer]:
         """Convert the torch optimizers among ``optimizers`` in place.
 
         Returns:
@@ -168,37 +170,19 @@ class PrecisionBody(_Base):
             ValueError: likewise, because of a parameter or an option of it.
         """
         converted: list[Any] = []
-        for wrapped in optimizers:
-            optimizer = unwrapped(wrapped)
+        for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 continue  # an object with its own step, which the hosts allow
-            if is_placeholder is not None and is_placeholder(optimizer):
-                continue
             # ZeroRedundancyOptimizer's local optimizer takes the steps.
             local = getattr(optimizer, "optim", optimizer)
             if not isinstance(local, torch_bf16.BF16Optimizer):
                 try:
-                    torch_bf16.convert(optimizer, self.recipe, module=self._owner(optimizer))
+                    torch_bf16.convert(optimizer, self.recipe, model=self._owner(optimizer))
                 except (NotImplementedError, ValueError) as error:
                     raise type(error)(f"{error}. {_CAST}") from error
                 if isinstance(optimizer, torch_bf16.BF16Optimizer):
                     converted.append(optimizer)
         return converted
-
-    def clip_in_place(
-        self, optimizer: Any, limit: float, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale this optimizer's gradients to an fp32 norm of at most ``limit``.
-
-        Returns:
-            The norm they had.
-
-        Raises:
-            RuntimeError: it is not finite and ``error_if_nonfinite``; nothing was scaled.
-        """
-        return torch_bf16.clip_grad_norm_(
-            list(self.main_params(optimizer)), limit, error_if_nonfinite=error_if_nonfinite
-        )
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
         """Say in one line what is trained how."""
@@ -206,7 +190,7 @@ class PrecisionBody(_Base):
             return
         module = self._owner(optimizers[0])
         if module is not None:
-            rank_zero_info(torch_bf16.describe(module, optimizers[0]))
+            rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
     def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
         """Let gradients be summed or released as asked, now that a module is wrapped.
@@ -219,10 +203,13 @@ class PrecisionBody(_Base):
             NotImplementedError: gradients cannot be released there.
             ValueError: they cannot be summed there in that format.
         """
-        for wrapped in optimizers:
-            optimizer = unwrapped(wrapped)
-            if isinstance(optimizer, torch_bf16.BF16Optimizer):
-                self.gradients.attach(module, optimizer)
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+                continue
+            if self.release is not None:
+                torch_bf16.release_gradients(module, optimizer, **self.release)
+            elif optimizer.recipe.accumulate != "bf16_nearest":
+                torch_bf16.accumulate_gradients(module, optimizer)
 
     def sync_replicas(self, module: Module, equal: bool = False) -> None:
         """Let exact masters start from rank 0's, as DDP does with the weights it can see.
@@ -253,8 +240,3 @@ class PrecisionBody(_Base):
             for parameter in module.parameters():
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside LightningOptimizer and Fabric's wrapper, which only proxy reads."""
-    return getattr(optimizer, "_optimizer", optimizer)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -11,26 +11,43 @@ from torch.nn import Module
 
 import torch_bf16
 
-from ._host import is_placeholder, keep_averages_exact, makes_equal, stage_of, trainer_of
-from .fp32_results import Fp32Results
-from .precision import PrecisionBody, unwrapped
+from ._patches.fp32_outputs import Fp32Outputs
+from ._patches.private_attributes import is_placeholder, syncs_module_states
+from ._patches.weight_averaging import patch_weight_averaging
+from .gradients import check_trainer
+from .precision import PrecisionBody
 
 __all__ = ["TrainerBody"]
 
 
-class TrainerBody(PrecisionBody):
-    """Stands in front of FSDPPrecision and HalfPrecision of a Trainer."""
+def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
+    """The plugin's context around one kind of step, whose results it hands on in fp32."""
 
-    _results: Fp32Results | None = None
+    @contextmanager
+    def context(self: Any) -> Iterator[None]:
+        # Without autocast what forward returns may go on into another bf16 layer, so it stays bf16.
+        methods = (step,) if self.compute == "bf16" else (step, "forward")
+        outputs = nullcontext() if self._outputs is None else self._outputs.patch(*methods)
+        with outputs, self.forward_context():
+            yield
+
+    return context
+
+
+class TrainerBody(PrecisionBody):
+    __doc__ = PrecisionBody.__doc__
+
+    _outputs: Fp32Outputs | None = None
     _trainer: Any = None
 
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place, and say so where nobody asked for training."""
-        stage = stage_of(module)
+        trainer = _trainer_of(module)
+        stage = None if trainer is None or trainer.state.fn is None else trainer.state.fn.value
         before = [p.dtype for p in module.parameters()]
-        self._results = Fp32Results(module)
-        self._trainer = trainer_of(module) if stage == "fit" else None
-        keep_averages_exact(module)
+        self._outputs = Fp32Outputs(module)
+        self._trainer = trainer if stage == "fit" else None
+        patch_weight_averaging(trainer.callbacks if trainer is not None else ())
         super().convert_module(module)
         if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
@@ -43,10 +60,11 @@ class TrainerBody(PrecisionBody):
         self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Any], list[Any]]:
         """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
-        self.gradients.check_trainer(self._trainer)
         trainer = self._trainer
-        self.sync_replicas(model, trainer is not None and makes_equal(trainer.strategy))
-        converted = self.convert_optimizers(optimizers, is_placeholder)
+        if self.release is not None and trainer is not None:
+            check_trainer(trainer)
+        self.sync_replicas(model, trainer is not None and syncs_module_states(trainer.strategy))
+        converted = self.convert_optimizers(o for o in optimizers if not is_placeholder(o))
         self.attach(model, optimizers)
         self.announce(converted)
         return model, optimizers, lr_schedulers
@@ -58,42 +76,25 @@ class TrainerBody(PrecisionBody):
         unclipped in memory. In manual optimization, where a step may be skipped, they are scaled
         in place.
         """
-        if isinstance(optimizer, torch_bf16.BF16Optimizer) and unwrapped(optimizer) is optimizer:
-            torch_bf16.clip_grad_norm_(optimizer, clip_val)
+        trainer = self._trainer
+        automatic = trainer is None or trainer.lightning_module.automatic_optimization
+        if automatic and isinstance(optimizer, torch_bf16.BF16Optimizer):
+            torch_bf16.clip_next_step(optimizer, clip_val)
         else:
-            self.clip_in_place(optimizer, clip_val)
+            torch_bf16.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
-    @contextmanager
-    def train_step_context(self) -> Iterator[None]:
-        """Around ``training_step``."""
-        with self._step_context("training_step"):
-            yield
-
-    @contextmanager
-    def val_step_context(self) -> Iterator[None]:
-        """Around ``validation_step``."""
-        with self._step_context("validation_step"):
-            yield
-
-    @contextmanager
-    def test_step_context(self) -> Iterator[None]:
-        """Around ``test_step``."""
-        with self._step_context("test_step"):
-            yield
-
-    @contextmanager
-    def predict_step_context(self) -> Iterator[None]:
-        """Around ``predict_step``."""
-        with self._step_context("predict_step"):
-            yield
-
-    @contextmanager
-    def _step_context(self, step: str) -> Iterator[None]:
-        # Without autocast what forward returns may go on into another bf16 layer, so it stays bf16.
-        methods = (step,) if self.compute == "bf16" else (step, "forward")
-        results = nullcontext() if self._results is None else self._results.of(*methods)
-        with results, self.forward_context():
-            yield
+    train_step_context = _step_context("training_step")
+    val_step_context = _step_context("validation_step")
+    test_step_context = _step_context("test_step")
+    predict_step_context = _step_context("predict_step")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_results": None, "_trainer": None}
+        return {**super().__getstate__(), "_outputs": None, "_trainer": None}
+
+
+def _trainer_of(module: Module) -> Any:
+    """The Trainer that a module belongs to, or None."""
+    try:
+        return module.trainer
+    except (AttributeError, RuntimeError):  # no LightningModule, or one on its own
+        return None

@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional as F
 
-from torch_bf16.sharding.dtensor import box_of, local
-from torch_bf16.sharding.fsdp1 import is_flattened, spans_of
+from torch_bf16.gradients.clipping import pending_of
+from torch_bf16.sharding import local, shard_of
 
 LIMIT, MICRO_BATCHES, STEPS, EPOCHS = 0.1, 2, 2, 2
 RESHARDED = [*itertools.product(("fsdp1", "fsdp2"), (TRAINERS[0], FABRICS[1]))]
@@ -138,9 +138,7 @@ class Run:
             held = {"": parameter, **{f"/{key}": torch.as_tensor(s) for key, s in states.items()}}
             tensors |= {name + key: each for key, each in held.items()}
             owners |= dict.fromkeys((name + key for key in held), parameter)
-        if any(map(is_flattened, owners.values())):
-            return whole_of_spans(tensors, owners)
-        return whole(tensors)
+        return whole(tensors, owners)
 
 
 class Named(nn.Module):
@@ -154,48 +152,37 @@ class Named(nn.Module):
         return self.net(x)
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole tensors of which the ranks hold parts, and equal bits where they hold the same."""
-    held: list[Any] = [None] * dist.get_world_size()
-    mine = {name: (box_of(t), local(t).detach()) for name, t in tensors.items()}
-    dist.all_gather_object(held, mine)
-    made = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    for name, tensor in made.items():
-        pieces = [rank[name] for rank in held]
-        for box, piece in pieces:
-            if piece.numel():
-                tensor[box] = piece
-        # Who held the same elements must have held the same bits, a NaN or a negative zero too.
-        for box, piece in pieces:
-            assert torch.equal(bits(tensor[box]), bits(piece.view(tensor[box].shape))), name
-    return made
-
-
-def whole_of_spans(
+def whole(
     tensors: dict[str, torch.Tensor], owners: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The whole tensors of which FSDP1 has left the ranks spans."""
+    """The whole tensors of which the ranks hold parts, and equal bits where they hold the same.
+
+    ``owners`` are the parameters that they belong to, whose elements lie as theirs do; a rank may
+    have nothing of one.
+    """
     mine = {}
     for name, tensor in tensors.items():
-        (span,) = spans_of(owners[name], name)
+        span, memory = shard_of(owners[name]).span, local(tensor).detach().reshape(-1)
         shape = span.shape if tensor.ndim else ()
-        mine[name] = (shape, span.offset, tensor.detach().reshape(-1).clone())
+        places = span.indices(memory.device) if shape else torch.zeros(1, dtype=torch.long)
+        mine[name] = (shape, places, memory.clone())
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
+    pieces = [(name, *each) for rank in held for name, each in rank.items()]
     made: dict[str, torch.Tensor] = {}
-    for name, (shape, offset, piece) in (each for rank in held for each in rank.items()):
+    for name, shape, places, piece in pieces:
         tensor = made.setdefault(name, torch.zeros(shape, dtype=piece.dtype))
-        tensor.view(-1)[offset if shape else 0 :][: piece.numel()] = piece
+        tensor.view(-1)[places] = piece
+    # Who held the same elements must have held the same bits, a NaN or a negative zero too.
+    for name, _, places, piece in pieces:
+        assert torch.equal(bits(made[name].view(-1)[places]), bits(piece)), name
     return dict(sorted(made.items(), key=lambda each: list(owners).index(each[0].split("/")[0])))
 
 
 def norm_in_fp64(module: nn.Module) -> float:
     parameters = dict(module.named_parameters())
-    if any(map(is_flattened, parameters.values())):
-        there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        grads = whole_of_spans(there, parameters)
-        return torch.stack([g.double().norm() for g in grads.values()]).norm().item()
-    grads = whole({name: p.grad for name, p in module.named_parameters()})
+    there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    grads = whole(there, parameters)
     return torch.stack([g.double().norm() for g in grads.values()]).norm().item()
 
 
@@ -230,7 +217,7 @@ def by_trainer(cell, data, epochs, together, checkpoint):
         exact = norm_in_fp64(self)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         if together:
-            norms.append((exact, LIMIT / float(optimizer._next.coefficient)))
+            norms.append((exact, LIMIT / float(pending_of(optimizer).coefficient)))
 
     hooks = {
         "configure_optimizers": configure_optimizers,

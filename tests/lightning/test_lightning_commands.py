@@ -22,7 +22,7 @@ OPTIONS = {
     "weights": "bf16+fp32",
     "exp_avg": "bf16_nearest",
     "exp_avg_sq": "bf16_stochastic",
-    "accumulate": "bf16",
+    "accumulate": "bf16_nearest",
     "keep_fp32": ["head"],
     "seed": 11,
     "release_gradients": True,
@@ -98,11 +98,11 @@ def told(chosen, name):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("flag", "true-bf16-stochastic"),
+        ("flag", "bf16-stochastic"),
         ("config", "bf16-fp32-master"),
-        ("config, overruled", "true-bf16-stochastic"),
-        ("environment of the CLI", "true-bf16-stochastic"),
-        ("environment", "true-bf16-stochastic"),
+        ("config, overruled", "bf16-stochastic"),
+        ("environment of the CLI", "bf16-stochastic"),
+        ("environment", "bf16-stochastic"),
     ],
 )
 def test_a_recipes_name_is_a_precision_on_command_lines_and_in_the_environment(
@@ -123,7 +123,7 @@ def test_every_option_of_the_plugin_is_an_argument_of_lightning_cli(chosen, name
     assert found["plugin"] == chosen[0]
     recipe = {**found["recipe"], "recipe": found["recipe"]["name"], "compute": found["compute"]}
     fields = {f"release_{name}": value for name, value in found["release"].items()}
-    fields["release_gradients"] = fields["release_release"]
+    fields["release_gradients"] = True
     assert {name: {**recipe, **fields}[name] for name in OPTIONS} == OPTIONS
     assert found["dtypes"] == {
         "body.weight": "torch.bfloat16",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_bf16
+from torch_bf16.gradients.clipping import pending_of
 
 FAMILIES = ("pytorch", "fabric", "pytorch_lightning", "lightning_fabric")
 Pair = namedtuple("Pair", "x n")
@@ -91,7 +92,7 @@ def test_a_step_that_the_user_leaves_out_leaves_no_clipping_behind(pl, mode):
             optimizer_closure()
 
     def on_before_optimizer_step(self, optimizer):
-        coefficients.append(float(optimizer._next.coefficient))
+        coefficients.append(float(pending_of(optimizer).coefficient))
 
     hooks = {
         "optimizer_step": optimizer_step,
@@ -115,7 +116,7 @@ KINDS = {
     "CosineAnnealingWarmRestarts": ({"T_0": 2}, "step"),
     "CyclicLR": ({"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}, "step"),
     "OneCycleLR": ({"max_lr": 0.1, "total_steps": 8}, "step"),
-    "ReduceLROnPlateau": ({"factor": 0.5, "time_limit": 0}, "epoch"),
+    "ReduceLROnPlateau": ({"factor": 0.5, "patience": 0}, "epoch"),
 }
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 import lightning_bf16
+from torch_bf16.gradients.clipping import pending_of
 
 CONTROL = "bf16-true"
 PL = host("lightning.pytorch")
@@ -152,7 +153,7 @@ def test_losses_and_what_is_logged_have_the_digits_of_fp32(precision, right):
 
 
 def test_losses_that_fall_by_a_ten_thousandth_are_no_ties_to_early_stopping(precision, right):
-    stop = EarlyStopping("val_loss", time_limit=1)
+    stop = EarlyStopping("val_loss", patience=1)
 
     def validation_step(self, batch, batch_idx):
         loss = self(batch[0]).mean() * 0 + 1
@@ -191,7 +192,7 @@ def test_clipping_ends_at_the_norm_that_was_asked_for(precision, right):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         norm = self.weight.grad.double().norm().item()
-        norms.append(norm * (float(optimizer._next.coefficient) if right else 1))
+        norms.append(norm * (float(pending_of(optimizer).coefficient) if right else 1))
 
     def configure_optimizers(self):
         return torch.optim.SGD([self.weight], lr=1.0)

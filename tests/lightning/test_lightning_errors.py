@@ -10,7 +10,7 @@ from lightning_models import batches, host, make_module, make_trainer
 
 import lightning_bf16
 import torch_bf16
-from lightning_bf16 import _host
+from lightning_bf16 import _patches
 
 
 def fit_with(pl, configure_optimizers):
@@ -118,5 +118,5 @@ def test_registering_again_changes_nothing(pl):
     connector = host(f"{pl.__name__}.trainer.connectors.accelerator_connector")
     before = connector._AcceleratorConnector._check_and_init_precision
     lightning_bf16.register()
-    _host.on_import(connector)
+    _patches.on_import(connector)
     assert connector._AcceleratorConnector._check_and_init_precision is before

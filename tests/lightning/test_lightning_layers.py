@@ -97,7 +97,7 @@ def test_a_norm_of_an_fp32_input_computes_in_fp32():
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(0.5, 2, 8))
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    bf16 = torch_bf16.cast_module(nn.LayerNorm(8))
+    bf16 = torch_bf16.cast_model(nn.LayerNorm(8))
     bf16.load_state_dict(norm.state_dict())
     norm.load_state_dict(bf16.state_dict())
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

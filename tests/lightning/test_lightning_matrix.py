@@ -26,7 +26,8 @@ TIMEOUT = 280
 def said(tmp_path_factory):
     """What each rank of two and of four processes noted; all of them ended well."""
     folder = tmp_path_factory.mktemp("matrix")
-    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    support = str(HERE.parent / "support")
+    path = os.pathsep.join([support, *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, HERE / "matrix.py", folder],

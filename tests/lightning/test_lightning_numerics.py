@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 import torch_bf16
+from torch_bf16.gradients.clipping import pending_of
 
 FAMILIES = ("pytorch", "fabric", "pytorch_lightning", "lightning_fabric")
 
@@ -67,7 +68,7 @@ def test_clipping_by_norm_leaves_gradients_unclipped_in_memory_and_ends_with_the
         norms.append(float(torch_bf16.total_norm(self.parameters())))
 
     def on_train_batch_end(self, *_):
-        assert self.made[0]._next.coefficient == 1.0
+        assert pending_of(self.made[0]).coefficient == 1.0
 
     def configure_optimizers(self):
         self.made = [plain_sgd(self)]
@@ -131,8 +132,8 @@ def test_accumulation_equals_a_loop_by_hand_bit_for_bit(pl, mode):
 
     torch.manual_seed(0)
     net = nn.ModuleDict({"net": network()})
-    torch_bf16.cast_module(net, mode)
-    optimizer = torch_bf16.convert(torch.optim.AdamW(net.parameters(), lr=1e-2), mode, module=net)
+    torch_bf16.cast_model(net, mode)
+    optimizer = torch_bf16.convert(torch.optim.AdamW(net.parameters(), lr=1e-2), mode, model=net)
     for number, (x, y) in enumerate(batches(8), start=1):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             loss = F.cross_entropy(net["net"](x).float(), y) / 4

@@ -19,7 +19,7 @@ for mode in ("bf16-stochastic", "bf16-fp32-master"):
     assert type(trainer.precision_plugin).__name__ == "BF16Precision", trainer.precision_plugin
     fabric = {fabric}.Fabric(accelerator="cpu", devices=1, precision=mode)
     assert type(fabric._precision).__name__ == "BF16Precision", fabric._precision
-    assert {fabric}.Fabric.setup._torch_bf16
+    assert {fabric}.Fabric.setup.__wrapped__
 """
 
 
@@ -72,6 +72,43 @@ assert "pytorch_lightning" not in sys.modules
     code += MAKE.format(pl="pytorch_lightning", fabric="lightning_fabric")
     code += "assert lightning_bf16.BF16Precision is type(trainer.precision_plugin)\n"
     done = run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_unregistering_puts_lightning_back_as_it_was_until_it_is_registered_again():
+    code = """
+import typing
+from lightning.fabric import Fabric
+from lightning.fabric.connector import _PRECISION_INPUT_STR, _Connector
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+changed = [(_PRECISION_INPUT_STR, "__args__")]
+changed += [(each, "_check_and_init_precision") for each in (_Connector, _AcceleratorConnector)]
+changed += [(Fabric, "clip_gradients"), (Fabric, "setup"), (Fabric, "setup_module")]
+changed += [(Fabric, "setup_optimizers")]
+def found():
+    return [getattr(owner, name) for owner, name in changed]
+stock = found()
+import lightning_bf16, lightning_bf16.fabric
+ours = found()
+assert not any(a is b for a, b in zip(stock, ours))
+for _ in range(2):
+    lightning_bf16.unregister()
+    assert all(a is b for a, b in zip(stock, found()))
+import pytorch_lightning, lightning_bf16.lightning_fabric
+for package in (pytorch_lightning, __import__("lightning.pytorch").pytorch):
+    try:
+        package.Trainer(accelerator="cpu", precision="bf16-stochastic")
+    except ValueError as error:
+        assert "is invalid" in str(error)
+    else:
+        raise SystemExit("it is registered")
+for _ in range(2):
+    lightning_bf16.register()
+    assert all(a is b for a, b in zip(ours, found()))
+"""
+    code += MAKE.format(pl="lightning.pytorch", fabric="lightning.fabric")
+    code += MAKE.format(pl="pytorch_lightning", fabric="lightning_fabric")
+    done = run(code, BF16_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
 
 

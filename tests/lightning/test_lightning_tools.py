@@ -131,7 +131,7 @@ def test_stochastic_weight_averaging_keeps_an_fp32_average(pl, mode):
 def test_early_stopping_and_the_best_checkpoint_see_fp32_losses(pl, mode, tmp_path):
     callbacks = callbacks_of(pl)
     best = callbacks.ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_top_k=2)
-    stop = callbacks.EarlyStopping(monitor="val_loss", time_limit=1, min_delta=1e9)
+    stop = callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=1e9)
     module = make_module(pl)
     trainer = make_trainer(
         pl, mode, max_epochs=9, callbacks=[best, stop], enable_checkpointing=True

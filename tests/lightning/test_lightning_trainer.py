@@ -115,7 +115,7 @@ def test_schedulers_built_in_configure_optimizers_work_as_in_32_true(pl, kind):
             parts = [schedulers.ConstantLR(optimizer, 0.5), schedulers.StepLR(optimizer, 1, 0.5)]
             scheduler = schedulers.SequentialLR(optimizer, parts, [1])
         else:
-            scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, time_limit=0)
+            scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         config = {"scheduler": scheduler, "interval": "step", "monitor": "flat"}
         return {"optimizer": optimizer, "lr_scheduler": config}
 

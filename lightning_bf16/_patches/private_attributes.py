@@ -1,0 +1,24 @@
+"""What Lightning tells by private names only; nothing is changed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["is_placeholder", "logs_this_step", "syncs_module_states"]
+
+
+def is_placeholder(optimizer: Any) -> bool:
+    """Whether this is what the Trainer puts where ``configure_optimizers`` returned None."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
+def syncs_module_states(strategy: Any) -> bool:
+    """Whether FSDP1 gives all ranks the weights of rank 0 as it wraps them."""
+    # The Trainer's, and Fabric's.
+    options = getattr(strategy, "kwargs", None) or getattr(strategy, "_fsdp_kwargs", None) or {}
+    return bool(options.get("sync_module_states"))
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """Whether what is logged during this batch reaches the loggers."""
+    return trainer._logger_connector.should_update_logs
