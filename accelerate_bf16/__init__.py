@@ -15,22 +15,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .modes import ALIASES, MODES
-from .registration import register
+from .registration import register, unregister
 
 if TYPE_CHECKING:
     from .recipe_options import BF16RecipeKwargs
 
-__all__ = ["ALIASES", "MODES", "BF16RecipeKwargs", "register"]
+__all__ = ["ALIASES", "MODES", "BF16RecipeKwargs", "register", "unregister"]
 
 
 def __getattr__(name: str) -> Any:
     # Late, because it imports Accelerate.
     if name == "BF16RecipeKwargs":
-        from ._host import accept_handlers
         from .recipe_options import BF16RecipeKwargs
 
-        # The first Accelerator() reads its handlers before it makes the state that we wait for.
-        accept_handlers()
         return BF16RecipeKwargs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 __all__ = ["fp32_adapters", "fp32_parts"]
 
@@ -25,10 +24,6 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
 
     Returns:
         Qualified names, for ``Recipe.keep_fp32``.
-
-    Example:
-        >>> fp32_parts(model)
-        ()
     """
     kept: set[str] = set()
     for prefix, module in model.named_modules():
@@ -54,10 +49,6 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
 
     Returns:
         Qualified names of parameters, for ``Recipe.keep_fp32``.
-
-    Example:
-        >>> fp32_adapters(model)
-        ()
     """
     if "peft" not in sys.modules:
         return ()
@@ -80,7 +71,8 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
 
 
 def _is_plain_fp32(parameter: nn.Parameter) -> bool:
-    return type(parameter) in (nn.Parameter, DTensor) and parameter.dtype == torch.float32
+    # torch's own classes, sharded or not; what is quantised comes from elsewhere.
+    return type(parameter).__module__.startswith("torch.") and parameter.dtype == torch.float32
 
 
 def _gathered(model: nn.Module, kept: set[str]) -> Iterator[str]:

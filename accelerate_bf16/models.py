@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import MethodType
+from typing import Any
+
 import torch
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, convert_outputs_to_fp32
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-__all__ = ["autocast", "bare", "is_wrapped", "share_masters"]
+__all__ = ["autocast", "bare", "is_wrapped", "share_masters", "wrap_forward"]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -22,22 +25,15 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether an Accelerator has prepared this model and wrapped it, as :func:`bare` knows it."""
+    """Whether an Accelerator has prepared this model and put a wrapper around it."""
     return getattr(model, "_is_accelerate_prepared", False) and bare(model) is not model
 
 
 def autocast(device_type: str, handler: AutocastKwargs | None = None) -> torch.autocast:
     """The context in which bf16 weights compute.
 
-    Weights are bf16 already, so the cache of cast weights would only hold on to memory.
-
-    Args:
-        device_type: for example ``"cuda"``.
-        handler: the user's settings, which win.
-
-    Example:
-        >>> with autocast("cpu"):
-        ...     y = model(x)
+    Weights are bf16 already, so the cache of cast weights would only hold on to memory. The user's
+    own settings win.
     """
     settings = {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
     return torch.autocast(device_type, dtype=torch.bfloat16, **settings)
@@ -55,6 +51,23 @@ def share_masters(model: nn.Module, synced: bool = False) -> None:
         torch_bf16.sync_masters(inner, group=inner.process_group)
     elif synced and isinstance(inner, FullyShardedDataParallel):
         torch_bf16.sync_masters(inner)
+
+
+def wrap_forward(model: nn.Module, context: torch.autocast) -> None:
+    """Run ``forward`` under ``context`` and return fp32, as Accelerate does for its own bf16 mode.
+
+    ``unwrap_model(keep_fp32_wrapper=False)`` finds the attributes that are set here and takes the
+    wrapper off again.
+    """
+    if "_original_forward" in model.__dict__:
+        return
+    # Accelerate keeps the bound method here, does not meet it in the chain of __wrapped__ when it
+    # unwraps, and takes the user's own decorators off with ours. The function it does meet.
+    function = getattr(model.forward, "__func__", None)  # a partial or a closure has none
+    original: Any = function or model.forward
+    wrapper: Any = convert_outputs_to_fp32(context(original))
+    model._original_forward = original
+    model.forward = MethodType(wrapper, model) if function else wrapper
 
 
 def _below(model: nn.Module) -> nn.Module | None:

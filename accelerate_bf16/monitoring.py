@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
 
 import torch
 
 import torch_bf16
 
-from .optimizers import inner
+from .optimizers import ours
 
-__all__ = ["PREFIX", "fresh_metrics", "metrics_of", "watch", "watch_optimizers"]
+__all__ = ["PREFIX", "metrics_of", "watch"]
 
 PREFIX = "bf16"
 """What the names of figures start with, before a slash."""
 
 
-def watch(accelerator: Any) -> None:
-    """Give each prepared optimizer a monitor, if there is a tracker to log to.
-
-    Args:
-        accelerator: an ``Accelerator``; its optimizers keep their monitors.
-
-    Raises:
-        ValueError: ``BF16_MONITOR`` is not a number of steps.
-
-    Example:
-        >>> watch(accelerator)
-    """
-    every = _every()
-    if every and getattr(accelerator, "trackers", None):
-        watch_optimizers(accelerator._optimizers)
-
-
-def watch_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0.
 
     Args:
@@ -43,40 +26,19 @@ def watch_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
     Raises:
         ValueError: ``BF16_MONITOR`` is not a number of steps.
-
-    Example:
-        >>> watch_optimizers([optimizer])
     """
     every = _every()
-    for optimizer in _ours(optimizers) if every else ():
-        if getattr(optimizer, "_release", None) is not None:
-            continue  # its steps run inside backward, one parameter at a time
+    for optimizer in ours(optimizers) if every else ():
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
-            _Monitor(optimizer, every=every)
-
-
-def fresh_metrics(accelerator: Any) -> dict[str, float]:
-    """What the monitors have seen since the last call; ``bf16/...``, ``bf16_1/...`` and so on.
-
-    Args:
-        accelerator: an ``Accelerator``.
-
-    Example:
-        >>> fresh_metrics(accelerator)
-        {}
-    """
-    return metrics_of(accelerator._optimizers)
+            # Where gradients are released, steps run inside backward, one parameter at a time.
+            with suppress(ValueError):
+                _Monitor(optimizer, every=every)
 
 
 def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """Likewise, of some optimizers.
-
-    Example:
-        >>> metrics_of([optimizer])
-        {}
-    """
+    """What their monitors have seen since the last call; ``bf16/...``, ``bf16_1/...`` and so on."""
     found: dict[str, float] = {}
-    for number, optimizer in enumerate(_ours(optimizers)):
+    for number, optimizer in enumerate(ours(optimizers)):
         for each in optimizer.observers:
             if isinstance(each, _Monitor):
                 found |= each.take_metrics(f"{PREFIX}_{number}" if number else PREFIX)
@@ -85,11 +47,6 @@ def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
 
 class _Monitor(torch_bf16.UpdateMonitor):
     """Ours; the user may have others on the same optimizer."""
-
-
-def _ours(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch_bf16.BF16Optimizer]:
-    found = (inner(each) for each in optimizers)
-    return [each for each in found if isinstance(each, torch_bf16.BF16Optimizer)]
 
 
 def _every() -> int:

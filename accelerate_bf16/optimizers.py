@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -13,7 +13,7 @@ import torch_bf16
 
 from .recipe_options import BF16RecipeKwargs
 
-__all__ = ["attach", "convert", "inner", "make_states", "owns"]
+__all__ = ["attach", "convert", "inner", "make_states", "ours", "owns"]
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
@@ -21,6 +21,12 @@ def inner(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def ours(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
+    """Those among some optimizers, prepared or bare, that were converted."""
+    found = map(inner, optimizers)
+    return [each for each in found if isinstance(each, torch_bf16.BF16Optimizer)]
 
 
 def convert(
@@ -41,14 +47,10 @@ def convert(
     Raises:
         NotImplementedError: there is no fused update for its class; nothing has been changed.
         ValueError: a parameter cannot be trained; nothing has been changed.
-
-    Example:
-        >>> convert(optimizer, "bf16-stochastic", [model])
-        True
     """
     if isinstance(optimizer, torch_bf16.BF16Optimizer):
         return False
-    torch_bf16.convert(optimizer, recipe, module=_named(optimizer, models))
+    torch_bf16.convert(optimizer, recipe, model=_named(optimizer, models))
     return True
 
 
@@ -70,7 +72,7 @@ def attach(
     ours: Any = optimizer
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
     if not options.release_gradients:
-        if ours.recipe.accumulate != "bf16":
+        if ours.recipe.accumulate != "bf16_nearest":
             torch_bf16.accumulate_gradients(model, optimizer)
         return
     if steps > 1:

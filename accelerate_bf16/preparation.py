@@ -16,7 +16,7 @@ from .models import bare, is_wrapped
 from .recipe_options import BF16RecipeKwargs, from_environment
 from .refusals import refuse_wrapped
 from .sharding import fp32_groups
-from .unprepared import know, look_out
+from .unprepared import mark_prepared, warn_if_unprepared
 
 __all__ = ["Preparation"]
 
@@ -26,14 +26,14 @@ class Preparation:
 
     Args:
         mode: a name from :data:`accelerate_bf16.MODES`.
-        known_models: those that were prepared before, whose parameters a new optimizer may own.
-        known_optimizers: likewise, which may own those of a new model.
+        prepared_models: those that were prepared before, whose parameters a new optimizer may own.
+        prepared_optimizers: likewise, which may own those of a new model.
         options: of the recipe; the environment's fill in.
 
     Example:
         >>> preparation = Preparation("bf16-stochastic")
         >>> preparation.run([model], [optimizer])
-        >>> [line] = preparation.proofs()
+        >>> [line] = preparation.report()
         >>> line
         'mixed_precision=bf16-stochastic: 20 parameters (20 bfloat16), ...'
     """
@@ -41,16 +41,15 @@ class Preparation:
     def __init__(
         self,
         mode: str,
-        known_models: Iterable[nn.Module] = (),
-        known_optimizers: Iterable[Optimizer] = (),
+        prepared_models: Iterable[nn.Module] = (),
+        prepared_optimizers: Iterable[Optimizer] = (),
         options: BF16RecipeKwargs | None = None,
     ) -> None:
         self.mode = mode
         self._options = (options or BF16RecipeKwargs()).over(from_environment())
-        self._options.check_release()
         self._recipe = self._options.recipe(mode)
-        self._models = _unique(map(bare, known_models))
-        self._optimizers = _unique(map(optimizers.inner, known_optimizers))
+        self._models = _unique(map(bare, prepared_models))
+        self._optimizers = _unique(map(optimizers.inner, prepared_optimizers))
         self._cast: list[nn.Module] = []
         self._converted: list[Optimizer] = []
         self._adapted: list[nn.Module] = []
@@ -80,7 +79,7 @@ class Preparation:
         for optimizer in self._optimizers:
             if optimizers.convert(optimizer, self._recipe, self._models):
                 self._converted.append(optimizer)
-            know(optimizer)
+            mark_prepared(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """The second half of :meth:`run`."""
@@ -89,8 +88,8 @@ class Preparation:
             model = bare(model)
             if not any(model is each for each in self._cast):
                 dtypes = [p.dtype for p in model.parameters()]
-                self._cast_model(model)
-                look_out(self.mode, model)
+                torch_bf16.cast_model(model, self._recipe_for(model))
+                warn_if_unprepared(self.mode, model)
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 
@@ -123,7 +122,7 @@ class Preparation:
             if trained and (optimizer in self._converted or new):
                 optimizers.attach(optimizer, trained, self._options, accumulation_steps)
 
-    def proofs(self) -> Iterator[str]:
+    def report(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""
         silent = [each for each in self._cast if any(True for _ in each.parameters())]
         for optimizer in self._optimizers:
@@ -139,13 +138,12 @@ class Preparation:
         for model in silent:
             yield self._line(torch_bf16.describe(model, self._recipe))
 
-    def _cast_model(self, model: nn.Module) -> None:
-        torch_bf16.cast_module(model, self._recipe_for(model))
-
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
         """Its recipe with all that stays fp32, looked up before sharding."""
         if id(model) not in self._recipes:
-            recipe = torch_bf16.get_recipe(self._recipe_of(model))
+            # An optimizer that the user made as one of ours keeps its recipe, the model follows.
+            recipes = (each.recipe for each in optimizers.ours(self.optimizers_of(model)))
+            recipe = next(recipes, self._recipe)
             adapters = fp32_adapters(model)
             keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
@@ -153,10 +151,10 @@ class Preparation:
                 self._adapted.append(model)
         return self._recipes[id(model)]
 
-    def _line(self, described: str) -> str:
+    def _line(self, described: torch_bf16.Description) -> str:
         # The recipe's own name is news only where the user's optimizer brought another one.
         name = torch_bf16.get_recipe(self.mode).name
-        return f"mixed_precision={self.mode}: {described.removeprefix(f'{name}: ')}"
+        return f"mixed_precision={self.mode}: {str(described).removeprefix(f'{name}: ')}"
 
     def _note(self, trained: list[nn.Module]) -> str:
         if any(model is each for model in trained for each in self._adapted):
@@ -165,12 +163,6 @@ class Preparation:
                 "them bfloat16"
             )
         return ""
-
-    def _recipe_of(self, model: nn.Module) -> str | torch_bf16.Recipe:
-        # An optimizer that the user made as one of ours keeps its recipe, and the model follows.
-        for optimizer in self.optimizers_of(model):
-            return optimizer.recipe  # pyright: ignore
-        return self._recipe
 
 
 def _has_bf16(model: nn.Module) -> bool:

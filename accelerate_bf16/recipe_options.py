@@ -56,7 +56,7 @@ class BF16RecipeKwargs(KwargsHandler):
             raise ValueError(
                 f"release_gradients={self.release_gradients!r} must be True, False or None"
             )
-        if self.release_gradients and self.accumulate not in (None, "bf16"):
+        if self.release_gradients and self.accumulate not in (None, "bf16_nearest"):
             raise ValueError(
                 f"release_gradients=True and accumulate={self.accumulate!r} exclude each other: a "
                 "gradient that was released cannot be added to. Choose one of them"
@@ -72,11 +72,11 @@ class BF16RecipeKwargs(KwargsHandler):
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return dataclasses.replace(other, **{k: v for k, v in given.items() if v is not None})
 
-    def check_release(self) -> None:
-        """Refuse limits for released gradients where none are released.
+    def recipe(self, mode: str) -> torch_bf16.Recipe:
+        """The mode's recipe with these options.
 
         Raises:
-            ValueError: they would be ignored.
+            ValueError: a format is unknown, or gradients that are not released would be clipped.
         """
         for name in ("release_max_norm", "release_norm"):
             if getattr(self, name) is not None and not self.release_gradients:
@@ -86,12 +86,6 @@ class BF16RecipeKwargs(KwargsHandler):
                     "accelerator.clip_grad_norm_. Nothing was prepared"
                 )
 
-    def recipe(self, mode: str) -> torch_bf16.Recipe:
-        """The mode's recipe with these options.
-
-        Raises:
-            ValueError: a format is unknown.
-        """
         fields = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "keep_fp32", "seed")
         given = {name: getattr(self, name) for name in fields}
         return torch_bf16.get_recipe(mode, **{k: v for k, v in given.items() if v is not None})

@@ -1,4 +1,8 @@
-"""What the modes cannot be combined with, and what to do instead."""
+"""What the modes cannot be combined with, and what to do instead.
+
+Each function gets the mode that was asked for, only reads the rest, and raises where the two cannot
+be combined.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ __all__ = [
 ]
 
 CONTEXT_PARALLELISM = "context parallelism"
-"""How :func:`refuse_engine` calls a ``ParallelismConfig`` that cuts sequences."""
+"""What :func:`refuse_engine` calls a ``ParallelismConfig`` that cuts sequences."""
 
 _ENGINES = {
-    "DEEPSPEED": "DeepSpeed brings an optimizer of its own and knows fp16 and bf16 only, so that "
+    "DEEPSPEED": "DeepSpeed brings an optimizer of its own for fp16 and bf16 only, so that "
     "it would train in fp32 under this name",
-    "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own and knows fp16 and bf16 "
+    "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
     "only, so that it would train in fp32 under this name",
     "XLA": "the updates have no XLA backend",
     CONTEXT_PARALLELISM: "its attention needs GPUs and has never run in this mode",
@@ -34,15 +38,8 @@ _ENGINES = {
 def refuse_engine(mode: str, engine: str) -> None:
     """Raise if a mode cannot train with an engine.
 
-    Args:
-        mode: the mode that was asked for.
-        engine: a value of Accelerate's ``DistributedType``, or :data:`CONTEXT_PARALLELISM`.
-
     Raises:
         NotImplementedError: with the reason and what works.
-
-    Example:
-        >>> refuse_engine("bf16-stochastic", "MULTI_GPU")
     """
     if engine in _ENGINES:
         raise NotImplementedError(
@@ -55,16 +52,8 @@ def refuse_engine(mode: str, engine: str) -> None:
 def refuse_flat(mode: str, plugin: Any) -> None:
     """Raise if a mode cannot train what a plugin of FSDP1 flattens.
 
-    Args:
-        mode: the mode that was asked for.
-        plugin: a ``FullyShardedDataParallelPlugin``.
-
     Raises:
         NotImplementedError: with what works.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> refuse_flat("bf16-stochastic", SimpleNamespace(use_orig_params=True))
     """
     if not plugin.use_orig_params:
         raise NotImplementedError(
@@ -78,15 +67,8 @@ def refuse_flat(mode: str, plugin: Any) -> None:
 def explain_mixed_unit(mode: str, error: ValueError) -> None:
     """Raise in more words if FSDP1 cannot flatten a unit that stays partly in fp32.
 
-    Args:
-        mode: the mode that was asked for.
-        error: what wrapping the model has raised.
-
     Raises:
         NotImplementedError: with what works.
-
-    Example:
-        >>> explain_mixed_unit("bf16-stochastic", ValueError("something else"))
     """
     if "uniform dtype" in str(error):
         raise NotImplementedError(
@@ -101,15 +83,8 @@ def explain_mixed_unit(mode: str, error: ValueError) -> None:
 def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
     """Raise if wrapping a model has left its optimizers with parameters that are no longer in it.
 
-    Args:
-        mode: the mode that was asked for.
-        optimizers: that were made for the model.
-
     Raises:
         ValueError: one holds parameters on the meta device.
-
-    Example:
-        >>> refuse_left_behind("bf16-stochastic", [])
     """
     for optimizer in optimizers:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
@@ -126,15 +101,8 @@ def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
 def refuse_wrapped(mode: str, model: nn.Module) -> None:
     """Raise if a model was wrapped before it came to ``prepare``.
 
-    Args:
-        mode: the mode that was asked for.
-        model: as the user passed it.
-
     Raises:
         ValueError: it is wrapped by DDP.
-
-    Example:
-        >>> refuse_wrapped("bf16-stochastic", nn.Linear(2, 2))
     """
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -147,17 +115,8 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
 def refuse_arguments(mode: str, arguments: Any, launched: str | None = None) -> None:
     """Raise if ``TrainingArguments`` contradict a mode.
 
-    Args:
-        mode: the mode that was asked for.
-        arguments: of the Hugging Face Trainer; only read.
-        launched: the mode that the environment names, if any.
-
     Raises:
         ValueError: they ask for fp16, or their ``optim`` names another mode than the launcher.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> refuse_arguments("bf16-stochastic", SimpleNamespace(fp16=False, fp16_full_eval=False))
     """
     if launched not in (None, mode):
         raise ValueError(

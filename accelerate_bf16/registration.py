@@ -1,13 +1,16 @@
-"""Making the modes known, now or as soon as Accelerate is imported."""
+"""Making the modes known, now or as soon as Accelerate is imported, and taking them back."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from importlib.metadata import PackageNotFoundError, version
 
 import bf16_autoload
 
-__all__ = ["OLDEST", "check_version", "register"]
+__all__ = ["OLDEST", "check_version", "register", "unregister"]
+
+_PATCHES = "accelerate_bf16._patches"
 
 OLDEST = (1, 1)
 """The oldest Accelerate that has every place we change."""
@@ -33,8 +36,22 @@ def register() -> None:
             f"accelerate_bf16 needs Accelerate, which is not installed. {_remedy()}"
         ) from None
     check_version(found)
-    for seam in ("_host", "_host_commands", "_host_trainer"):
-        bf16_autoload.watch(f"accelerate_bf16.{seam}")
+    bf16_autoload.watch(_PATCHES)
+
+
+def unregister() -> None:
+    """Put back all that :func:`register` has replaced in Accelerate and transformers.
+
+    Models and optimizers that were prepared stay as they are, and what another library has replaced
+    on top of ours is left to it. :func:`register` makes the modes known again.
+
+    Example:
+        >>> import accelerate_bf16
+        >>> accelerate_bf16.unregister()
+        >>> accelerate_bf16.register()
+    """
+    bf16_autoload.forget(_PATCHES)
+    importlib.import_module(_PATCHES).patches.undo()
 
 
 def check_version(found: str) -> None:

@@ -17,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import torch_bf16
@@ -133,7 +132,8 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         for value in (parameter.detach(), *optimizer.state[parameter].values()):
-            local = value.to_local() if isinstance(value, DTensor) else value
+            to_local = getattr(value, "to_local", None)
+            local = value if to_local is None else to_local()
             digest.update(local.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 

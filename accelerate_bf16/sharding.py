@@ -12,38 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["flat_policy", "fp32_groups", "policy"]
+__all__ = ["fp32_groups", "policy"]
 
 
-def policy() -> Any:
-    """FSDP2's policy for bf16 weights whose gradients are reduced in fp32.
+def policy(version: int) -> Any:
+    """FSDP's policy for bf16 weights whose gradients are reduced in fp32.
 
     Inputs are not cast: the forward runs under autocast, as it does under DDP, and a norm that is
-    given fp32 inputs sees all of them.
+    given fp32 inputs sees all of them. For FSDP1 nothing is cast: a dtype for parameters would
+    compute what stays in fp32 in bf16, and the others are bf16 already.
 
-    Example:
-        >>> policy().reduce_dtype
-        torch.float32
+    Args:
+        version: of FSDP, 1 or 2.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed import fsdp
 
-    return MixedPrecisionPolicy(
+    if version == 1:
+        return fsdp.MixedPrecision(reduce_dtype=torch.float32)
+    return fsdp.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-
-
-def flat_policy() -> Any:
-    """FSDP1's policy: gradients reduced in fp32, and nothing cast.
-
-    A dtype for parameters would compute what stays in fp32 in bf16; the others are bf16 already.
-
-    Example:
-        >>> flat_policy().param_dtype is None
-        True
-    """
-    from torch.distributed.fsdp import MixedPrecision
-
-    return MixedPrecision(reduce_dtype=torch.float32)
 
 
 def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:
@@ -56,10 +44,6 @@ def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -
 
     Raises:
         NotImplementedError: a parameter stays in fp32 beside a bf16 one of the same module.
-
-    Example:
-        >>> fp32_groups("bf16-stochastic", model, {})
-        []
     """
     if not fp32:
         return []

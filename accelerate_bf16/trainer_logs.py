@@ -17,12 +17,7 @@ __all__ = ["around"]
 
 
 def around(reporters: list[Any]) -> list[Any]:
-    """The callbacks that report, between the two that add the figures and take them out.
-
-    Example:
-        >>> len(around([]))
-        2
-    """
+    """The callbacks that report, between the two that add the figures and take them out."""
     return [_Figures, *reporters, _NoFigures]
 
 
@@ -32,25 +27,17 @@ def _in_use() -> bool:
 
 
 class _Figures(TrainerCallback):
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Without anybody who is told, only somebody who asked for it.
         asked = args.report_to or "BF16_MONITOR" in os.environ
+        optimizer = kwargs.get("optimizer")
         if optimizer is not None and asked and _in_use():
-            from .monitoring import watch_optimizers
+            from .monitoring import watch
 
-            watch_optimizers([optimizer])
+            watch([optimizer])
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, Any] | None = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer, logs = kwargs.get("optimizer"), kwargs.get("logs")
         # Not into the figures of an evaluation or of the whole run.
         if optimizer is None or logs is None or "loss" not in logs or not _in_use():
             return
@@ -63,14 +50,8 @@ class _Figures(TrainerCallback):
 
 
 class _NoFigures(TrainerCallback):
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
         if logs is None or not _in_use():
             return
         from .monitoring import PREFIX

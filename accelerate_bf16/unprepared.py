@@ -1,4 +1,4 @@
-"""Optimizers that step over our bf16 weights and never came to ``prepare``."""
+"""Optimizers that step over our bf16 weights and were never given to ``prepare``."""
 
 from __future__ import annotations
 
@@ -14,58 +14,42 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import torch_bf16
 
-__all__ = ["know", "look_out"]
+from ._patches import patches
+
+__all__ = ["mark_prepared", "warn_if_unprepared"]
 
 _modes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """For each bf16 parameter of a prepared model, the mode that it is trained in."""
 
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were prepared, and those about which the user was warned."""
 
-_hook: Any = None
+
+def mark_prepared(optimizer: Optimizer) -> None:
+    """Note that an optimizer was given to ``prepare``."""
+    _prepared.add(optimizer)
 
 
-def know(optimizer: Optimizer) -> None:
-    """Note that an optimizer came to ``prepare``.
-
-    Args:
-        optimizer: the user's own.
-
-    Example:
-        >>> know(torch.optim.SGD([torch.zeros(1)]))
-    """
-    _known.add(optimizer)
-
-
-def look_out(mode: str, model: nn.Module) -> None:
+def warn_if_unprepared(mode: str, model: nn.Module) -> None:
     """Warn, once each, when an optimizer steps that nobody prepared, over weights that we cast.
 
     It would round every update to the nearest bf16, which is what the mode is there to avoid, and
     nothing else would show it.
-
-    Args:
-        mode: the mode that was asked for.
-        model: cast; only read.
-
-    Example:
-        >>> look_out("bf16-stochastic", nn.Linear(2, 2))
     """
-    global _hook
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16 and parameter.requires_grad:
             _modes[parameter] = mode
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+    patches.add_hook(register_optimizer_step_pre_hook, _before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, torch_bf16.BF16Optimizer) or optimizer in _known:
+    if isinstance(optimizer, torch_bf16.BF16Optimizer) or optimizer in _prepared:
         return
     # The first of each group, because this runs before every step of every other optimizer.
     firsts = [group["params"][0] for group in optimizer.param_groups if group["params"]]
     mode = next((_modes[each] for each in firsts if each in _modes), None)
     if mode is not None:
-        know(optimizer)
+        mark_prepared(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} steps over bfloat16 weights of a model that was prepared "
             f"with mixed_precision={mode!r}, and was not prepared itself: it rounds every update "

@@ -29,12 +29,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["TARGETS", "autoload", "watch"]
+__all__ = ["TARGETS", "autoload", "forget", "watch"]
 
-_LIGHTNING = "lightning_bf16._host"
-_ACCELERATE = "accelerate_bf16._host"
-_COMMANDS = "accelerate_bf16._host_commands"
-_TRAINER = "accelerate_bf16._host_trainer"
+_LIGHTNING = "lightning_bf16._patches"
+_ACCELERATE = "accelerate_bf16._patches"
 
 TARGETS: dict[str, str] = {
     "lightning.fabric.plugins.precision.precision": _LIGHTNING,
@@ -43,16 +41,18 @@ TARGETS: dict[str, str] = {
     "lightning_fabric.plugins.precision.precision": _LIGHTNING,
     "lightning_fabric.connector": _LIGHTNING,
     "pytorch_lightning.trainer.connectors.accelerator_connector": _LIGHTNING,
-    "accelerate.utils.dataclasses": _ACCELERATE,
+    "accelerate.accelerator": _ACCELERATE,
+    "accelerate.commands.config.config_utils": _ACCELERATE,
+    "accelerate.commands.config.default": _ACCELERATE,
+    "accelerate.commands.test": _ACCELERATE,
+    "accelerate.commands.utils": _ACCELERATE,
+    "accelerate.launchers": _ACCELERATE,
     "accelerate.state": _ACCELERATE,
-    "accelerate.commands.config.cluster": _COMMANDS,
-    "accelerate.commands.config.default": _COMMANDS,
-    "accelerate.commands.config.sagemaker": _COMMANDS,
-    "accelerate.commands.test": _COMMANDS,
-    "accelerate.launchers": _COMMANDS,
-    "transformers.trainer": _TRAINER,
-    "transformers.trainer_optimizer": _TRAINER,
-    "transformers.training_args": _TRAINER,
+    "accelerate.utils.dataclasses": _ACCELERATE,
+    "accelerate.utils.fsdp_utils": _ACCELERATE,
+    "transformers.trainer": _ACCELERATE,
+    "transformers.trainer_optimizer": _ACCELERATE,
+    "transformers.training_args": _ACCELERATE,
 }
 """Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
 
@@ -80,10 +80,10 @@ def watch(plugin: str | None = None) -> None:
     Calling it again does no harm; ``on_import`` has to bear a second call for one module.
 
     Args:
-        plugin: only the targets of this plugin module, for example ``"lightning_bf16._host"``.
+        plugin: only the targets of this plugin module, for example ``"lightning_bf16._patches"``.
 
     Example:
-        >>> watch("lightning_bf16._host")
+        >>> watch("lightning_bf16._patches")
     """
     wanted = {name for name, target in TARGETS.items() if plugin in (None, target)}
     finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
@@ -99,6 +99,20 @@ def watch(plugin: str | None = None) -> None:
             _await(module)
         else:
             _tell(module, raising=plugin is not None)
+
+
+def forget(plugin: str) -> None:
+    """Wait no longer for the host modules of a plugin; those that it has patched stay patched.
+
+    Args:
+        plugin: a plugin module, for example ``"lightning_bf16._patches"``.
+
+    Example:
+        >>> forget("lightning_bf16._patches")
+    """
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder):
+            finder.names -= {name for name, target in TARGETS.items() if target == plugin}
 
 
 class _Finder:
@@ -185,22 +199,12 @@ def _tell(module: ModuleType, raising: bool = False) -> None:
 
 
 def _guard(module: Any) -> None:
-    """Let ``prepare`` raise, once it is known: by the time of the first ``AcceleratorState``."""
-    if module.__name__ != "accelerate.state":
-        return
-    state = module.AcceleratorState
-    make = state.__init__
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        accelerator: Any = sys.modules.get("accelerate.accelerator")
+    """Let ``prepare`` raise."""
+    if module.__name__ == "accelerate.accelerator":
         for name in ("prepare", "prepare_model"):
-            method = getattr(getattr(accelerator, "Accelerator", None), name, None)
-            if method is not None and not hasattr(method, "_guarded_by_bf16"):
-                setattr(accelerator.Accelerator, name, _refusing(method))
-        make(self, *args, **kwargs)
-
-    state.__init__ = __init__
+            method = getattr(module.Accelerator, name)
+            if not hasattr(method, "_guarded_by_bf16"):
+                setattr(module.Accelerator, name, _refusing(method))
 
 
 def _refusing(method: Any) -> Any:

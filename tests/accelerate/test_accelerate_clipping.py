@@ -65,6 +65,36 @@ def test_two_optimizers_share_the_coefficient_of_all_their_gradients(make_accele
         assert torch.allclose(weight - part.bias.float(), torch.tensor(1 / 12), rtol=0.05)
 
 
+def test_gradients_that_replaced_the_clipped_ones_are_not_scaled(prepared):
+    accelerator, model, wrapped = prepared
+    accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    model.zero_grad()
+    before = model.up.bias.detach().float()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 50.0)
+    with pytest.warns(UserWarning, match="clipped and then replaced or written before"):
+        wrapped.step()
+    assert torch.allclose(before - model.up.bias.float(), torch.tensor(0.5), rtol=0.1)
+
+
+def test_a_part_of_a_sum_leaves_no_coefficient_behind(make_accelerator, mode):
+    accelerator = make_accelerator(mode, gradient_accumulation_steps=2)
+    model = nn.Linear(4, 4)
+    _, wrapped = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.bias.detach().float()
+    norms = []
+    # The second part takes back nearly all of the first, whose norm is above the limit.
+    for value in (1.0, -0.875):
+        with accelerator.accumulate(model):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, value) if p.grad is None else p.grad.add_(value)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            wrapped.step()
+            wrapped.zero_grad()
+    assert norms == [pytest.approx(20**0.5 * value) for value in (1.0, 0.125)]
+    assert torch.allclose(before - model.bias.float(), torch.tensor(0.125), rtol=0.05)
+
+
 @pytest.mark.parametrize("norm_type", [1, float("inf")])
 def test_other_norms_are_accelerates_own(prepared, norm_type):
     accelerator, model, _ = prepared

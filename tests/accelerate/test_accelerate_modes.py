@@ -6,21 +6,18 @@ import argparse
 import copy
 import json
 import pickle
-from enum import Enum
 
 import pytest
-from accelerate import (
-    DeepSpeedPlugin,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    PartialState,
-)
+import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import MegatronLMPlugin, PrecisionType
+from accelerate.state import AcceleratorState
+from accelerate.utils import PrecisionType
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 import accelerate_bf16
 from accelerate_bf16 import ALIASES, MODES
-from accelerate_bf16.enum_members import add_alias, add_member
 from accelerate_bf16.registration import check_version
 
 
@@ -48,19 +45,6 @@ def test_alias_is_the_same_member_and_is_not_listed():
         assert PrecisionType(alias) is PrecisionType(name)
         assert alias in PrecisionType
         assert alias not in PrecisionType.list()
-
-
-def test_members_can_be_added_to_any_string_enum_twice_without_harm():
-    class Colour(str, Enum):
-        RED = "red"
-
-    blue = add_member(Colour, "BLUE", "blue")
-    assert add_member(Colour, "BLUE", "blue") is blue is Colour("blue") is Colour.BLUE
-    add_alias(Colour, "AZURE", "azure", blue)
-    assert Colour("azure") is Colour["AZURE"] is blue
-    assert [each.value for each in Colour] == ["red", "blue"]
-    with pytest.raises(ValueError, match="'green' is not a valid"):
-        Colour("green")
 
 
 def test_accelerator_takes_each_mode(make_accelerator, mode):
@@ -133,39 +117,47 @@ def test_other_parsers_keep_their_choices():
     assert action.choices == ["no", "bf16"]
 
 
-def test_deepspeed_is_refused_with_the_reason(mode):
-    plugin = DeepSpeedPlugin(zero_stage=1)
-    with pytest.raises(NotImplementedError, match=f"'{mode}' cannot be combined with DEEPSPEED"):
-        plugin.set_mixed_precision(mode)
-    plugin.set_mixed_precision("bf16")
-    assert plugin.deepspeed_config["bf16"]["enabled"] is True
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
+def test_engines_with_optimizers_of_their_own_are_refused_and_leave_nothing_behind(
+    make_accelerator, monkeypatch, mode, engine
+):
+    # So far Accelerator comes where the plugin was made, which needs the engine.
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(NotImplementedError, match=f"'{mode}' cannot be combined with {engine}"):
+        AcceleratorState(mode, _from_accelerator=True)
+    monkeypatch.delenv(f"ACCELERATE_USE_{engine}")
+    assert make_accelerator("no").mixed_precision == "no"
 
 
-def test_megatron_is_refused_with_the_reason(mode):
-    # Megatron's plugin cannot be made without Megatron; the method needs no instance to refuse.
-    with pytest.raises(NotImplementedError, match=f"'{mode}' cannot be combined with MEGATRON_LM"):
-        MegatronLMPlugin.set_mixed_precision(object(), mode)
-
-
-def test_fsdp1s_flat_parameters_are_refused_with_what_works(mode):
-    plugin = FullyShardedDataParallelPlugin(use_orig_params=False)
-    with pytest.raises(NotImplementedError, match=r"use_orig_params=False.*What works: use_orig"):
-        plugin.set_mixed_precision(mode)
-    plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy is not None
-
-
-def test_after_a_refusal_another_accelerator_can_be_made(make_accelerator, monkeypatch, mode):
+def sharded(monkeypatch, make_accelerator, mode, **options):
+    """An accelerator that takes this process for one of several that shard by FSDP1."""
     # Accelerate sets the variable itself; this makes the test take it back.
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    plugin = FullyShardedDataParallelPlugin(use_orig_params=False)
-    with pytest.raises(NotImplementedError, match="cannot train FSDP1's flat parameters"):
-        make_accelerator(mode, fsdp_plugin=plugin)
-    PartialState._shared_state["distributed_type"] = DistributedType.NO
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    assert make_accelerator("no").mixed_precision == "no"
+    return make_accelerator(mode, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+
+
+def test_fsdp1s_flat_parameters_are_refused_with_what_works(make_accelerator, monkeypatch, mode):
+    accelerator = sharded(monkeypatch, make_accelerator, mode, use_orig_params=False)
+    model = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match=r"use_orig_params=False.*What works: use_orig"):
+        accelerator.prepare(model)
+    assert model.weight.dtype == torch.float32
+    assert accelerator.mixed_precision == mode
+
+
+def test_gradients_are_reduced_in_fp32_unless_the_user_has_a_policy(
+    make_accelerator, monkeypatch, mode
+):
+    accelerator = sharded(monkeypatch, make_accelerator, mode)
+    assert accelerator.state.fsdp_plugin.mixed_precision_policy == MixedPrecision(
+        reduce_dtype=torch.float32
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = MixedPrecision(reduce_dtype=torch.bfloat16)
+    accelerator = sharded(monkeypatch, make_accelerator, mode, mixed_precision_policy=own)
+    assert accelerator.state.fsdp_plugin.mixed_precision_policy is own
 
 
 def test_registering_again_changes_nothing(make_accelerator):

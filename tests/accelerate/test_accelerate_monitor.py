@@ -81,7 +81,7 @@ def test_without_trackers_or_with_zero_nobody_watches(
     assert optimizer.observers == []
     monkeypatch.setenv("BF16_MONITOR", "often")
     with pytest.raises(ValueError, match="BF16_MONITOR='often' must be the number of steps"):
-        accelerator.init_trackers("run")
+        accelerator.prepare(optimizer)
 
 
 def test_accelerates_own_modes_log_what_the_script_logs(make_accelerator, model, notes):

@@ -117,7 +117,7 @@ def test_wrong_values_are_refused_at_prepare_and_leave_the_model_as_it_was(
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("accumulate", ["bf16", "bf16_stochastic", "fp32"])
+@pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])
 def test_accumulate_sums_in_the_format_that_was_asked_for(make_accelerator, accumulate):
     class Small(nn.Module):
         def __init__(self):
@@ -143,7 +143,7 @@ def test_accumulate_sums_in_the_format_that_was_asked_for(make_accelerator, accu
             optimizer.zero_grad()
     (mean,) = seen
     exact = 1000 * torch.tensor(0.001).bfloat16().double().item()
-    if accumulate == "bf16":
+    if accumulate == "bf16_nearest":
         assert mean == 0.5  # the control: what torch does
     else:
         # 4096 sums of 1000 roundings, each by at most half of 2^-8: six standard deviations.

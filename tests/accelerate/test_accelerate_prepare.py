@@ -11,7 +11,7 @@ from accelerate.utils import AutocastKwargs
 from torch import nn
 
 import torch_bf16
-from accelerate_bf16.proof import announce
+from accelerate_bf16.report import show
 
 
 def test_accelerators_round_trip_at_prepare_changes_no_bit(
@@ -152,7 +152,7 @@ def test_wrapped_and_half_precision_models_are_refused_untouched(make_accelerato
     assert accelerator.mixed_precision == mode
 
 
-def test_one_line_of_proof_is_visible_by_default(make_accelerator, mode, model, caplog):
+def test_one_line_of_the_report_is_visible_by_default(make_accelerator, mode, model, caplog):
     accelerator = make_accelerator(mode)
     optimizer = torch.optim.AdamW(model.parameters())
     prepared, wrapped = accelerator.prepare(model, optimizer)
@@ -203,14 +203,14 @@ def test_modules_without_parameters_are_not_worth_a_line(make_accelerator, mode,
     assert not caplog.records
 
 
-def test_proof_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
+def test_the_report_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
     logger = logging.getLogger("accelerate_bf16")
     monkeypatch.setattr(logger, "propagate", False)
-    announce("one line")
+    show("one line")
     assert capsys.readouterr().err == "one line\n"
     monkeypatch.setattr(logger, "level", logging.WARNING)
     logger.manager._clear_cache()
-    announce("not shown")
+    show("not shown")
     assert not capsys.readouterr().err
     logger.manager._clear_cache()
 

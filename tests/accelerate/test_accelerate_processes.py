@@ -34,7 +34,7 @@ def test_launcher_sets_the_mode_of_an_unchanged_script(tmp_path):
     ("launcher", "mode", "accumulate"),
     [
         ("torchrun", "bf16-stochastic", "bf16_stochastic"),
-        ("accelerate", "bf16-fp32-master", "bf16"),
+        ("accelerate", "bf16-fp32-master", "bf16_nearest"),
         ("accelerate", "bf16-stochastic", "fp32"),
     ],
     ids=["torchrun-stochastic", "accelerate-master", "accelerate-stochastic-fp32-sums"],

@@ -185,8 +185,9 @@ def what_fsdp1_cannot_flatten_is_refused():
     with pytest.raises(NotImplementedError, match=r"keeps some .* in float32 .* fsdp_version=2"):
         flat("bf16-stochastic", kwargs_handlers=[handler])
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=False)
+    made = accelerator("bf16-stochastic", plugin=plugin)
     with pytest.raises(NotImplementedError, match=r"use_orig_params=False.* use_orig_params=True"):
-        accelerator("bf16-stochastic", plugin=plugin)
+        made.prepare(llama())
 
 
 def the_trainer_trains_saves_and_resumes_bit_for_bit(folder):

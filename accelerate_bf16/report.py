@@ -1,27 +1,24 @@
-"""The line that shows in which precision a model really trains."""
+"""The lines that tell in which precision a model really trains."""
 
 from __future__ import annotations
 
 import logging
 import sys
 
-__all__ = ["announce"]
+__all__ = ["show"]
 
 _logger = logging.getLogger("accelerate_bf16")
 _logger.setLevel(logging.INFO)
 
 
-def announce(line: str) -> None:
-    """Say one line where a user sees it.
+def show(line: str) -> None:
+    """Write one line where a user sees it.
 
     ``mixed_precision`` proves nothing: Accelerate accepts any name from the environment and trains
     in fp32 under it. So this is visible by default, although Python's logging shows no INFO by
     default: through the handlers of a program that has configured logging, else on stderr. No
     handler is installed: a program that configures logging later would then see everything twice.
     ``logging.getLogger("accelerate_bf16").setLevel(logging.WARNING)`` silences it.
-
-    Example:
-        >>> announce("bf16-stochastic: 1.2 M parameters")
     """
     if _logger.hasHandlers():
         _logger.info(line)

@@ -1,0 +1,74 @@
+"""Everything that is replaced in Accelerate and transformers; ``README.md`` says why.
+
+``bf16_autoload`` calls :func:`on_import` right after one of their modules has been executed,
+before anybody imports a name from it. Nothing here imports the optimizers until a mode is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from accelerate_bf16.registration import check_version
+
+from . import accelerator, commands, fsdp, state, trainer
+from .patch import Patches
+
+__all__ = ["ADDED", "REPLACED", "on_import", "patches"]
+
+patches = Patches()
+"""All that is replaced now."""
+
+REPLACED: dict[str, dict[str, Any]] = {
+    "accelerate.accelerator": {
+        "Accelerator.__init__": accelerator.init,
+        "Accelerator.prepare": accelerator.prepare,
+        "Accelerator.prepare_model": accelerator.prepare_model,
+        "Accelerator.prepare_optimizer": accelerator.prepare_optimizer,
+        "Accelerator.autocast": accelerator.autocast,
+        "Accelerator.clip_grad_norm_": accelerator.clip_grad_norm_,
+        "Accelerator.clip_grad_value_": accelerator.clip_grad_value_,
+        "Accelerator.log": accelerator.log,
+    },
+    "accelerate.commands.config.config_utils": {"_ask_options": commands.ask_options},
+    "accelerate.commands.config.default": {"write_basic_config": commands.write_basic_config},
+    "accelerate.commands.test": {"test_command": commands.test_command},
+    "accelerate.commands.utils": {
+        "CustomArgumentParser.add_argument": commands.add_argument,
+        "CustomArgumentGroup.add_argument": commands.add_argument,
+    },
+    "accelerate.launchers": {"notebook_launcher": commands.notebook_launcher},
+    "accelerate.state": {"AcceleratorState.__init__": state.init},
+    "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
+    "transformers.trainer": {
+        "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
+    },
+    "transformers.training_args": {"TrainingArguments.__post_init__": trainer.post_init},
+}
+"""For each module, what is replaced and what makes the replacement from the original."""
+
+ADDED: dict[str, Any] = {
+    "accelerate.state": state.rename,
+    "accelerate.utils.dataclasses": state.add_modes,
+    "transformers.trainer_optimizer": trainer.add_optimizers,
+    "transformers.training_args": trainer.add_names,
+}
+"""For each module, what adds to its tables."""
+
+
+def on_import(module: ModuleType) -> None:
+    """Make the modes known to a module of Accelerate or transformers.
+
+    Args:
+        module: one that ``bf16_autoload.TARGETS`` lists for this package; mutated, once.
+
+    Raises:
+        ImportError: this Accelerate is too old.
+    """
+    if module.__name__.startswith("accelerate."):
+        check_version(sys.modules["accelerate"].__version__)
+    for path, make in REPLACED.get(module.__name__, {}).items():
+        patches.replace(module, path, make)
+    if add := ADDED.get(module.__name__):
+        add(module, patches)

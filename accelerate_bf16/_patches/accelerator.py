@@ -1,0 +1,246 @@
+"""``Accelerator``: what it prepares, and what it does until the end of training."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accelerate_bf16.modes import MODES, canonical
+from accelerate_bf16.refusals import (
+    CONTEXT_PARALLELISM,
+    explain_mixed_unit,
+    refuse_engine,
+    refuse_flat,
+    refuse_left_behind,
+)
+
+from .fsdp import separate_groups
+from .patch import temporarily
+
+if TYPE_CHECKING:
+    from accelerate_bf16.preparation import Preparation
+
+_OPTIONS = "_bf16_recipe_options"
+
+_current: Preparation | None = None
+"""The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
+
+
+def _in_our_modes(ours: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``ours(original, accelerator, mode, ...)`` in our modes, the original in Accelerate's."""
+
+    def make(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            mode = _current.mode if _current is not None else canonical(self.state._mixed_precision)
+            if mode is None:
+                return original(self, *args, **kwargs)
+            return ours(original, self, mode, *args, **kwargs)
+
+        return method
+
+    return make
+
+
+def init(original: Any) -> Any:
+    """Take :class:`BF16RecipeKwargs` out of the handlers, and keep it."""
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        handlers = list(bound.arguments.get("kwargs_handlers") or ())
+        options = [each for each in handlers if type(each).__name__ == "BF16RecipeKwargs"]
+        if options:
+            bound.arguments["kwargs_handlers"] = [e for e in handlers if e not in options]
+        original(*bound.args, **bound.kwargs)
+        if len(options) > 1:
+            raise ValueError("one BF16RecipeKwargs can be passed in kwargs_handlers, not several")
+        if options:
+            if canonical(self.state._mixed_precision) is None:
+                raise ValueError(
+                    f"BF16RecipeKwargs has no effect with mixed_precision="
+                    f"{self.state._mixed_precision!r}; use one of {', '.join(MODES)}"
+                )
+            setattr(self, _OPTIONS, options[0])
+
+    return __init__
+
+
+@_in_our_modes
+def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """Convert and cast all arguments at once, because Accelerate goes by their order."""
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from accelerate_bf16.models import bare, wrap_forward
+
+    with _preparing(accelerator, mode) as preparation:
+        # Also those that an Accelerator has prepared: it may have been one without our mode.
+        models = [each for each in args if isinstance(each, Module)]
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        if not _sharded_by_fsdp2(accelerator):
+            preparation.run(models, optimizers)
+            return original(accelerator, *args, **kwargs)
+
+        # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
+        # that exact masters start from fp32 shards, also where only the first rank has loaded the
+        # weights and the others get theirs from it.
+        wrapped = _wrapped(accelerator)
+        new = [each for each in models if each not in wrapped]
+        preparation.convert(models, optimizers)
+        for model in new:
+            wrap_forward(model, _context(accelerator))
+        with separate_groups(preparation.fp32_groups(new)):
+            result = original(accelerator, *args, **kwargs)
+        prepared = [each for each in accelerator._models if each not in wrapped]
+        preparation.cast(map(bare, prepared))
+        wrapped.update(prepared)
+        return result
+
+
+@_in_our_modes
+def prepare_model(
+    original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Cast a model before it is wrapped, and let the replicas agree on exact masters after."""
+    from accelerate_bf16.models import is_wrapped, share_masters, wrap_forward
+
+    with _preparing(accelerator, mode) as preparation:
+        preparation.run([model], [])
+        if is_wrapped(model):
+            return original(accelerator, model, *args, **kwargs)
+        wrap_forward(model, _context(accelerator))
+        trained_by = preparation.optimizers_of(model)
+        try:
+            prepared = original(accelerator, model, *args, **kwargs)
+        except ValueError as error:
+            explain_mixed_unit(mode, error)
+            raise
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        share_masters(prepared, getattr(plugin, "sync_module_states", False))
+        refuse_left_behind(mode, trained_by)
+        _wrapped(accelerator).add(prepared)
+        return prepared
+
+
+@_in_our_modes
+def prepare_optimizer(
+    original: Any, accelerator: Any, mode: str, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Convert an optimizer that comes by itself."""
+    with _preparing(accelerator, mode) as preparation:
+        preparation.run([], [optimizer])
+        return original(accelerator, optimizer, *args, **kwargs)
+
+
+@_in_our_modes
+def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
+    """The context of the wrapped forward, for modules that are called outside it."""
+    return _context(accelerator, autocast_handler)
+
+
+@_in_our_modes
+def clip_grad_norm_(
+    original: Any,
+    accelerator: Any,
+    mode: str,
+    parameters: Any,
+    max_norm: Any,
+    norm_type: Any = 2,
+) -> Any:
+    """Clip by the fp32 norm, and leave the product to the step where that can be."""
+    if norm_type != 2:
+        parameters = _not_released(parameters)
+        return original(accelerator, parameters, max_norm, norm_type)
+    import torch_bf16
+    from accelerate_bf16.optimizers import inner
+
+    if not accelerator.sync_gradients:
+        # A part of a sum, and each rank has its own: only the whole sum may tell the step anything.
+        return torch_bf16.total_norm(parameters)
+    optimizers = [inner(each) for each in accelerator._optimizers]
+    return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
+
+
+@_in_our_modes
+def clip_grad_value_(
+    original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
+) -> Any:
+    """Refuse to clip gradients that were released, which would do nothing."""
+    return original(accelerator, _not_released(parameters), clip_value)
+
+
+@_in_our_modes
+def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add what the monitors have seen; the script's own names win."""
+    from accelerate_bf16.monitoring import metrics_of
+
+    values = {**metrics_of(accelerator._optimizers), **values}
+    return original(accelerator, values, *args, **kwargs)
+
+
+def _context(accelerator: Any, handler: Any = None) -> Any:
+    from accelerate_bf16.models import autocast
+
+    return autocast(accelerator.device.type, handler or accelerator.autocast_handler)
+
+
+def _not_released(parameters: Any) -> list[Any]:
+    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
+    if all(p.grad is None for p in parameters):
+        import torch_bf16
+
+        torch_bf16.total_norm(parameters)  # raises where they were released
+    return parameters
+
+
+@contextmanager
+def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
+    """Inside, Accelerate takes the mode for "no", so that it leaves bf16 weights alone."""
+    global _current
+    if _current is not None:
+        yield _current
+        return
+    from accelerate_bf16.monitoring import watch
+    from accelerate_bf16.preparation import Preparation
+    from accelerate_bf16.report import show
+
+    _refuse(accelerator, mode)
+    options = getattr(accelerator, _OPTIONS, None)
+    _current = Preparation(mode, accelerator._models, accelerator._optimizers, options)
+    try:
+        with temporarily(accelerator.state, "_mixed_precision", "no"):
+            yield _current
+        _current.attach(list(_wrapped(accelerator)), accelerator.gradient_accumulation_steps)
+        lines = list(_current.report())
+    finally:
+        _current = None
+    if accelerator.is_main_process:
+        for line in lines:
+            show(line)
+    if accelerator.log_with:
+        watch(accelerator._optimizers)
+
+
+def _refuse(accelerator: Any, mode: str) -> None:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.distributed_type.value != "FSDP":
+        refuse_engine(mode, accelerator.distributed_type.value)
+    elif not _sharded_by_fsdp2(accelerator):
+        refuse_flat(mode, plugin)
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.cp_enabled:
+        refuse_engine(mode, CONTEXT_PARALLELISM)
+
+
+def _sharded_by_fsdp2(accelerator: Any) -> bool:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    sharded = accelerator.distributed_type.value == "FSDP"
+    return sharded and getattr(plugin, "fsdp_version", 1) == 2
+
+
+def _wrapped(accelerator: Any) -> Any:
+    """The models that ``prepare_model`` has returned; the accelerator's own list has bare ones."""
+    return accelerator.__dict__.setdefault("_bf16_wrapped", weakref.WeakSet())

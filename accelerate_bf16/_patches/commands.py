@@ -1,0 +1,110 @@
+"""Accelerate's command line and its launchers: parsers, questionnaire, files, test, notebooks."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate_bf16.modes import ALIASES, MODES, canonical, canonical_or_refuse
+
+
+def add_argument(original: Any) -> Any:
+    """Add the modes to the choices of ``--mixed_precision``."""
+
+    def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "--mixed_precision" in args and "bf16" in (kwargs.get("choices") or ()):
+            ours = (name for name in (*MODES, *ALIASES) if name not in kwargs["choices"])
+            kwargs["choices"] = [*kwargs["choices"], *ours]
+        return original(self, *args, **kwargs)
+
+    return add_argument
+
+
+def ask_options(original: Any) -> Any:
+    """Offer the modes in the questionnaire of ``accelerate config``."""
+
+    def _ask_options(
+        input_text: str, options: Any = (), convert_value: Any = None, default: int = 0
+    ) -> Any:
+        from accelerate.commands.config import config_utils
+
+        if convert_value is not config_utils._convert_mixed_precision:
+            return original(input_text, options, convert_value, default)
+        n = len(options)
+
+        def convert(index: Any) -> Any:
+            chosen = int(index)
+            if chosen < n:
+                return convert_value(index)
+            return config_utils.PrecisionType(MODES[chosen - n])
+
+        return original(input_text, [*options, *MODES], convert, default)
+
+    return _ask_options
+
+
+def write_basic_config(original: Any) -> Any:
+    """Write the modes, also for ``accelerate config default``."""
+
+    def write_basic_config(mixed_precision: Any = "no", *args: Any, **kwargs: Any) -> Any:
+        mode = canonical(mixed_precision)
+        path = original("no" if mode else mixed_precision, *args, **kwargs)
+        if mode and path:
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+            config["mixed_precision"] = mode
+            # As Accelerate writes it itself.
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            Path(path).write_text(text, encoding="utf-8")
+        return path
+
+    return write_basic_config
+
+
+def test_command(original: Any) -> Any:
+    """Launch our own test where the configuration names a mode of ours."""
+
+    def test_command(args: Any) -> Any:
+        from accelerate.commands import test
+
+        if _mode_of_file(args.config_file) is None:
+            return original(args)
+        options = [f"--config_file={args.config_file}"] if args.config_file else []
+        script = str(Path(__file__).parents[1] / "selftest.py")
+        done = test.execute_subprocess_async(["accelerate-launch", *options, script])
+        if done.returncode == 0:
+            print("Test is a success! You are ready for your distributed training!")
+
+    return test_command
+
+
+def _mode_of_file(config_file: str | None) -> str | None:
+    from accelerate.commands.config import config_args
+
+    path = config_file or config_args.default_config_file
+    if not os.path.isfile(path):
+        return None
+    return canonical(config_args.load_config_from_file(path).mixed_precision)
+
+
+def notebook_launcher(original: Any) -> Any:
+    """Tell the processes the mode."""
+
+    def notebook_launcher(
+        function: Any,
+        args: Any = (),
+        num_processes: int | None = None,
+        mixed_precision: Any = "no",
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from accelerate.utils import patch_environment
+
+        mode = canonical_or_refuse(str(mixed_precision), "mixed_precision")
+        # Accelerate exports the mode under a name that nothing reads.
+        with patch_environment(accelerate_mixed_precision=mode) if mode else nullcontext():
+            return original(function, args, num_processes, mixed_precision, *rest, **kwargs)
+
+    return notebook_launcher

@@ -1,0 +1,69 @@
+"""How Accelerate shards a model, and loads its optimizer's states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accelerate_bf16.modes import canonical
+
+from .patch import temporarily
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_fsdp_optimizer(original: Any) -> Any:
+    """Let a new optimizer take what is read for FSDP1.
+
+    Accelerate asks the optimizer which states there are to read from a sharded file, and reads none
+    into one that has not stepped yet, in every mode and without a word.
+    """
+
+    def load_fsdp_optimizer(
+        fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        flat = getattr(fsdp_plugin, "fsdp_version", 1) == 1
+        if flat and canonical(accelerator.state._mixed_precision):
+            from accelerate_bf16.optimizers import make_states
+
+            make_states(optimizer, model)
+        return original(fsdp_plugin, accelerator, optimizer, model, *args, **kwargs)
+
+    return load_fsdp_optimizer
+
+
+@contextmanager
+def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, Accelerate shards these modules by themselves, before those around them.
+
+    Args:
+        modules: what stays in fp32; gathered as it is.
+    """
+    import torch.distributed.fsdp as fsdp
+
+    if not modules:
+        yield
+        return
+    original: Any = fsdp.fully_shard
+    apart = {id(each) for each in modules}
+    inside = {id(sub) for each in modules for sub in each.modules()}
+
+    def fully_shard(module: Any, **options: Any) -> Any:
+        whole = list(module) if isinstance(module, (list, tuple)) else [module]
+        own = {**options, "mp_policy": replace(options["mp_policy"], param_dtype=None)}
+        if inside.issuperset(map(id, whole)):
+            return original(module, **own)
+        for each in whole:
+            for sub in each.modules():
+                if id(sub) in apart and not isinstance(sub, fsdp.FSDPModule):
+                    original(sub, **own)
+        rest = [each for each in whole if not isinstance(each, fsdp.FSDPModule)]
+        if not rest:
+            return module
+        return original(rest[0] if rest == [module] else rest, **options)
+
+    with temporarily(fsdp, "fully_shard", fully_shard):
+        yield

@@ -1,0 +1,64 @@
+"""The Hugging Face Trainer, and through its arguments TRL.
+
+The Trainer makes its ``Accelerator`` with ``TrainingArguments.mixed_precision``, so the mode has to
+be right there; all the rest happens in ``prepare``, and what the monitor sees joins the logs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate_bf16.modes import MODES, canonical, canonical_or_refuse
+from accelerate_bf16.refusals import refuse_arguments
+
+from .patch import Patches
+
+OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode in MODES}
+"""Values of ``TrainingArguments.optim`` that name a mode too."""
+
+
+def add_names(module: Any, patches: Patches) -> list[Any]:
+    """Make :data:`OPTIMIZERS` members of ``OptimizerNames``, and return these."""
+    names = module.OptimizerNames
+    return [patches.add_member(names, name.upper(), name) for name in OPTIMIZERS]
+
+
+def add_optimizers(module: Any, patches: Patches) -> None:
+    """Let the Trainer make AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
+    for member in add_names(module, patches):
+        patches.add_entry(module._OPTIMIZER_HANDLERS, member, module._get_adamw_torch)
+
+
+def get_reporting_integration_callbacks(original: Any) -> Any:
+    """Let those who report be told what the monitor sees."""
+
+    def get_reporting_integration_callbacks(*args: Any, **kwargs: Any) -> list[Any]:
+        from accelerate_bf16.trainer_logs import around
+
+        return around(original(*args, **kwargs))
+
+    return get_reporting_integration_callbacks
+
+
+def post_init(original: Any) -> Any:
+    """Name the mode that ``optim`` or the launcher asks for."""
+
+    def __post_init__(self: Any) -> None:
+        launched = canonical_or_refuse(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        original(self)
+        optimizer = str(getattr(self.optim, "value", self.optim))
+        own = getattr(self, "mixed_precision", None)
+        mode = OPTIMIZERS.get(optimizer) or launched or canonical(own)
+        if mode is None:
+            return
+        refuse_arguments(mode, self, launched)
+        # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
+        self.mixed_precision = mode
+        if own is None:
+            # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
+            os.environ["ACCELERATE_MIXED_PRECISION"] = mode
+        # The weights are bf16 already; module.to(bf16) would round rotary frequencies on top.
+        self.bf16_full_eval = False
+
+    return __post_init__

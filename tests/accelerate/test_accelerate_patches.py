@@ -1,0 +1,175 @@
+"""What is replaced in Accelerate and transformers, and that all of it can be put back."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from launching import run
+
+from accelerate_bf16 import _patches
+from accelerate_bf16._patches.patch import Patches, temporarily
+from bf16_autoload import TARGETS
+
+
+class Base:
+    def inherited(self):
+        return "base"
+
+
+class Host(Base):
+    def own(self):
+        return "host"
+
+
+def louder(original):
+    return lambda self: original(self).upper()
+
+
+HERE = sys.modules[__name__]
+
+
+def test_methods_are_replaced_once_and_put_back():
+    patches, before = Patches(), dict(vars(Host))
+    for _ in range(2):
+        patches.replace(HERE, "Host.own", louder)
+        patches.replace(HERE, "Host.inherited", louder)
+    assert (Host().own(), Host().inherited(), Base().inherited()) == ("HOST", "BASE", "base")
+    assert Host.own.__name__ == "own"
+    patches.undo()
+    assert dict(vars(Host)) == before
+    patches.replace(HERE, "Host.own", louder)
+    assert Host().own() == "HOST"
+    patches.undo()
+
+
+def test_what_another_library_has_put_on_top_stays(monkeypatch):
+    patches = Patches()
+    patches.replace(HERE, "Host.own", louder)
+    ours = Host.own
+    monkeypatch.setattr(Host, "own", louder)
+    patches.undo()
+    assert Host.own is louder
+    monkeypatch.undo()
+    assert Host.own is ours
+    Host.own = ours.__wrapped__
+
+
+def test_a_function_is_replaced_wherever_it_was_imported(monkeypatch):
+    def function():
+        return 1
+
+    before, after = ModuleType("before"), ModuleType("after")
+    before.function = before.kept = function
+    for module in (before, after):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    patches = Patches()
+    patches.replace(before, "function", lambda original: lambda: original() + 1)
+    after.function = before.function
+    patches.replace(before, "function", lambda original: lambda: original() + 1)
+    assert (before.function(), after.function()) == (2, 2)
+    patches.undo()
+    assert before.function is after.function is function
+
+
+def test_members_are_added_to_any_string_enum_once_and_taken_out_again():
+    class Colour(str, Enum):
+        RED = "red"
+
+    def contents():
+        maps = (Colour._member_map_, Colour._value2member_map_, vars(Colour))
+        return list(Colour), *map(dict, maps)
+
+    before, patches = contents(), Patches()
+    blue = patches.add_member(Colour, "BLUE", "blue")
+    assert patches.add_member(Colour, "BLUE", "blue") is blue is Colour("blue") is Colour.BLUE
+    patches.add_alias(Colour, "AZURE", "azure", blue)
+    assert Colour("azure") is Colour["AZURE"] is blue
+    assert [each.value for each in Colour] == ["red", "blue"]
+    patches.undo()
+    assert contents() == before
+    with pytest.raises(ValueError, match="'blue' is not a valid"):
+        Colour("blue")
+
+
+def test_a_temporary_value_goes_when_the_block_raises():
+    class State:
+        mode = "bf16"
+
+        def fail(self):
+            raise OSError(self.mode)
+
+    state = State()
+    with pytest.raises(OSError, match="no"), temporarily(state, "mode", "no"):
+        state.fail()
+    assert state.mode == "bf16"
+
+
+STOCK = """
+import sys, types
+import accelerate, accelerate.commands.accelerate_cli, accelerate.commands.config.sagemaker
+import transformers.trainer, transformers.training_args, transformers.trainer_optimizer
+import torch
+
+def stock():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(("accelerate.", "transformers.train")):
+            continue
+        for key, value in list(vars(module).items()):
+            found[name, key] = id(value)
+            if isinstance(value, type) and value.__module__.startswith(("accelerate", "transf")):
+                for attribute, own in list(vars(value).items()):
+                    found[name, key, attribute] = id(own)
+                    if isinstance(own, (list, dict)):
+                        found[name, key, attribute, "contents"] = str(own)
+            elif key == "_OPTIMIZER_HANDLERS":
+                found[name, key, "contents"] = sorted(value)
+    return found
+
+def differing(before, after):
+    keys = sorted({str(k) for k in before.keys() ^ after.keys()})
+    return keys + [str(k) for k in before.keys() & after.keys() if before[k] != after[k]]
+
+def modules():
+    return {name for name in sys.modules if name.startswith(("accelerate.", "transformers."))}
+
+before = stock()
+import accelerate_bf16
+patched = differing(before, stock())
+accelerator = accelerate.Accelerator(mixed_precision="bf16-stochastic", cpu=True)
+accelerator.prepare(torch.nn.Linear(2, 2))
+import torch.optim.optimizer as optimizer
+hooks = len(optimizer._global_optimizer_pre_hooks)
+known = {key[0] for key in before}
+accelerate_bf16.unregister()
+left = differing(before, {k: v for k, v in stock().items() if k[0] in known})
+print(len(patched) > 20, left, hooks, len(optimizer._global_optimizer_pre_hooks))
+accelerate_bf16.register()
+again = differing(before, {k: v for k, v in stock().items() if k[0] in known})
+print(sorted(patched) == sorted(again))
+accelerate_bf16.unregister()
+import importlib
+for name in ("accelerate.launchers", "transformers.trainer_optimizer"):
+    importlib.reload(sys.modules[name])
+print(hasattr(accelerate.launchers.notebook_launcher, "_replaced_by"))
+"""
+
+
+def test_after_unregister_every_class_is_as_stock_and_register_brings_all_back(tmp_path):
+    # _shared_state is what Accelerate itself keeps of the run.
+    script = STOCK.replace("str(own)", "str(own) if attribute != '_shared_state' else ''")
+    done = run([sys.executable, "-c", script], tmp_path, BF16_AUTOLOAD="0")
+    assert done.stdout == "True [] 1 0\nTrue\nFalse\n", done.stdout + done.stderr
+
+
+def test_every_replacement_stands_in_the_readme_and_is_waited_for():
+    listed = (Path(_patches.__file__).parent / "README.md").read_text()
+    for paths in _patches.REPLACED.values():
+        for path in paths:
+            assert f"`{path}`" in listed
+    targets = {name for name, plugin in TARGETS.items() if plugin == _patches.__name__}
+    assert targets == _patches.REPLACED.keys() | _patches.ADDED.keys()
