@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -22,6 +23,25 @@ def interpreted():
             patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(int).result(timeout=60)
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """``ranks(4, function, *arguments)``: what a function returns on each of four gloo ranks."""
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def one_rank():
+    """The mesh of this process alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,14 @@
-"""Exact masters start from the fp32 weights that cast_module saw, on one process and on several."""
+"""Exact masters start from the fp32 weights that cast_model saw, on one process and on several."""
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
 import pytest
 import torch
+from sync_masters_replica import initial, network, trained
 from torch import nn
 
 import torch_bf16
-from torch_bf16 import Recipe, cast_module, get_recipe
+from torch_bf16 import Recipe, cast_model, get_recipe
 from torch_bf16.model import residuals
 from torch_bf16.numerics.rounding import join8, join16
 
@@ -47,7 +44,7 @@ def seeded(
             p.view(-1)[::2] = p.view(-1)[::2].half().float()
     exact = [p.detach().clone() for p in module.parameters()]
     assert sum(int((p.view(torch.int32) & 0xFFFF == 0x8000).sum()) for p in exact) > 50
-    return exact, cast_module(module, {**EXACT, "bf16+8": BF16_PLUS_8}[kind])
+    return exact, cast_model(module, {**EXACT, "bf16+8": BF16_PLUS_8}[kind])
 
 
 def masters(optimizer):
@@ -80,8 +77,8 @@ def test_masters_start_from_the_fp32_weights_exactly(kind, first):
         optimizer = torch_bf16.AdamW(module.parameters(), lr=0.0, recipe=EXACT[kind])
     else:
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
-        torch_bf16.convert(optimizer, EXACT[kind], module=module)
-    cast_module(module, EXACT[kind])
+        torch_bf16.convert(optimizer, EXACT[kind], model=module)
+    cast_model(module, EXACT[kind])
     assert all(same_bits(a, b) for a, b in zip(masters(step(optimizer)), exact, strict=True))
 
 
@@ -90,7 +87,7 @@ def test_vectors_have_exact_masters_in_the_stochastic_recipe_too():
     module = nn.LayerNorm(100)
     nn.init.normal_(module.weight)
     exact = [p.detach().clone() for p in module.parameters()]
-    assert_masters_equal(cast_module(module), exact, "bf16-stochastic")
+    assert_masters_equal(cast_model(module), exact, "bf16-stochastic")
 
 
 @pytest.mark.parametrize("cast_for", EXACT)
@@ -180,60 +177,41 @@ def test_weights_masked_through_data_never_become_nan(recipe, backend):
 def test_what_the_cast_took_is_freed_by_the_first_step(recipe):
     _, module = seeded(recipe.weights)
     known = set(module.parameters())
-    assert known <= set(residuals._lost)
+    assert known <= set(residuals._by_parameter)
     step(torch_bf16.SGD(module.parameters(), lr=0.0, recipe=recipe))
-    assert not known & set(residuals._lost)
+    assert not known & set(residuals._by_parameter)
 
 
 def test_a_second_cast_keeps_the_masters_of_the_first():
     exact, module = seeded("bf16+16")
-    cast_module(module, EXACT["bf16+16"])
+    cast_model(module, EXACT["bf16+16"])
     assert_masters_equal(module, exact, EXACT["bf16+16"])
 
 
-REPLICA = Path(__file__).parents[1] / "support" / "sync_masters_replica.py"
-
-
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory):
-    """What both of two gloo processes saved, by scenario."""
-    folder = tmp_path_factory.mktemp("replicas")
-    processes = []
-    try:
-        for rank in (0, 1):
-            with (folder / f"{rank}.log").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(REPLICA), str(folder), str(rank)],
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        codes = [process.wait(90) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    logs = "\n".join((folder / f"{rank}.log").read_text()[-2000:] for rank in (0, 1))
-    assert codes == [0, 0], logs
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+def replicas(ranks):
+    """``replicas(scenario, kind)``: what each of two ranks found, who run it once."""
+    return functools.cache(functools.partial(ranks, 2, trained))
+
+
+def source():
+    """The fp32 weights of rank 0."""
+    return [p.detach() for p in network(0).parameters()]
 
 
 def agree(first, second):
     return all(same_bits(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_replicas_were_initialised_differently(replicas):
-    first, second = replicas
-    assert not any(a.equal(b) for a, b in zip(first["initial"], second["initial"], strict=True))
+def test_replicas_are_initialised_differently(ranks):
+    first, second = ranks(2, initial)
+    assert not any(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("scenario", ["synced", "plain ddp", "broadcast and synced", "uneven"])
 def test_replicas_agree_on_weights_and_masters_bit_for_bit(replicas, scenario, kind):
-    first, second = (each[f"{scenario} {kind}"] for each in replicas)
+    first, second = replicas(scenario, kind)
     for moment in ("masters at the start", "weights", "states"):
         assert agree(first[moment], second[moment]), moment
     assert not agree(first["weights"], first["weights at the start"])
@@ -242,16 +220,14 @@ def test_replicas_agree_on_weights_and_masters_bit_for_bit(replicas, scenario, k
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("scenario", ["synced", "broadcast and synced"])
 def test_synced_masters_are_the_fp32_weights_of_the_source(replicas, scenario, kind):
-    for each in replicas:
-        found = each[f"{scenario} {kind}"]["masters at the start"]
-        assert agree(found, replicas[0]["initial"])
+    for each in replicas(scenario, kind):
+        assert agree(each["masters at the start"], source())
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_ddp_alone_starts_all_masters_from_the_bf16_weights(replicas, kind):
     """DDP's broadcast counts as a write, also on the rank whose weights it sends."""
-    for each in replicas:
-        found = each[f"plain ddp {kind}"]
+    for found in replicas("plain ddp", kind):
         started = [w.float() for w in found["weights at the start"]]
         assert agree(found["masters at the start"], started)
 
@@ -259,7 +235,7 @@ def test_ddp_alone_starts_all_masters_from_the_bf16_weights(replicas, kind):
 @pytest.mark.parametrize("kind", EXACT)
 def test_after_another_broadcast_than_ddps_masters_differ_until_they_are_synced(replicas, kind):
     """The control: what sync_masters is there for."""
-    first, second = (each[f"broadcast alone {kind}"] for each in replicas)
+    first, second = replicas("broadcast alone", kind)
     assert agree(first["weights at the start"], second["weights at the start"])
     assert not agree(first["masters at the start"], second["masters at the start"])
 
@@ -267,7 +243,7 @@ def test_after_another_broadcast_than_ddps_masters_differ_until_they_are_synced(
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_weight_written_at_the_source_is_not_given_its_old_halves(replicas, kind):
     """The source zeroes a weight after the cast; the other rank knows of no cast at all."""
-    for each in replicas:
-        first, *others = each[f"uneven {kind}"]["masters at the start"]
+    for each in replicas("uneven", kind):
+        first, *others = each["masters at the start"]
         assert first.eq(0).all()
-        assert agree(others, replicas[0]["initial"][1:])
+        assert agree(others, source()[1:])

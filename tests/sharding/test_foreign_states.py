@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from optimizer_cases import bits
+from sharded_models import local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,7 +30,7 @@ def mesh():
 
 def network(recipe, mesh=None):
     torch.manual_seed(0)
-    model = torch_bf16.cast_module(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), recipe)
+    model = torch_bf16.cast_model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), recipe)
     if mesh is not None:
         for layer in model:
             for name, p in [*layer.named_parameters(recurse=False)]:
@@ -45,7 +46,7 @@ def train(model, optimizer, steps):
             sharded = isinstance(p, DTensor)
             p.grad = distribute_tensor(gradient, p.device_mesh, [Shard(0)]) if sharded else gradient
         optimizer.step()
-    return [bits(getattr(p, "_local_tensor", p)) for p in model.parameters()]
+    return [bits(local(p)) for p in model.parameters()]
 
 
 def adamw(model, recipe, prefix=""):
@@ -54,7 +55,7 @@ def adamw(model, recipe, prefix=""):
 
 
 def adamax(model, recipe):
-    return torch_bf16.convert(torch.optim.Adamax(model.parameters()), recipe, module=model)
+    return torch_bf16.convert(torch.optim.Adamax(model.parameters()), recipe, model=model)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from torch_bf16 import Recipe, cast_module
+from torch_bf16 import Recipe, cast_model
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -38,7 +38,7 @@ def test_a_group_of_two_dtypes_is_refused_with_names_and_left_as_it_was(mesh, ke
     stays = "2" if keep_fp32 else "1.0"
     said = rf"'0.weight' in torch.bfloat16 and '{stays}.weight' in torch.float32.*Nothing was"
     with pytest.raises(ValueError, match=said):
-        cast_module(module, Recipe("own", keep_fp32=keep_fp32))
+        cast_model(module, Recipe("own", keep_fp32=keep_fp32))
     assert dtypes(module) == [{FP32}] * 3
 
 
@@ -46,7 +46,7 @@ def test_a_norm_in_a_group_of_its_own_trains_beside_bf16(mesh):
     module = net()
     fully_shard(module[1], mesh=mesh)
     fully_shard(module, mesh=mesh)
-    cast_module(module)
+    cast_model(module)
     assert dtypes(module) == [{BF16}, {FP32}, {BF16}]
     with torch.autocast("cpu", BF16):
         module(torch.randn(8, 4)).float().sum().backward()
@@ -57,11 +57,11 @@ def test_a_frozen_norm_may_stay_in_the_group(mesh):
     module = net()
     module[1].requires_grad_(False)
     fully_shard(module, mesh=mesh)
-    assert dtypes(cast_module(module)) == [{BF16}, {FP32}, {BF16}]
+    assert dtypes(cast_model(module)) == [{BF16}, {FP32}, {BF16}]
 
 
 def test_modules_that_are_sharded_together_are_one_group(mesh):
     module = net()
     fully_shard([module[0], module[1]], mesh=mesh)
     with pytest.raises(ValueError, match=r"'0.weight' in torch.bfloat16 and '1.0.weight'"):
-        cast_module(module)
+        cast_model(module)

@@ -1,32 +1,173 @@
-"""Checkpoints of sharded models in four processes: whole, asynchronous, and loaded elsewhere."""
+"""Checkpoints of sharded models: whole, asynchronous, and loaded elsewhere."""
 
-from pathlib import Path
+import threading
 
 import pytest
-from ranks import run_ranks
-from sharded_checkpoints import WHOLE, WORLD
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_models import ALONE, EVEN, Case, held, local, make_model, named
+from sharded_training import RECIPES, Run, adamw, assert_same, joined, plain, recipe_of, reference
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-SCRIPT = Path(__file__).parents[1] / "support" / "sharded_checkpoints.py"
+import torch_bf16
+
+EXACT = "bf16-fp32-master"
+FSDP2, TP = Case("fsdp2", (4,)), Case("tp", (4,))
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+# One matrix with more elements than 16 bits have patterns.
+WHOLE = [
+    Case("fsdp2", (4,), (256, 262, 3)),
+    Case("fsdp2-columns", (4,), (256, 256, 4)),
+    Case("fsdp2+tp", (2, 2), (256, 260, 4)),
+    Case("tp", (4,), (256, 260, 4)),
+]
+# How a whole state dict is made: flat or nested, on every rank or on the first.
+KINDS = {"nested": (False, False), "flat": (True, False), "offloaded": (False, True)}
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    """What each of the processes printed; all of them ended well."""
-    return run_ranks(SCRIPT, WORLD, tmp_path_factory.mktemp("checkpoints"))
+def pattern(name, shape):
+    """Every lower half that there is, NaNs of bf16 included, for tensors that are large enough."""
+    first = sum(map(ord, name))
+    return torch.arange(first, first + shape.numel()).to(torch.int16).view(shape)
 
 
-@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
-def test_a_whole_state_dict_has_every_bit_pattern_and_loads_again(logs, case):
-    assert all(f"whole {case.id}\n" in text for text in logs)
+def halves(run):
+    """Each parameter's name, its lower halves on this rank, and what they are to be."""
+    for name, parameter in named(run.model).items():
+        shape, indices = held(run.case)[name]
+        memory = local(run.optimizer.state[parameter]["remainder16"])
+        yield name, memory, pattern(name, shape).view(-1)[indices].view(memory.shape)
 
 
-def test_an_asynchronous_save_has_the_bits_of_the_moment_of_the_call(logs):
-    assert all("asynchronous\n" in text for text in logs)
+def gathered_and_loaded(case, kind):
+    flat, offload = KINDS[kind]
+    run = Run(case, EXACT).with_state()
+    for _, memory, expected in halves(run):
+        memory.copy_(expected)
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=offload, flatten_optimizer_state_dict=flat
+    )
+    whole = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    assert whole or (offload and dist.get_rank())
+    for name, (shape, _) in held(case).items() if whole else ():
+        key = f"state.{name}.remainder16"
+        found = whole[key] if flat else whole["state"][name]["remainder16"]
+        assert torch.equal(found.view(torch.int16), pattern(name, shape)), name
+    for from_first in (True,) if offload else (True, False):
+        run = Run(case, EXACT)
+        given = whole if dist.get_rank() == 0 or not from_first else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+        set_optimizer_state_dict(run.model, run.optimizer, given, options=options)
+        for name, memory, expected in halves(run):
+            assert memory.dtype == torch.int16, (name, from_first)
+            assert torch.equal(memory, expected), (name, from_first)
 
 
-def test_a_run_goes_on_bit_for_bit_on_another_number_of_ranks_and_in_one_process(logs):
-    assert all("around\n" in text for text in logs)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", WHOLE, ids=Case.id)
+def test_a_whole_state_dict_has_every_bit_pattern_and_loads_again(ranks, case, kind):
+    ranks(case.world, gathered_and_loaded, case, kind)
 
 
-def test_a_model_built_on_meta_loads_weights_and_masters(logs):
-    assert all("meta\n" in text for text in logs)
+class Held(dcp.FileSystemWriter):
+    """Writes nothing before it is told to."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.go = threading.Event()
+
+    def write_data(self, plan, planner):
+        assert self.go.wait(60)
+        return super().write_data(plan, planner)
+
+
+def saved_while_training(recipe, folder):
+    run = Run(FSDP2, recipe).train(range(10))
+    then = run.parts()
+    writer = Held(folder)
+    saving = dcp.async_save(
+        run.state_dicts(), storage_writer=writer, process_group=dist.new_group()
+    )
+    run.train(range(10, 20))
+    writer.go.set()
+    saving.result(60)
+    return then, run.parts()
+
+
+def loaded_and_trained(case, recipe, folder, steps):
+    run = Run(case, recipe).load(folder)
+    return run.parts(), run.train(steps).parts()
+
+
+@every_recipe
+def test_an_asynchronous_save_has_the_bits_of_the_moment_of_the_call(ranks, recipe, tmp_path):
+    then, end = zip(*ranks(4, saved_while_training, recipe, tmp_path), strict=True)
+    assert_same(reference(EVEN, recipe), joined(end), "went on")
+    found = ranks(4, loaded_and_trained, TP, recipe, tmp_path, range(10, 20))
+    loaded, end = zip(*found, strict=True)
+    assert_same(joined(then), joined(loaded), "as it was then")
+    assert_same(reference(EVEN, recipe), joined(end), "resumed")
+
+
+def trained_and_saved(case, recipe, folder, steps):
+    Run(case, recipe).train(steps).save(folder)
+
+
+def loaded_trained_and_saved(case, recipe, before, after, steps):
+    Run(case, recipe).load(before).train(steps).save(after)
+
+
+def gathered_whole(case, recipe, folder, steps):
+    """On the first rank alone."""
+    run = Run(case, recipe).load(folder).train(steps)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return plain(get_state_dict(run.model, run.optimizer, options=options))
+
+
+def broadcast_and_trained(case, recipe, whole, steps):
+    run = Run(case, recipe)
+    weights, states = whole if dist.get_rank() == 0 else ({}, {})
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # In two calls: given nothing of the model, set_state_dict does not wait for rank 0's.
+    set_model_state_dict(run.model, weights, options=options)
+    set_optimizer_state_dict(run.model, run.optimizer, states, options=options)
+    return run.train(steps).parts()
+
+
+@every_recipe
+def test_a_run_goes_on_on_another_number_of_ranks_and_in_one_process(ranks, recipe, tmp_path):
+    """Two ranks, DDP, tensor parallelism, one process and FSDP2 train four steps each."""
+    two, ddp = tmp_path / "two", tmp_path / "ddp"
+    ranks(2, trained_and_saved, Case("fsdp2", (2,)), recipe, two, range(4))
+    ranks(4, loaded_trained_and_saved, Case("ddp", (4,)), recipe, two, ddp, range(4, 8))
+    whole, *others = ranks(4, gathered_whole, TP, recipe, ddp, range(8, 12))
+    assert not any(map(any, others))
+    run = Run(ALONE, recipe).put(dict(zip(("model", "optimizer"), whole, strict=True)))
+    whole = plain([*run.train(range(12, 16)).state_dicts().values()])
+    found = ranks(4, broadcast_and_trained, FSDP2, recipe, whole, range(16, 20))
+    assert_same(reference(EVEN, recipe), joined(found))
+
+
+def empty_adamw(model, recipe):
+    return adamw(model.to_empty(device="cpu"), recipe)
+
+
+def built_on_meta(folder):
+    """A model that never had weights of its own loads those of a file, and its masters."""
+    with torch.device("meta"):
+        model = make_model(EVEN)
+    run = Run(FSDP2, EXACT, empty_adamw, model=torch_bf16.cast_model(model, recipe_of(EXACT)))
+    return run.load(folder).train(range(10, 20)).parts()
+
+
+def test_a_model_built_on_meta_loads_weights_and_masters(ranks, tmp_path):
+    ranks(4, trained_and_saved, FSDP2, EXACT, tmp_path, range(10))
+    assert_same(reference(EVEN, EXACT), joined(ranks(4, built_on_meta, tmp_path)))

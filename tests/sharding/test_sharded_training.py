@@ -1,51 +1,154 @@
-"""Training over four gloo processes, sharded in every way, ends with the bits of one process."""
-
-from pathlib import Path
+"""Training on several ranks, sharded in every way, ends with the bits of one process."""
 
 import pytest
-from ranks import run_ranks
-from sharded_training import CASES, SPLIT, WORLD, Case
+import torch
+import torch.distributed as dist
+from sharded_models import EVEN, STRATEGIES, THIRDS, UNEVEN, WIDE, Case, local, make_model
+from sharded_training import RECIPES, STEPS, Run, assert_same, joined, reference
 
-SCRIPT = Path(__file__).parents[1] / "support" / "sharded_training.py"
+import torch_bf16
+
+CASES = [
+    *(Case("ddp", (n,)) for n in (1, 2, 3, 4)),
+    *(Case("fsdp2", (n,)) for n in (1, 2, 4)),
+    Case("fsdp2", (3,), THIRDS),
+    *(Case("fsdp2", (n,), UNEVEN) for n in (1, 2, 3, 4)),
+    Case("fsdp2-columns", (2,)),
+    Case("hsdp", (2, 2)),
+    Case("hsdp", (2, 2), UNEVEN),
+    *(Case("tp", (n,)) for n in (1, 2, 4)),
+    Case("tp", (3,), THIRDS),
+    Case("tp", (3,), UNEVEN),
+    *(Case("fsdp2+tp", mesh) for mesh in ((2, 1), (1, 2), (2, 2))),
+    *(Case("fsdp2+tp", mesh, THIRDS) for mesh in ((3, 1), (1, 3))),
+    Case("fsdp2+tp", (2, 2), (6, 10, 6)),
+    *(Case("fsdp1", (n,)) for n in (1, 2, 4)),
+    *(Case("fsdp1", (n,), UNEVEN) for n in (2, 3, 4)),
+    Case("fsdp1-grad-op", (3,), UNEVEN),
+    Case("fsdp1-hybrid", (2, 2), UNEVEN),
+    Case("fsdp1-no-shard", (2,)),
+]
+WIDE_CASES = [
+    *(Case("fsdp2", (n,), WIDE) for n in (2, 3, 4)),
+    Case("fsdp2-columns", (2,), WIDE),
+    Case("hsdp", (2, 2), WIDE),
+    *(Case("tp", (n,), WIDE) for n in (2, 4)),
+    Case("fsdp2+tp", (2, 2), WIDE),
+]
+# A rank would hold pieces of blocks.
+SPLIT = [Case("tp", (3,), WIDE), Case("fsdp2-columns", (4,), WIDE)]
+# Each trains the first half of the steps, and the next one the others.
+WAYS = [("fsdp2", (4,)), ("fsdp2+tp", (2, 2)), ("hsdp", (2, 2)), ("tp", (4,))]
+RESHARDED = [
+    (Case(*before, sizes), Case(*after, sizes), recipe)
+    for recipe, sizes in ((RECIPES[0], EVEN), (RECIPES[1], EVEN), ("bytes", WIDE))
+    for before, after in zip(WAYS, WAYS[1:] + WAYS[:1], strict=True)
+]
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    """What each of the processes printed; all of them ended well."""
-    return run_ranks(SCRIPT, WORLD, tmp_path_factory.mktemp("sharded"))
+def each_once():
+    """A case, a recipe, whether the cast comes before sharding, and a backend."""
+    for case in (*CASES, *WIDE_CASES):
+        for recipe in RECIPES if case in CASES else ("bytes",):
+            if case.way in STRATEGIES:
+                backend = "cpu" if case.sizes == EVEN else "eager"
+                yield pytest.param(case, recipe, True, backend, id=case.id(recipe, backend))
+                continue
+            yield pytest.param(case, recipe, True, "eager", id=case.id(recipe, "eager"))
+            if case.way != "ddp" and 1 not in case.mesh:
+                name = case.id(recipe, "cpu-cast-last")
+                yield pytest.param(case, recipe, False, "cpu", id=name)
 
 
-PAIRS = [(case, recipe) for case in CASES for recipe in case.recipes]
+def trained(case, recipe, cast_first, backend):
+    return Run(case, recipe, cast_first=cast_first, backend=backend).train().parts()
+
+
+@pytest.mark.parametrize(("case", "recipe", "cast_first", "backend"), [*each_once()])
+def test_weights_and_states_equal_one_process(ranks, case, recipe, cast_first, backend):
+    found = ranks(case.world, trained, case, recipe, cast_first, backend)
+    assert_same(reference(case.sizes, recipe), joined(found))
+
+
+def trained_and_saved(case, recipe, folder):
+    Run(case, recipe).train(range(STEPS // 2)).save(folder)
+
+
+def loaded_and_trained(case, recipe, folder):
+    return Run(case, recipe).load(folder).train(range(STEPS // 2, STEPS)).parts()
 
 
 @pytest.mark.parametrize(
-    ("case", "recipe"), PAIRS, ids=[f"{case.id}-{recipe}" for case, recipe in PAIRS]
+    ("before", "after", "recipe"),
+    RESHARDED,
+    ids=[f"{before.id()}-to-{after.id(recipe)}" for before, after, recipe in RESHARDED],
 )
-def test_weights_and_states_equal_one_process_bit_for_bit(logs, case, recipe):
-    ranks = [rank for rank, text in enumerate(logs) if f"same {case.id} {recipe}\n" in text]
-    expected = 1
-    for size in case.mesh:
-        expected *= size
-    assert ranks == list(range(expected))
+def test_a_checkpoint_continues_sharded_in_another_way(ranks, before, after, recipe, tmp_path):
+    ranks(before.world, trained_and_saved, before, recipe, tmp_path)
+    found = ranks(after.world, loaded_and_trained, after, recipe, tmp_path)
+    assert_same(reference(before.sizes, recipe), joined(found))
+
+
+def clipped(case):
+    """After backward passes: at each step the norms found and expected; then what is held."""
+    run, norms = Run(case, RECIPES[0]), []
+    # Tensor parallelism's ranks see one batch.
+    batch = dist.get_rank() // 2 if case.way == "fsdp2+tp" else dist.get_rank()
+    for step in range(5):
+        torch.manual_seed(100 * step + batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.model(torch.randn(6, case.sizes[0])).float().square().mean()
+        loss.backward()
+        parameters = [*run.model.parameters()]
+        norm = torch_bf16.total_norm(parameters)
+        whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in parameters]
+        exact = torch.stack([each.double().norm() for each in whole]).norm()
+        norms.append((norm.item(), exact.item()))
+        run.optimizer.scale_next_step((0.5 / norm).clamp(max=1.0))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return norms, run.parts()
 
 
 @pytest.mark.parametrize(
-    "case", [Case("ddp", (4,)), Case("hsdp", (2, 2)), Case("fsdp2+tp", (2, 2))]
+    "case",
+    [Case("ddp", (4,)), Case("hsdp", (2, 2)), Case("fsdp2+tp", (2, 2), (8, 12, 4))],
+    ids=Case.id,
 )
-def test_replicas_stay_identical_through_backward_passes_and_clipping(logs, case):
-    assert all(f"replicas {case.way}-" in text for text in logs)
+def test_replicas_stay_identical_through_backward_passes_and_clipping(ranks, case):
+    norms, parts = zip(*ranks(case.world, clipped, case), strict=True)
+    for each in zip(*norms, strict=True):
+        assert len({norm for norm, _ in each}) == 1
+        for norm, exact in each:
+            assert norm == pytest.approx(exact, rel=1e-6, abs=0)
+    joined(parts)
 
 
-def test_a_checkpoint_continues_bit_for_bit_when_it_is_sharded_in_another_way(logs):
-    assert all("resumed\n" in text for text in logs)
+def split_blocks(case, backend):
+    run = Run(case, "bytes", backend=backend)
+    before = [local(parameter).clone() for parameter in run.model.parameters()]
+    with pytest.raises(NotImplementedError, match="blocks of 64 of a row, and a rank would"):
+        run.train(range(1))
+    assert all(map(torch.equal, before, map(local, run.model.parameters())))
+    assert not run.optimizer.state
 
 
-@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
-def test_a_cut_through_blocks_is_refused_on_every_rank(logs, case):
-    assert [f"refused {case.id}\n" in text for text in logs] == [
-        rank < case.mesh[0] for rank in range(WORLD)
-    ]
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("case", SPLIT, ids=Case.id)
+def test_a_cut_through_blocks_is_refused_on_every_rank(ranks, case, backend):
+    ranks(case.world, split_blocks, case, backend)
 
 
-def test_averages_of_sharded_parameters_are_refused(logs):
-    assert all("no averages\n" in text for text in logs)
+def averages(case):
+    model = Run(case, RECIPES[0]).model
+    with pytest.raises(NotImplementedError, match="an average of sharded parameters"):
+        torch_bf16.EMA(model)
+    ema = torch_bf16.EMA(make_model(case.sizes))
+    with pytest.raises(NotImplementedError, match="Nothing was averaged"):
+        ema.update_parameters(model)
+    assert not ema.n_averaged
+
+
+@pytest.mark.parametrize("case", [Case("fsdp2", (4,)), Case("tp", (4,))], ids=Case.id)
+def test_averages_of_sharded_parameters_are_refused(ranks, case):
+    ranks(case.world, averages, case)

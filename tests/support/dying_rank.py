@@ -1,22 +1,15 @@
-"""A sharded run that saves after every step, and whose rank 1 is killed: ``RANK STORE FOLDER``.
-
-The name of the folder says when: ``step``, while the optimizer steps, or ``save``, while its part
-of a distributed checkpoint is being written.
-"""
+"""A sharded run that saves after every step, and whose rank 1 is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_training import Case, cast_and_sharded, train_on_given_gradients
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from sharded_models import Case
+from sharded_training import Run
 
 import torch_bf16
 
@@ -46,30 +39,16 @@ class DyingWriter(dcp.FileSystemWriter):
         die()
 
 
-def save(model, optimizer, folder, step, writer=dcp.FileSystemWriter):
-    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(content, storage_writer=writer(f"{folder}/{step}"))
-
-
-def main(rank, store, folder):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=TIMEOUT),
-    )  # fmt: skip
-    model, optimizer = cast_and_sharded(CASE, RECIPE)
+def run(folder, when):
+    """Rank 1 dies in a ``step`` of the optimizer, or in a ``save``, while it writes its part."""
+    going = Run(CASE, RECIPE)
     for step in range(LAST):
-        train_on_given_gradients(model, optimizer, range(step, step + 1))
-        save(model, optimizer, folder, step)
-    dies_in_save = Path(folder).name.startswith("save")
-    print("dying", time.time(), flush=True)
-    if rank == 1 and not dies_in_save:
-        optimizer.observers.append(Dying())
-    train_on_given_gradients(model, optimizer, range(LAST, LAST + 1))
-    torch_bf16.total_norm(model.parameters()).item()
-    writer = DyingWriter if rank == 1 and dies_in_save else dcp.FileSystemWriter
-    save(model, optimizer, folder, LAST, writer)
-    print("went on", flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+        going.train([step]).save(folder / str(step))
+    writer = dcp.FileSystemWriter
+    if dist.get_rank() == 1 and when == "save":
+        writer = DyingWriter
+    elif dist.get_rank() == 1:
+        going.optimizer.observers.append(Dying())
+    going.train([LAST])
+    torch_bf16.total_norm(going.model.parameters()).item()
+    dcp.save(going.state_dicts(), storage_writer=writer(folder / str(LAST)))

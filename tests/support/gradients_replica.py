@@ -1,12 +1,7 @@
-"""One rank of a data-parallel run that accumulates or releases; see test_gradients_ranks.py.
-
-Arguments: rank, ranks, a file to meet through, and the cases, all if none. Says which ones passed.
-"""
+"""Data-parallel runs that accumulate or release gradients; see test_gradients_ranks.py."""
 
 import functools
-import sys
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
@@ -87,7 +82,7 @@ def run_no_sync_loses_nothing(rank, ranks, format):
         with model.no_sync() if number < 999 else nullcontext():
             model(small).backward()
     for p in bare.parameters():
-        if format == "bf16":
+        if format == "bf16_nearest":
             assert p.grad.eq(0.5).all()  # the control: what torch does
         else:
             # test_accumulation.py derives the bound for one sum; the mean of ranks is no worse.
@@ -134,7 +129,7 @@ def run_fsdp_loses_nothing(rank, ranks, format, synchronised):
     if not synchronised or format == "fp32":
         # Sums are exact in fp32, which is how FSDP2 keeps them for the first of these.
         assert errors.abs().max() <= (0 if format == "fp32" and synchronised else 2**-8)
-    elif format == "bf16":
+    elif format == "bf16_nearest":
         assert totals.eq(1).all()  # the control: what torch does
     else:
         # Each addition has a standard deviation of at most half of 2^-7: six of the mean's.
@@ -290,13 +285,15 @@ CASES = {
     "no-sync-bf16_stochastic": lambda rank, ranks: run_no_sync_loses_nothing(
         rank, ranks, "bf16_stochastic"
     ),
-    "no-sync-bf16-control": lambda rank, ranks: run_no_sync_loses_nothing(rank, ranks, "bf16"),
+    "no-sync-bf16-control": lambda rank, ranks: run_no_sync_loses_nothing(
+        rank, ranks, "bf16_nearest"
+    ),
     "refusals": run_refusals,
     **{
         f"fsdp2-{format}{'' if synchronised else '-no-sync'}": functools.partial(
             run_fsdp_loses_nothing, format=format, synchronised=synchronised
         )
-        for format in ("bf16", "bf16_stochastic", "fp32")
+        for format in ("bf16_nearest", "bf16_stochastic", "fp32")
         for synchronised in (True, False)
     },
     "fsdp2-two-losses-bf16_stochastic": functools.partial(
@@ -314,14 +311,5 @@ CASES = {
 }
 
 
-if __name__ == "__main__":
-    rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{meeting}", timedelta(seconds=60), rank=rank, world_size=ranks
-    )
-    for case in sys.argv[4:] or CASES:
-        CASES[case](rank, ranks)
-        print(f"{case}: passed", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+def run(case):
+    CASES[case](dist.get_rank(), dist.get_world_size())

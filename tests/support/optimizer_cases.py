@@ -48,7 +48,7 @@ OPTIMIZERS = {
     "adopt": (torch_bf16.ADOPT, None, {"lr": 0.01, "weight_decay": 0.1}),
 }
 RECIPES = {
-    "stochastic": torch_bf16.get_recipe("true-bf16-stochastic"),
+    "stochastic": torch_bf16.get_recipe("bf16-stochastic"),
     "master": torch_bf16.get_recipe("bf16-fp32-master"),
     "mixed": Recipe("mixed", weights="bf16+fp32", exp_avg="bf16_stochastic", exp_avg_sq="fp32"),
 }
@@ -90,9 +90,8 @@ every_case = pytest.mark.parametrize(("name", "recipe", "backend"), CASES, ids=m
 def make_optimizer(name, recipe, backend, params, **options):
     """An optimizer of the table; ``recipe`` is a key of RECIPES or a Recipe."""
     ours, _, defaults = OPTIMIZERS[name]
-    optimizer = ours(params, **{**defaults, **options}, recipe=RECIPES.get(recipe, recipe))
-    optimizer.backend = backend
-    return optimizer
+    options = {**defaults, **options, "recipe": RECIPES.get(recipe, recipe)}
+    return ours(params, **options, backend=backend)
 
 
 def make_parameters(seed=0) -> dict[str, torch.nn.Parameter]:

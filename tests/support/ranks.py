@@ -1,56 +1,200 @@
-"""A script run by several processes at once, as their ranks, bounded in time."""
+"""Functions run by several processes at once, as the ranks of a gloo group.
+
+A case of a distributed test is one call: ``ranks(4, function, *arguments)`` runs the function on
+four ranks and returns what it returned on each. The processes stay for the next call, which saves
+the imports and what was compiled; the group is a new one each time. After a call that failed they
+are replaced, because one may still be in a collective: no case sees another's failure.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import multiprocessing
 import os
+import pickle
+import random
 import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
+
+# What takes seconds to import; processes are forked from one that has it.
+_IMPORTS = [
+    "pytest",
+    "numba",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch_bf16",
+]
 
 
-@contextmanager
-def started_ranks(script: Path, world: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
-    """``world`` processes of ``script RANK STORE FOLDER``, killed at the end if they are left.
+class RankError(AssertionError):
+    """A call failed on some rank.
 
-    What each prints goes to ``RANK.log`` in the folder.
+    Attributes:
+        outcomes: of each rank, its traceback, what ended it, or the word ``returned``.
     """
-    processes: list[subprocess.Popen] = []
-    try:
-        for rank in range(world):
-            with (folder / f"{rank}.log").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, script, str(rank), folder / "store", folder],
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+
+    def __init__(self, outcomes: list[str]) -> None:
+        super().__init__("\n".join(f"rank {n}: {each}" for n, each in enumerate(outcomes)))
+        self.outcomes = outcomes
 
 
-def run_ranks(script: Path, world: int, folder: Path, seconds: int = 240) -> list[str]:
-    """What each of ``world`` processes of ``script RANK STORE FOLDER`` printed.
+class Ranks:
+    """Processes that wait for functions to run.
 
-    All must end with 0. One that fails leaves the others waiting for it, so that they are killed.
+    Args:
+        folder: where they meet and write what they print.
     """
-    with started_ranks(script, world, folder) as processes:
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_IMPORTS)
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._calls = 0
+
+    def __call__(
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        seconds: float = 120,
+        timeout: float = 60,
+        grace: float = 5,
+    ) -> list[Any]:
+        """What a function returned on each rank.
+
+        Args:
+            world: number of ranks.
+            function: importable by its name; it finds a default process group.
+            *arguments: the same for every rank.
+            seconds: after which ranks that still run are killed.
+            timeout: of the group's collectives, in seconds.
+            grace: seconds that the others have after the first failure.
+
+        Raises:
+            RankError: it failed on some rank, or did not end in time.
+        """
+        __tracebackhide__ = True
+        try:
+            while len(self._processes) < world:
+                self._start()
+            self._calls += 1
+            store = str(self._folder / f"store{self._calls}")
+            call = pickle.dumps((world, store, timeout, function, arguments))
+            for pipe in self._pipes[:world]:
+                pipe.send_bytes(call)
+            replies = self._replies(world, seconds, grace)
+            if not all(returned for returned, _ in replies):
+                raise RankError(["returned" if ok else text for ok, text in replies])
+        except BaseException:
+            self.close()
+            raise
+        return [result for _, result in replies]
+
+    def close(self) -> None:
+        """Kill the processes; a call starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        rank = len(self._processes)
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_serve, args=(rank, theirs, self._log(rank)), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"{rank}.log"
+
+    def _replies(self, world: int, seconds: float, grace: float) -> list[tuple[bool, Any]]:
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline or any(process.poll() for process in processes):
-                break
-            time.sleep(0.1)
-    texts = [(folder / f"{rank}.log").read_text() for rank in range(world)]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * world, "\n".join([str(codes), *(text[-3000:] for text in texts)])
-    return texts
+        replies: dict[int, tuple[bool, Any]] = {}
+        while len(replies) < world:
+            waiting = {self._pipes[n]: n for n in range(world) if n not in replies}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(10)
+                    replies[rank] = False, f"ended with {self._processes[rank].exitcode}"
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + grace)
+            if not ready:
+                replies |= {rank: (False, self._hung(rank)) for rank in waiting.values()}
+        return [replies[rank] for rank in range(world)]
+
+    def _hung(self, rank: int) -> str:
+        """What a rank that does not end is doing."""
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return f"did not end; it printed\n{self._log(rank).read_text()[-3000:]}"
+
+
+def _serve(rank: int, pipe: Connection, log: Path) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    returned = True
+    while returned:
+        call = pipe.recv_bytes()
+        try:
+            reply = True, _run(rank, *pickle.loads(call))
+            message = pickle.dumps(reply)
+        except BaseException:
+            returned, message = False, pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(message)
+    # Not by the usual way, which waits for groups: that closes the sockets at which others wait.
+    os._exit(1)
+
+
+def _run(rank: int, world: int, store: str, timeout: float, function: Any, arguments: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    random.seed(0)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    result = function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    # It holds meshes, and with them the names of groups that are gone.
+    _clear_sharding_prop_cache()
+    return result
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,11 +1,8 @@
-"""One of the two processes that test_seeding.py starts: ``FOLDER RANK``."""
+"""DDP over ranks that were initialised differently, and their masters; see test_residuals.py."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,13 +13,11 @@ import torch_bf16
 from torch_bf16.numerics.rounding import join16
 
 RECIPES = {
-    "remainder16": torch_bf16.get_recipe("bf16-fp32-master"),
-    "master32": torch_bf16.Recipe(
+    "bf16+16": torch_bf16.get_recipe("bf16-fp32-master"),
+    "bf16+fp32": torch_bf16.Recipe(
         "master32", weights="bf16+fp32", exp_avg="fp32", exp_avg_sq="fp32"
     ),
 }
-
-SCENARIOS = ("synced", "plain ddp", "broadcast and synced", "broadcast alone", "uneven")
 
 
 def network(seed: int) -> nn.Module:
@@ -46,9 +41,14 @@ def masters(optimizer) -> list[torch.Tensor]:
     ]
 
 
-def trained(scenario: str, kind: str, rank: int) -> dict[str, list[torch.Tensor]]:
+def initial() -> list[torch.Tensor]:
+    return clones(network(dist.get_rank()).parameters())
+
+
+def trained(scenario: str, kind: str) -> dict[str, list[torch.Tensor]]:
+    rank = dist.get_rank()
     module = network(rank)
-    torch_bf16.cast_module(module, RECIPES[kind])
+    torch_bf16.cast_model(module, RECIPES[kind])
     if scenario == "uneven" and rank == 0:
         module[0].weight.data.zero_()
     if scenario == "uneven" and rank == 1:
@@ -76,24 +76,3 @@ def trained(scenario: str, kind: str, rank: int) -> dict[str, list[torch.Tensor]
     found["weights"] = clones(module.parameters())
     found["states"] = clones(v for s in optimizer.state.values() for v in s.values())
     return found
-
-
-def main(folder: Path, rank: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    results = {"initial": clones(network(rank).parameters())}
-    for kind in RECIPES:
-        for scenario in SCENARIOS:
-            results[f"{scenario} {kind}"] = trained(scenario, kind, rank)
-    torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,21 +1,24 @@
-"""ZeroRedundancyOptimizer over three gloo ranks: ``zero_training.py RANK STORE``."""
+"""Runs of ZeroRedundancyOptimizer beside those of DDP by itself."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from datetime import timedelta
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_training import EVEN, RECIPES, everywhere, gradient, make_model
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from sharded_models import EVEN, make_model
+from sharded_training import RECIPES, everywhere, gradient
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-WORLD, BACKWARD = 3, 5
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of functional optimizers, which it imports
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+BACKWARD = 5
 NOT_FUSED = type("NotFused", (torch.optim.Adadelta,), {})
 
 
@@ -28,12 +31,6 @@ def groups_of(model):
     ]
 
 
-def ours(params, recipe, zero, model):
-    if zero is None:
-        return torch_bf16.AdamW(params, lr=0.01, recipe=recipe)
-    return zero(params, torch_bf16.AdamW, lr=0.01, recipe=recipe)
-
-
 def converted(params, recipe, zero, model):
     make = torch.optim.AdamW
     made = make(params, lr=0.01) if zero is None else zero(params, make, lr=0.01)
@@ -44,7 +41,7 @@ def named(params, recipe, zero, model):
     make = torch.optim.SGD
     options = {"lr": 0.01, "momentum": 0.9}
     made = make(params, **options) if zero is None else zero(params, make, **options)
-    return torch_bf16.convert(made, recipe, module=model)
+    return torch_bf16.convert(made, recipe, model=model)
 
 
 def own_step(params, recipe, zero, model):
@@ -57,9 +54,8 @@ def as_bucket_views(params, kind, **options):
 
 
 WAYS = {
-    "class": (ours, ZeroRedundancyOptimizer),
-    "bucket views": (ours, as_bucket_views),
     "converted": (converted, ZeroRedundancyOptimizer),
+    "bucket views": (converted, as_bucket_views),
     "named": (named, ZeroRedundancyOptimizer),
     "own step": (own_step, ZeroRedundancyOptimizer),
 }
@@ -67,7 +63,7 @@ WAYS = {
 
 def make_run(way, recipe, sharded):
     make, zero = WAYS[way]
-    model = DistributedDataParallel(torch_bf16.cast_module(make_model(EVEN), recipe))
+    model = DistributedDataParallel(torch_bf16.cast_model(make_model(EVEN), recipe))
     torch_bf16.sync_masters(model)
     optimizer = make(groups_of(model), recipe, zero if sharded else None, model)
     return model, optimizer
@@ -138,28 +134,14 @@ def run(way, recipe):
 
 
 def refusals():
-    model = torch_bf16.cast_module(make_model(EVEN))
+    model = torch_bf16.cast_model(make_model(EVEN))
     bare = list(model.parameters())
     with pytest.raises(ValueError, match="no supported functional optimizer"):
         ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, overlap_with_ddp=True, lr=0.01)
     overlapping = ZeroRedundancyOptimizer(bare, torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
     with pytest.raises(NotImplementedError, match="overlap_with_ddp=False"):
         torch_bf16.convert(overlapping)
-
-
-def main(rank, store):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
-    refusals()
-    for way in WAYS:
-        for recipe in RECIPES:
-            run(way, recipe)
-            print("same", way, recipe, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    with pytest.raises(ValueError, match=r"make that one with a class of torch.optim and call"):
+        ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, lr=0.01, recipe=RECIPES[0])
+    with pytest.raises(ValueError, match="does not see the parameters of other ranks"):
+        torch_bf16.convert(ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, lr=0.01))
