@@ -35,7 +35,7 @@ RECIPES = {
     "12 bytes": Recipe("12 bytes", weights="bf16+16", exp_avg_sq="fp32"),
     "10 bytes": Recipe("10 bytes", weights="bf16+16"),
     "9 bytes": Recipe("9 bytes", weights="bf16+8"),
-    "8 bytes": torch_bf16.get_recipe("true-bf16-stochastic"),
+    "8 bytes": torch_bf16.get_recipe("bf16-stochastic"),
     "7.1 bytes": Recipe("7.1 bytes", weights="bf16+8", exp_avg="int8", exp_avg_sq="int8"),
     "6.1 bytes": Recipe("6.1 bytes", exp_avg="int8", exp_avg_sq="int8"),
     CONTROL: Recipe(

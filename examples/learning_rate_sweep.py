@@ -29,7 +29,7 @@ from torch_bf16 import Recipe
 RECIPES = {
     "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),
     "24-bit weights": Recipe("24-bit weights", weights="bf16+8"),
-    "bf16-stochastic": torch_bf16.get_recipe("true-bf16-stochastic"),
+    "bf16-stochastic": torch_bf16.get_recipe("bf16-stochastic"),
     CONTROL: Recipe(
         CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"
     ),

@@ -72,12 +72,9 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
         "weight_decay": run.weight_decay,
     }
     precision = nullcontext if recipe == REFERENCE else _autocast
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     if isinstance(recipe, Recipe):
-        recipe = replace(recipe, seed=run.seed)
-        torch_bf16.cast_module(model, recipe)
-        optimizer = torch_bf16.AdamW(model.named_parameters(), **options, recipe=recipe)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        torch_bf16.prepare(model, optimizer, replace(recipe, seed=run.seed))
     shape = {"batch_size": run.batch_size, "context": run.context}
     for step, batch in enumerate(batches(corpus.train, n=run.steps, seed=run.seed + 1, **shape)):
         if run.schedule:

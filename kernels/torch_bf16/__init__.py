@@ -2,8 +2,9 @@
 
 Example:
     >>> import torch, torch_bf16
-    >>> model = torch_bf16.cast_module(torch.nn.Linear(8, 8))
-    >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
+    >>> model = torch.nn.Linear(8, 8)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-stochastic")
 """
 
 from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
@@ -11,11 +12,11 @@ from .checkpoints.files import load_checkpoint, save_checkpoint
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .foreign.convert import convert
 from .gradients.accumulation import accumulate_gradients
-from .gradients.clipping import clip_grad_norm_, total_norm
+from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
 from .gradients.scaler import GradScaler
 from .model.averaging import EMA, ema_multi_avg_fn
-from .model.casting import cast_module, fp32_parameters
+from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.residuals import sync_masters
 from .optim import (
@@ -32,8 +33,9 @@ from .optim import (
     RAdam,
     RMSprop,
 )
+from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
-from .tools.describe import describe
+from .tools.describe import Description, describe
 from .tools.monitor import LayerUpdate, UpdateMonitor
 
 __version__ = "0.1.0"
@@ -50,6 +52,7 @@ __all__ = [
     "BF16Optimizer",
     "BackendUnavailableError",
     "CheckpointError",
+    "Description",
     "GradScaler",
     "LayerUpdate",
     "Lion",
@@ -61,8 +64,9 @@ __all__ = [
     "StateMismatchError",
     "UpdateMonitor",
     "accumulate_gradients",
-    "cast_module",
+    "cast_model",
     "clip_grad_norm_",
+    "clip_next_step",
     "convert",
     "describe",
     "ema_multi_avg_fn",
@@ -72,6 +76,7 @@ __all__ = [
     "get_recipe",
     "load_checkpoint",
     "param_groups",
+    "prepare",
     "release_gradients",
     "save_checkpoint",
     "sync_masters",

@@ -12,9 +12,7 @@ import torch_bf16
 from torch_bf16 import EMA, ema_multi_avg_fn
 
 DECAY, STEPS, N = 0.9999, 400, 128 * 128
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"]
-)
+every_format = pytest.mark.parametrize("format", ["fp32", "bf16_stochastic"])
 
 
 def model(value=1.0):
@@ -37,20 +35,20 @@ def true_place():
 
 
 MAKE = {
-    "ema": lambda m, dtype: EMA(m, DECAY, dtype=dtype, backend="eager"),
-    "swa_utils": lambda m, dtype: AveragedModel(
-        m.to(dtype), multi_avg_fn=ema_multi_avg_fn(DECAY, backend="eager")
+    "ema": lambda m, format: EMA(m, DECAY, format=format, backend="eager"),
+    "swa_utils": lambda m, format: AveragedModel(
+        m.float() if format == "fp32" else m, multi_avg_fn=ema_multi_avg_fn(DECAY, backend="eager")
     ),
 }
 
 
-@every_dtype
+@every_format
 @pytest.mark.parametrize("kind", MAKE)
-def test_an_average_arrives_where_the_weights_lead(kind, dtype):
-    found = averaged(lambda m: MAKE[kind](m, dtype))
+def test_an_average_arrives_where_the_weights_lead(kind, format):
+    found = averaged(lambda m: MAKE[kind](m, format))
     # Rounding to one of two neighbours: a variance of at most distance times step, each step; the
     # mean over N independent weights has 1/N of it. Five deviations, and fp32's own roundings.
-    spread = math.sqrt((true_place() - 1.0) * 2.0**-7 / N) if dtype == torch.bfloat16 else 0.0
+    spread = math.sqrt((true_place() - 1.0) * 2.0**-7 / N) if format == "bf16_stochastic" else 0.0
     assert abs(found.mean().item() - true_place()) <= 5 * spread + STEPS * 2.0**-23
     assert true_place() - 1.0 > 0.019
 
@@ -60,18 +58,18 @@ def test_control_an_average_in_bf16_rounded_to_nearest_does_not_move():
     assert (found == 1.0).all()
 
 
-@every_dtype
-def test_an_average_is_the_same_again_and_goes_on_from_its_state_dict(dtype):
+@every_format
+def test_an_average_is_the_same_again_and_goes_on_from_its_state_dict(format):
     def run(parts):
         torch.manual_seed(0)
         source = nn.Linear(8, 8, dtype=torch.bfloat16)
-        ema = EMA(source, 0.99, dtype=dtype, backend="eager")
+        ema = EMA(source, 0.99, format=format, backend="eager")
         for part in parts:
             for _ in range(part):
                 with torch.no_grad():
                     source.weight.add_(0.25)
                 ema.update_parameters(source)
-            fresh = EMA(source, 0.99, dtype=dtype, backend="eager")
+            fresh = EMA(source, 0.99, format=format, backend="eager")
             fresh.load_state_dict(copy.deepcopy(ema.state_dict()))
             ema = fresh
         return ema.module.weight
@@ -83,7 +81,7 @@ def test_backends_agree_bit_for_bit():
     def run(backend):
         torch.manual_seed(0)
         source = nn.Linear(9, 7, dtype=torch.bfloat16)
-        ema = EMA(source, 0.9, dtype=torch.bfloat16, backend=backend)
+        ema = EMA(source, 0.9, format="bf16_stochastic", backend=backend)
         for _ in range(4):
             nn.init.normal_(source.weight)
             ema.update_parameters(source)
@@ -94,12 +92,13 @@ def test_backends_agree_bit_for_bit():
 
 def test_swapping_keeps_the_weights_and_their_exact_masters():
     torch.manual_seed(0)
-    source = torch_bf16.cast_module(nn.Linear(6, 6), "bf16-fp32-master")
+    source = torch_bf16.cast_model(nn.Linear(6, 6), "bf16-fp32-master")
 
     def train(swap):
         module = copy.deepcopy(source)
-        optimizer = torch_bf16.AdamW(module.parameters(), lr=1e-4, recipe="bf16-fp32-master")
-        optimizer.backend = "eager"
+        optimizer = torch_bf16.AdamW(
+            module.parameters(), lr=1e-4, recipe="bf16-fp32-master", backend="eager"
+        )
         ema = EMA(module, 0.5, backend="eager")
         for _ in range(3):
             for p in module.parameters():
@@ -141,7 +140,9 @@ def test_buffers_are_copied_and_torchs_update_bn_works():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"decay=1\.5 must be a number between 0 and 1"):
         EMA(model(), 1.5)
-    with pytest.raises(ValueError, match=r"dtype=torch.float16 must be torch.float32"):
-        EMA(model(), dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match="format='bf16' must be one of fp32, bf16_stochastic, or None"
+    ):
+        EMA(model(), format="bf16")
     with pytest.raises(ValueError, match="give the module that EMA was made of"):
         EMA(model()).update_parameters(nn.Sequential(model()))

@@ -1,4 +1,4 @@
-"""cast_module: parameters become bf16, and everything else is as it was, to the bit."""
+"""cast_model: parameters become bf16, and everything else is as it was, to the bit."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations
 
 import torch_bf16
-from torch_bf16 import cast_module, get_recipe
+from torch_bf16 import cast_model, get_recipe
 from torch_bf16.model.casting import kept
 
 BF16 = torch.bfloat16
@@ -48,7 +48,7 @@ def test_every_buffer_keeps_its_bits_and_its_identity():
     module = Rotary()
     before = dict(module.named_buffers())
     copies = {name: buffer.clone() for name, buffer in before.items()}
-    assert cast_module(module) is module
+    assert cast_model(module) is module
     assert module.weight.dtype == BF16
     for name, buffer in module.named_buffers():
         assert buffer is before[name]
@@ -56,7 +56,7 @@ def test_every_buffer_keeps_its_bits_and_its_identity():
 
 
 def test_torchs_own_cast_ruins_buffers():
-    """The control: what cast_module is there for."""
+    """The control: what cast_model is there for."""
     module, exact = Rotary(), Rotary()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -96,7 +96,7 @@ def count_to_1000(module):
 
 
 def test_metrics_inside_a_module_count_to_1000():
-    module = cast_module(metered())
+    module = cast_model(metered())
     assert module.linear.weight.dtype == BF16
     assert dtypes(module.metric) == {torch.float32}
     assert count_to_1000(module) == (1000.0, 1000.0)
@@ -114,7 +114,7 @@ def test_a_bf16_count_stops_at_256():
 def test_batch_norm_stays_fp32_and_takes_bf16_activations(dims, training):
     norm = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims - 1](4)
     conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1](3, 4, 1)
-    module = cast_module(nn.Sequential(conv, norm)).train(training)
+    module = cast_model(nn.Sequential(conv, norm)).train(training)
     assert dtypes(norm) == {torch.float32}
     assert {b.dtype for b in norm.buffers()} == {torch.float32, torch.int64}
     out = module(torch.randn(5, 3, *[4] * dims, dtype=BF16))
@@ -127,7 +127,7 @@ def test_batch_norm_stays_fp32_and_takes_bf16_activations(dims, training):
 
 
 def test_a_batch_norm_without_statistics_is_cast():
-    norm = cast_module(nn.BatchNorm1d(3, track_running_stats=False))
+    norm = cast_model(nn.BatchNorm1d(3, track_running_stats=False))
     assert norm.weight.dtype == BF16
     assert norm(torch.randn(4, 3, dtype=BF16)).dtype == BF16
 
@@ -143,7 +143,7 @@ class Tied(nn.Module):
 def test_tied_weights_stay_tied_and_keep_their_identity():
     module = Tied()
     before = dict(module.named_parameters())
-    cast_module(module)
+    cast_model(module)
     assert module.head.weight is module.embed.weight is before["embed.weight"]
     assert module.head.weight.dtype == BF16
     module.head(module.embed(torch.tensor([1]))).sum().backward()
@@ -151,7 +151,7 @@ def test_tied_weights_stay_tied_and_keep_their_identity():
 
 
 def test_a_weight_tied_to_an_island_stays_fp32_on_both_sides():
-    module = cast_module(Tied(), keeping("head"))
+    module = cast_model(Tied(), keeping("head"))
     assert module.head.weight is module.embed.weight
     assert module.head.weight.dtype == torch.float32
 
@@ -161,7 +161,7 @@ def test_gradients_are_recast_and_requires_grad_is_kept():
     module[1].weight.requires_grad_(False)
     module(torch.randn(2, 3)).sum().backward()
     gradient = module[0].weight.grad.clone()
-    cast_module(module)
+    cast_model(module)
     assert same_bits(module[0].weight.grad, gradient.to(BF16))
     assert module[1].weight.grad is None
     assert [p.requires_grad for p in module.parameters()] == [True, True, False, True]
@@ -170,7 +170,7 @@ def test_gradients_are_recast_and_requires_grad_is_kept():
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_recurrent_modules_run_and_learn(kind):
-    module = cast_module(kind(3, 4, num_layers=2, bidirectional=True))
+    module = cast_model(kind(3, 4, num_layers=2, bidirectional=True))
     before = [id(p) for p in module.parameters()]
     out, _ = module(torch.randn(5, 2, 3, dtype=BF16))
     out.float().sum().backward()
@@ -182,7 +182,7 @@ def test_recurrent_modules_run_and_learn(kind):
 def test_a_module_on_the_meta_device_is_cast_there_and_materialises():
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    cast_module(module, "bf16-fp32-master")
+    cast_model(module, "bf16-fp32-master")
     assert {(p.dtype, p.device.type) for p in module.parameters()} == {(BF16, "meta")}
     module.to_empty(device="cpu")
     for p in module.parameters():
@@ -194,7 +194,7 @@ def test_a_module_on_the_meta_device_is_cast_there_and_materialises():
 
 
 def test_weight_norm_computes_and_trains_in_bf16():
-    module = cast_module(parametrizations.weight_norm(nn.Linear(3, 3)))
+    module = cast_model(parametrizations.weight_norm(nn.Linear(3, 3)))
     out = module(torch.randn(2, 3, dtype=BF16))
     out.float().square().sum().backward()
     optimizer = torch_bf16.AdamW(module.parameters(), lr=0.1)
@@ -205,9 +205,9 @@ def test_weight_norm_computes_and_trains_in_bf16():
 
 
 def test_a_bf16_module_is_left_as_it_is():
-    module = cast_module(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "bf16-fp32-master")
+    module = cast_model(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "bf16-fp32-master")
     before = {n: (p, p.detach().clone(), p._version) for n, p in module.named_parameters()}
-    cast_module(module, "bf16-fp32-master")
+    cast_model(module, "bf16-fp32-master")
     for name, parameter in module.named_parameters():
         kept, value, version = before[name]
         assert parameter is kept
@@ -220,8 +220,8 @@ def test_other_dtypes_are_refused_and_nothing_changes(dtype):
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(dtype), nn.Linear(3, 3))
     module[0].weight.grad = torch.ones(3, 3)
     before = {n: (p, p.detach().clone()) for n, p in module.named_parameters()}
-    with pytest.raises(ValueError, match=rf"'1.weight' .* is {dtype}; .*module.float\(\) first"):
-        cast_module(module, keeping("2"))
+    with pytest.raises(ValueError, match=rf"'1.weight' .* is {dtype}; .*model.float\(\) first"):
+        cast_model(module, keeping("2"))
     for name, parameter in module.named_parameters():
         assert parameter is before[name][0]
         assert same_bits(parameter, before[name][1])
@@ -231,13 +231,11 @@ def test_other_dtypes_are_refused_and_nothing_changes(dtype):
 
 def test_a_lazy_module_is_refused_until_it_has_weights():
     module = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
-    with pytest.raises(
-        ValueError, match=r"'0.weight' is not initialised yet .*run the module once"
-    ):
-        cast_module(module)
+    with pytest.raises(ValueError, match=r"'0.weight' is not initialised yet .*run the model once"):
+        cast_model(module)
     assert module[1].weight.dtype == torch.float32
     module(torch.randn(2, 4))
-    assert dtypes(cast_module(module)) == {BF16}
+    assert dtypes(cast_model(module)) == {BF16}
 
 
 def test_a_module_inside_ddp_is_refused(tmp_path):
@@ -247,17 +245,17 @@ def test_a_module_inside_ddp_is_refused(tmp_path):
     try:
         replica = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
         with pytest.raises(ValueError, match=r"inside DistributedDataParallel, .*then wrap it"):
-            cast_module(replica)
+            cast_model(replica)
         assert dtypes(replica) == {torch.float32}
-        ready = nn.parallel.DistributedDataParallel(cast_module(nn.Linear(3, 3)))
-        assert cast_module(ready) is ready
+        ready = nn.parallel.DistributedDataParallel(cast_model(nn.Linear(3, 3)))
+        assert cast_model(ready) is ready
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_only_modules_are_cast():
-    with pytest.raises(ValueError, match=r"takes a torch.nn.Module, not Tensor"):
-        cast_module(torch.ones(3))
+    with pytest.raises(ValueError, match=r"was given a Tensor and takes a torch.nn.Module"):
+        cast_model(torch.ones(3))
 
 
 class Quantised(nn.Parameter):
@@ -270,7 +268,7 @@ def test_parameters_that_are_not_plain_floats_are_left_alone():
     module.codes = nn.Parameter(torch.arange(3), requires_grad=False)
     module.wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    cast_module(module)
+    cast_model(module)
     for name in ("quantised", "codes", "wave"):
         assert same_bits(getattr(module, name).detach(), before[name])
     assert module.weight.dtype == BF16
@@ -304,7 +302,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("key", ["head", "he*", Spy], ids=str)
 def test_islands_compute_in_fp32_under_autocast(key):
-    module = cast_module(Net(), keeping(key))
+    module = cast_model(Net(), keeping(key))
     assert dtypes(module.head) == {torch.float32}
     assert dtypes(module.body) == {BF16}
     with torch.autocast("cpu", BF16):
@@ -318,7 +316,7 @@ def test_islands_compute_in_fp32_under_autocast(key):
 
 
 def test_without_keep_fp32_the_same_module_computes_in_bf16():
-    module = cast_module(Net())
+    module = cast_model(Net())
     with torch.autocast("cpu", BF16):
         assert module(torch.randn(2, 4)).dtype == BF16
     assert module.head.seen == (BF16, BF16, True, BF16)
@@ -326,7 +324,7 @@ def test_without_keep_fp32_the_same_module_computes_in_bf16():
 
 def test_members_of_a_module_list_compute_in_fp32():
     """Nobody calls the list itself."""
-    module = cast_module(Net(), keeping("experts"))
+    module = cast_model(Net(), keeping("experts"))
     with torch.autocast("cpu", BF16):
         module(torch.randn(2, 4))
     assert all(e.seen == (torch.float32, None, False, torch.float32) for e in module.experts)
@@ -334,7 +332,7 @@ def test_members_of_a_module_list_compute_in_fp32():
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_of_a_module_with_islands_has_islands_of_its_own(way):
-    module = cast_module(Net(), keeping("head"))
+    module = cast_model(Net(), keeping("head"))
     twin = copy.deepcopy(module) if way == "deepcopy" else pickle.loads(pickle.dumps(module))
     with torch.no_grad():
         twin.head.weight.fill_(2)
@@ -350,14 +348,14 @@ def test_a_copy_of_a_module_with_islands_has_islands_of_its_own(way):
 
 def test_an_island_without_parameters_runs():
     module = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1), nn.Linear(3, 3))
-    cast_module(module, keeping("1"))
+    cast_model(module, keeping("1"))
     with torch.autocast("cpu", BF16):
         assert module[:2](torch.randn(2, 3)).dtype == torch.float32
 
 
 def test_a_pattern_of_parameter_names_keeps_them_and_leaves_their_module_to_autocast():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    cast_module(module, keeping("*.weight", "1"))
+    cast_model(module, keeping("*.weight", "1"))
     assert module[0].weight.dtype == module[1].bias.dtype == torch.float32
     assert module[0].bias.dtype == torch.bfloat16
     assert "forward" not in vars(module[0])
@@ -372,7 +370,7 @@ def test_wrappers_in_a_name_change_no_match_and_what_stays_is_known_beforehand()
     assert sorted(name for name, _ in inner.named_parameters())[0].startswith("0._checkpoint")
     recipe = keeping("0", "1.bias")
     stay = torch_bf16.fp32_parameters(inner, recipe)
-    cast_module(inner, recipe)
+    cast_model(inner, recipe)
     found = {name for name, p in inner.named_parameters() if p.dtype == torch.float32}
     assert found == set(stay)
     assert {name.replace("_checkpoint_wrapped_module.", "") for name in found} == {
@@ -385,6 +383,6 @@ def test_wrappers_in_a_name_change_no_match_and_what_stays_is_known_beforehand()
 def test_a_key_that_matches_nothing_names_the_modules(key):
     module = Net()
     with pytest.raises(ValueError, match=r"matches no module of Net .* body, experts, experts.0,"):
-        cast_module(module, keeping("body", key))
+        cast_model(module, keeping("body", key))
     assert dtypes(module) == {torch.float32}
     assert "forward" not in vars(module.body)

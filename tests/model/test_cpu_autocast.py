@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_bf16 import cast_module
+from torch_bf16 import cast_model
+from torch_bf16.model import cpu_autocast
 
 MODULES = {
     "layer_norm": (nn.LayerNorm(8), (4, 8)),
@@ -22,7 +23,7 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_norm_of_fp32_activations_equals_the_norm_with_widened_weights(name):
     original, shape = MODULES[name]
-    module = cast_module(copy.deepcopy(original))
+    module = cast_model(copy.deepcopy(original))
     widened = copy.deepcopy(module).float()
     x = torch.randn(shape, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -38,7 +39,7 @@ def test_norm_of_fp32_activations_equals_the_norm_with_widened_weights(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bilinear_takes_either_dtype(dtype):
-    module = cast_module(nn.Bilinear(8, 8, 3))
+    module = cast_model(nn.Bilinear(8, 8, 3))
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         y = module(torch.randn(4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype))
     assert y.dtype == dtype
@@ -56,7 +57,7 @@ def test_what_has_no_sound_bf16_kernel_is_computed_in_fp32(function):
     layer = nn.Linear(8, 8, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(8) + 0.1 * torch.randn(8, 8, generator=generator))
-    cast_module(layer)
+    cast_model(layer)
     widened = layer.weight.detach().float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         y = function(layer.weight)
@@ -68,9 +69,9 @@ def test_what_has_no_sound_bf16_kernel_is_computed_in_fp32(function):
     assert torch.equal(layer.weight.grad, widened.grad.bfloat16())
 
 
-def test_an_orthogonal_weight_stays_orthogonal_in_a_cast_module():
+def test_an_orthogonal_weight_stays_orthogonal_in_a_cast_model():
     torch.manual_seed(0)
-    layer = cast_module(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)))
+    layer = cast_model(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)))
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         weight = layer.weight
         layer(torch.randn(4, 16)).float().square().sum().backward()
@@ -79,6 +80,31 @@ def test_an_orthogonal_weight_stays_orthogonal_in_a_cast_module():
 
 
 def test_outside_autocast_nothing_is_widened():
-    module = cast_module(nn.LayerNorm(8))
+    module = cast_model(nn.LayerNorm(8))
     with pytest.raises(RuntimeError, match="mixed dtype"):
         module(torch.randn(4, 8))
+
+
+def kernels():
+    names = [*cpu_autocast._NORMS, *cpu_autocast._PRODUCTS, *cpu_autocast._FP32_ONLY]
+    known = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in names if known(f"aten::{name}", "AutocastCPU")]
+
+
+def test_what_is_registered_for_the_process_can_be_undone():
+    cpu_autocast.restore()
+    stock = kernels()
+    module = nn.LayerNorm(8, dtype=torch.bfloat16)
+    for _ in range(2):
+        cast_model(nn.Linear(2, 2))
+        assert len(kernels()) > len(stock)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(torch.randn(4, 8)).dtype == torch.float32
+        cpu_autocast.restore()
+        assert kernels() == stock
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(RuntimeError, match="mixed dtype"),
+        ):
+            module(torch.randn(4, 8))
+    cpu_autocast.fill_gaps()

@@ -73,9 +73,8 @@ def test_nothing_to_train_is_refused():
 def test_grouping_changes_no_bit_of_the_noise():
     def run(make):
         torch.manual_seed(0)
-        module = torch_bf16.cast_module(nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10)))
-        optimizer = torch_bf16.AdamW(make(module), lr=1e-3, weight_decay=0.0)
-        optimizer.backend = "eager"
+        module = torch_bf16.cast_model(nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10)))
+        optimizer = torch_bf16.AdamW(make(module), lr=1e-3, weight_decay=0.0, backend="eager")
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.1)
         for _ in range(3):

@@ -13,11 +13,10 @@ CORE = ROOT / "kernels" / "torch_bf16"
 PLUGINS = ("lightning_bf16", "accelerate_bf16")
 
 # Each row may import the rows above it. Names within one row do not know each other, but a package
-# is one name: its files may import one another.
+# is one name: its files may import one another. There are at most twelve rows.
 LAYERS = (
     ("errors", "argument_checks", "numerics", "rules"),
-    ("sharding",),
-    ("formats",),
+    ("sharding", "formats"),
     ("recipe", "backends"),
     ("engine",),
     ("model",),
@@ -25,7 +24,7 @@ LAYERS = (
     ("gradients",),
     ("optim",),
     ("foreign",),
-    ("checkpoints",),
+    ("prepare", "checkpoints"),
     ("tools",),
     ("__init__", "__main__"),
 )

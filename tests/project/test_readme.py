@@ -47,7 +47,3 @@ def test_the_ci_command_is_one_that_the_readme_names() -> None:
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([\w./-]+)\)", README))))
 def test_linked_file_exists(link: str) -> None:
     assert (ROOT / link).exists()
-
-
-def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 220

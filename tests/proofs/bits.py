@@ -59,7 +59,7 @@ def cast(recipe: Recipe, only: tuple[str, ...] | None = None) -> Model:
     for name in [name for name, _ in model.named_parameters() if only and name not in only]:
         delattr(model, name)
     keep = () if only else ("kept",)
-    return torch_bf16.cast_module(model, torch_bf16.get_recipe(recipe, keep_fp32=keep))
+    return torch_bf16.cast_model(model, torch_bf16.get_recipe(recipe, keep_fp32=keep))
 
 
 def set_gradients(model: torch.nn.Module, step: int) -> None:
@@ -122,8 +122,7 @@ def converted(recipe: Recipe) -> Callable[[str], str]:
 def summed(backend: str) -> str:
     recipe = Recipe(accumulate="bf16_stochastic")
     model = cast(recipe)
-    optimizer = torch_bf16.AdamW(model.named_parameters(), lr=1e-2, recipe=recipe)
-    optimizer.backend = backend
+    optimizer = torch_bf16.AdamW(model.named_parameters(), lr=1e-2, recipe=recipe, backend=backend)
     for step in range(10):
         optimizer.zero_grad()
         for batch in range(4):
@@ -136,12 +135,11 @@ def summed(backend: str) -> str:
     return digest(model, optimizer)
 
 
-def averaged(dtype: torch.dtype) -> Callable[[str], str]:
+def averaged(format: str) -> Callable[[str], str]:
     def run(backend: str) -> str:
         model = cast(Recipe())
-        optimizer = torch_bf16.AdamW(model.named_parameters(), lr=1e-2)
-        optimizer.backend = backend
-        ema = torch_bf16.EMA(model, 0.99, dtype=dtype, seed=3, backend=backend)
+        optimizer = torch_bf16.AdamW(model.named_parameters(), lr=1e-2, backend=backend)
+        ema = torch_bf16.EMA(model, 0.99, format=format, seed=3, backend=backend)
         for step in range(STEPS):
             set_gradients(model, step)
             optimizer.step()
@@ -173,8 +171,8 @@ def cases() -> Iterator[tuple[str, Callable[[str], str]]]:
         yield f"Adafactor, {name}", matrices("Adafactor", recipe)
         yield f"converted Adamax, {name}", converted(recipe)
     yield "sums of micro-batches", summed
-    for dtype in (torch.float32, torch.bfloat16):
-        yield f"EMA, {str(dtype).removeprefix('torch.')}", averaged(dtype)
+    yield "EMA, float32", averaged("fp32")
+    yield "EMA, bfloat16", averaged("bf16_stochastic")
     named = {name: torch_bf16.get_recipe(name) for name in NAMED}
     blocks = Recipe("blocks", exp_avg="int8", exp_avg_sq="int8")
     for one, two in ((*NAMED,), (*reversed(NAMED),)):

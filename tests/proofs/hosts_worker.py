@@ -40,7 +40,7 @@ def loss_of(model, x):
 
 def with_torch(folder):
     dist.init_process_group("gloo")
-    net = torch_bf16.cast_module(network(), MODE)
+    net = torch_bf16.cast_model(network(), MODE)
     model = nn.parallel.DistributedDataParallel(net)
     torch_bf16.sync_masters(model)
     optimizer = torch_bf16.AdamW(net.named_parameters(), lr=1e-2, recipe=MODE)
@@ -97,7 +97,7 @@ def with_accelerate(folder):
 def elastic(folder):
     """Whatever number of workers there is, given gradients make the same numbers."""
     dist.init_process_group("gloo")
-    net = torch_bf16.cast_module(network(), MODE)
+    net = torch_bf16.cast_model(network(), MODE)
     optimizer = torch_bf16.AdamW(net.named_parameters(), lr=1e-2, recipe=MODE)
     path, rank, first = folder / "run.pt", dist.get_rank(), 0
     if path.exists():

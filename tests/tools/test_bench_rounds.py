@@ -94,7 +94,7 @@ def test_a_module_that_cannot_be_imported_is_its_own_failure():
 def test_one_that_compiles_for_ever_is_given_up():
     start = time.perf_counter()
     found = failures_of(entry("slow", fault="slow"), first_seconds=0.3)
-    assert found == {"slow": "TimeoutError: its first steps took longer than 0.3 s (--time_limit)"}
+    assert found == {"slow": "TimeoutError: its first steps took longer than 0.3 s (--time-limit)"}
     assert time.perf_counter() - start < 10
 
 

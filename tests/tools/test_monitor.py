@@ -25,7 +25,7 @@ def model_and_optimizer(weights, lr, **options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 128))
     recipe = torch_bf16.get_recipe("bf16-stochastic", weights=weights)
-    torch_bf16.cast_module(model, recipe)
+    torch_bf16.cast_model(model, recipe)
     # SGD, whose update is known without it: lr times the gradient.
     return model, torch_bf16.SGD(model.named_parameters(), lr=lr, recipe=recipe, **options)
 
@@ -148,7 +148,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_not_looked_at(caplog):
     for gradient in (math.inf, math.nan):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        torch_bf16.clip_grad_norm_(optimizer, 1.0, skip_nonfinite=True)
+        torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
         with caplog.at_level(logging.WARNING, "torch_bf16"):
             optimizer.step()
     assert optimizer.skipped_steps == 2

@@ -18,39 +18,90 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.running_average import move_averages
+from torch_bf16.engine.batch import Batch, Job, by_variant
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
-from torch_bf16.sharding.dtensor import is_dtensor
-from torch_bf16.sharding.fsdp1 import is_flattened
+from torch_bf16.rules import AVERAGE
+from torch_bf16.sharding import Span, shard_of, unit_shapes
 
 __all__ = ["EMA", "ema_multi_avg_fn"]
 
-_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16_STOCHASTIC}
+_FORMATS = {each.planes[0].dtype: each for each in (FP32, BF16_STOCHASTIC)}
+_DTYPES = {each.name: dtype for dtype, each in _FORMATS.items()}
 
 
-def _move(averages, values, names, rate: float, step: int, seed: int, backend: str | None) -> None:
-    """Move each average towards its value, all tensors of a kind in one call."""
-    alike: dict[Any, list[int]] = {}
-    for number, (average, value) in enumerate(zip(averages, values, strict=True)):
-        if average.dtype not in _FORMATS or value.dtype not in _FORMATS:
-            average.lerp_(value.to(average.dtype), rate)
-        else:
-            alike.setdefault((average.dtype, value.dtype, average.device), []).append(number)
-    for (kept, _, device), numbers in alike.items():
-        copies = [averages[n].detach().contiguous() for n in numbers]
-        move_averages(
-            _FORMATS[kept],
-            [(copy,) for copy in copies],
-            [values[n].to(device) for n in numbers],
-            [f"average of {names[n]}" for n in numbers],
-            rate=rate,
-            step=step,
-            seed=seed,
-            backend=backend,
-        )
-        for n, copy in zip(numbers, copies, strict=True):
+class _Averages:
+    """Tensors that move towards others, all of a kind in one kernel call.
+
+    Its batches are kept as long as the averages stay where they are, and are not copied with it.
+    """
+
+    def __init__(self, seed: int, backend: str | None) -> None:
+        self._seed, self._backend = seed, backend
+        self._made_for: list[Any] = []
+        self._batches: list[tuple[Batch, list[int]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made_for": [], "_batches": []}
+
+    def move(
+        self,
+        averages: Sequence[Tensor],
+        values: Sequence[Tensor],
+        names: Sequence[str],
+        rate: float,
+        step: int,
+    ) -> None:
+        """``average = average + (value - average) * rate``, in place.
+
+        Args:
+            averages: floating-point tensors; mutated.
+            values: one for each, of the same shape.
+            names: one for each; they key the noise, with ``step``.
+            rate: share of the value that enters.
+            step: 1-based number of the update.
+        """
+        known = {n for n in range(len(names)) if _stored(averages[n], values[n])}
+        for n in set(range(len(names))) - known:
+            averages[n].lerp_(values[n].to(averages[n].dtype), rate)
+        # Kernels write through addresses, in row-major order.
+        copies = {n: averages[n].detach().contiguous() for n in sorted(known)}
+        made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
+        if made_for != self._made_for:
+            self._make(copies, values, names)
+            self._made_for = made_for
+        for batch, numbers in self._batches:
+            device = batch.variant.device
+            taken = [values[n].detach().to(device).resolve_neg().contiguous() for n in numbers]
+            batch.run_alike(taken, step, (rate,))
+        for n, copy in copies.items():
             if copy.data_ptr() != averages[n].data_ptr():
                 averages[n].copy_(copy)
+
+    def _make(
+        self, copies: dict[int, Tensor], values: Sequence[Tensor], names: Sequence[str]
+    ) -> None:
+        jobs = [
+            Job(
+                Span.of_whole(f"average of {names[n]}", copy.shape),
+                AVERAGE,
+                (_FORMATS[copy.dtype],),
+                ((copy,),),
+                values[n].dtype,
+            )
+            for n, copy in copies.items()
+        ]
+        numbers = list(copies)
+        self._batches = [
+            (
+                Batch([jobs[each] for each in some], self._seed, self._backend),
+                [numbers[each] for each in some],
+            )
+            for some in by_variant(jobs)
+        ]
+
+
+def _stored(average: Tensor, value: Tensor) -> bool:
+    return average.dtype in _FORMATS and value.dtype in _FORMATS
 
 
 def _check_decay(decay: float, seed: int) -> None:
@@ -62,10 +113,10 @@ def _check_decay(decay: float, seed: int) -> None:
 
 
 def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
-    if any(map(is_dtensor, tensors)):
+    if any(shard_of(each).sharded for each in tensors):
         raise NotImplementedError(
-            "an average of sharded parameters (DTensors) cannot be kept: each rank has a part of "
-            "them. What works: an EMA of a whole copy of the model, made before it is sharded, and "
+            "an average of sharded parameters cannot be kept: each rank has a part of them. What "
+            "works: an EMA of a whole copy of the model, made before it is sharded, and "
             "update_parameters() with another whole copy, into which "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True)) was loaded. Nothing was averaged"
@@ -89,11 +140,12 @@ def ema_multi_avg_fn(
         >>> average.update_parameters(model)
     """
     _check_decay(decay, seed)
+    kept = _Averages(seed, backend)
 
     def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
         _refuse_sharded([*averages, *values])
         names = [f"#{number}" for number in range(len(averages))]
-        _move(averages, values, names, 1.0 - decay, int(n_averaged), seed, backend)
+        kept.move(averages, values, names, 1.0 - decay, int(n_averaged))
 
     return move
 
@@ -108,15 +160,15 @@ class EMA(AveragedModel):
     Args:
         model: what is averaged; copied, not changed.
         decay: share of the average that an update keeps.
-        dtype: ``torch.float32``, or ``torch.bfloat16`` rounded stochastically with half the
-            memory; None keeps the dtype of each parameter.
+        format: of the averages: ``"fp32"`` (4 bytes per element), ``"bf16_stochastic"`` (2), or
+            None for the one that each parameter's dtype can hold.
         use_buffers: average floating-point buffers too.
         device: where the average is kept; None for the model's.
         seed: of the rounding noise, which parameters' names key; the same on every replica.
         backend: name of the backend; None for the best that works.
 
     Raises:
-        ValueError: ``model`` is no module, or ``decay``, ``dtype`` or ``seed`` not one of those.
+        ValueError: ``model`` is no module, or ``decay``, ``format`` or ``seed`` not one of those.
         NotImplementedError: ``model`` is sharded, or FSDP1 has flattened it.
 
     Example:
@@ -131,7 +183,7 @@ class EMA(AveragedModel):
         model: nn.Module,
         decay: float = 0.999,
         *,
-        dtype: torch.dtype | None = torch.float32,
+        format: str | None = "fp32",
         use_buffers: bool = False,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -139,22 +191,23 @@ class EMA(AveragedModel):
     ) -> None:
         check_module("EMA", model)
         _check_decay(decay, seed)
-        _refuse_sharded(model.parameters())
-        if dtype is not None and dtype not in _FORMATS:
-            raise ValueError(f"dtype={dtype} must be torch.float32, torch.bfloat16 or None")
-        if any(map(is_flattened, model.parameters())):
+        if format not in (None, *_DTYPES):
+            raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
+        if any(map(unit_shapes, model.parameters())):
             raise NotImplementedError(
                 f"EMA was given a {type(model).__name__} that FullyShardedDataParallel (FSDP1) has "
                 "flattened, which cannot be copied: its process groups cannot. Shard with "
                 "torch.distributed.fsdp.fully_shard (FSDP2)"
             )
+        _refuse_sharded(model.parameters())
         move = ema_multi_avg_fn(decay, seed=seed, backend=backend)
         super().__init__(model, device, multi_avg_fn=move, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend
-        if dtype is not None:
+        self._averages = _Averages(seed, backend)
+        if format is not None:
             for parameter in self.module.parameters():
                 if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+                    parameter.data = parameter.data.to(_DTYPES[format])
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -177,10 +230,10 @@ class EMA(AveragedModel):
             for name in names:
                 ours[name].copy_(theirs[name])
         else:
-            _move(
+            self._averages.move(
                 [ours[name] for name in names],
                 [theirs[name] for name in names],
-                *(names, 1.0 - self.decay, number, self.seed, self.backend),
+                *(names, 1.0 - self.decay, number),
             )
         if not self.use_buffers:
             for name, buffer in buffers.items():

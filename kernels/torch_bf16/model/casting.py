@@ -1,7 +1,7 @@
-"""Casting a module to bf16 without ruining what must stay as it is.
+"""Casting a model to bf16 without ruining what must stay as it is.
 
-``module.to(torch.bfloat16)`` rounds rotary frequencies, drops the imaginary part of complex buffers
-and makes metrics stop counting at 256. :func:`cast_module` casts parameters only, leaves islands of
+``model.to(torch.bfloat16)`` rounds rotary frequencies, drops the imaginary part of complex buffers
+and makes metrics stop counting at 256. :func:`cast_model` casts parameters only, leaves islands of
 fp32 where they are needed, and has the bits that fp32 weights lose kept, so that exact masters
 start from the weights the user had.
 """
@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +23,25 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_bf16.argument_checks import check_module
 from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding.dtensor import is_dtensor, local
+from torch_bf16.sharding import local, shard_of, without_wrappers
 
 from .cpu_autocast import fill_gaps
 
-__all__ = ["WRAPPERS", "cast_module", "fp32_parameters", "kept"]
-
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
-"""Parts that wrappers put into the names of what is inside them."""
+__all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that somebody asked to keep in fp32."""
 
+# By module: torch converts no sharded parameter that has a weak reference.
+_recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+"""The recipe that the parameters of a module itself were cast by."""
 
-def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic") -> nn.Module:
-    """Cast the fp32 parameters of a module to bf16, in place.
+
+def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
+    """Cast the fp32 parameters of a model to bf16, in place.
 
     Parameters keep their identity, so tied weights stay tied and optimizers made before keep
     working. What stays as it was: every buffer (rotary frequencies, complex ones, batch-norm
@@ -47,51 +50,50 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
     compute in fp32, their inputs upcast), and parameters that are not fp32 or not plain tensors
     (quantised weights).
 
-    Call it before the module is wrapped by DDP or FSDP1: afterwards a change of dtype would cut the
+    Call it before the model is wrapped by DDP or FSDP1: afterwards a change of dtype would cut the
     hooks that reduce gradients. Modules sharded by ``fully_shard`` or tensor parallelism can be
     cast before or after that, but before their first forward; on the meta device too.
 
     Args:
-        module: mutated.
+        model: mutated.
         recipe: name or :class:`Recipe`; decides which parameters get an exact master, for which the
             bits that each fp32 weight loses are kept until the first step (2 bytes per element, 4
             with ``bf16+fp32``).
 
     Returns:
-        ``module`` itself.
+        ``model`` itself.
 
     Raises:
-        ValueError: a parameter is fp16, fp64 or lazy, the module is wrapped by DDP or FSDP1 or has
+        ValueError: a parameter is fp16, fp64 or lazy, the model is wrapped by DDP or FSDP1 or has
             run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of ``keep_fp32``
             matches nothing; nothing has been changed then.
 
     Example:
-        >>> model = cast_module(torch.nn.Linear(4, 4), "bf16-fp32-master")
+        >>> model = cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
         >>> model.weight.dtype
         torch.bfloat16
     """
     recipe = get_recipe(recipe)
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"cast_module takes a torch.nn.Module, not {type(module).__name__}")
-    islands, asked = _islands(module, recipe.keep_fp32)
-    kept = _staying(module, asked)
-    named = [(n, p) for n, p in module.named_parameters() if id(p) not in kept and _is_plain(p)]
+    check_module("cast_model", model)
+    islands, asked = _islands(model, recipe.keep_fp32)
+    kept = _staying(model, asked)
+    named = [(n, p) for n, p in model.named_parameters() if id(p) not in kept and _is_plain(p)]
     for name, parameter in named:
         if parameter.dtype in (torch.float16, torch.float64):
             raise ValueError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-                "cast_module starts from float32. Call module.float() first"
+                "cast_model starts from float32. Call model.float() first"
             )
     chosen = {id(p): p for _, p in named if p.dtype == torch.float32}
-    for name, parameter in module.named_parameters():
+    for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
                 f"parameter {name!r} is not initialised yet and would come out as float32; run the "
-                "module once, then call cast_module"
+                "model once, then call cast_model"
             )
     if chosen:
-        _check_wrappers(module)
-    _check_groups(module, set(chosen))
+        _check_wrappers(model)
+    _check_groups(model, set(chosen))
     fill_gaps()
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     rests = {}
@@ -104,27 +106,41 @@ def cast_module(module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
         weight, rests[id(t)] = residuals.split(t.detach(), recipe)
         return weight
 
+    for sub in model.modules():
+        if any(id(p) in chosen for p in sub.parameters(recurse=False)):
+            _recipes[sub] = recipe
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
-    module._apply(cast)
-    # Not before: torch converts no DTensor that has a weak reference.
+    model._apply(cast)
+    # Not before: torch converts no sharded parameter that has a weak reference.
     _kept.update((p, True) for p in asked)
     for key, parameter in chosen.items():
         if key in gradients:
             parameter.grad = gradients[key].to(torch.bfloat16)
-    residuals.remember(module, {key: rest for key, rest in rests.items() if rest is not None})
+    residuals.remember(model, {key: rest for key, rest in rests.items() if rest is not None})
     for island in _callable(islands):
         island.forward = functools.partial(_forward_in_fp32, island)
-    return module
+    return model
+
+
+def cast_recipes(model: nn.Module) -> list[Recipe]:
+    """The recipes that a model or parts of it were cast by, each once."""
+    found = [
+        _recipes[sub]
+        for sub in model.modules()
+        # One that was made fp32 again can be cast by another.
+        if sub in _recipes and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False))
+    ]
+    return list(dict.fromkeys(found))
 
 
 def fp32_parameters(
-    module: nn.Module, recipe: str | Recipe = "true-bf16-stochastic"
+    model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
 ) -> dict[str, nn.Parameter]:
-    """The fp32 parameters that :func:`cast_module` leaves in fp32.
+    """The fp32 parameters that :func:`cast_model` leaves in fp32.
 
     Args:
-        module: only read.
+        model: only read.
         recipe: name or :class:`Recipe`.
 
     Returns:
@@ -138,8 +154,8 @@ def fp32_parameters(
         >>> sorted(fp32_parameters(net))
         ['1.bias', '1.weight']
     """
-    staying = _staying(module, _islands(module, get_recipe(recipe).keep_fp32)[1])
-    named = module.named_parameters()
+    staying = _staying(model, _islands(model, get_recipe(recipe).keep_fp32)[1])
+    named = model.named_parameters()
     return {name: p for name, p in named if id(p) in staying and p.dtype == torch.float32}
 
 
@@ -154,13 +170,13 @@ def _check_wrappers(module: nn.Module) -> None:
     for sub in module.modules():
         if isinstance(sub, DistributedDataParallel):
             raise ValueError(
-                "cast_module was given a module inside DistributedDataParallel, whose hooks a "
+                "cast_model was given a module inside DistributedDataParallel, whose hooks a "
                 "change of dtype would cut: gradients would not be reduced any more. Cast first, "
                 "then wrap it"
             )
         if type(sub).__name__ == "FullyShardedDataParallel":
             raise ValueError(
-                "cast_module was given a module inside FullyShardedDataParallel, which has copied "
+                "cast_model was given a module inside FullyShardedDataParallel, which has copied "
                 "its parameters into flat ones. Cast first, then wrap it; or shard with "
                 "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
             )
@@ -168,7 +184,7 @@ def _check_wrappers(module: nn.Module) -> None:
         # None until the first forward, which settles the dtype that gradients are reduced to.
         if state is not None and getattr(state(), "_is_root", None) is not None:
             raise ValueError(
-                "cast_module was given a module that fully_shard wraps and that has run already; "
+                "cast_model was given a module that fully_shard wraps and that has run already; "
                 "FSDP settles its dtypes in the first forward. Cast before it"
             )
 
@@ -198,7 +214,7 @@ def _in_groups(
     state = getattr(module, "_get_fsdp_state", None)
     group = group if state is None else state()
     for name, parameter in module.named_parameters(recurse=False):
-        if group is not None and is_dtensor(parameter):
+        if group is not None and shard_of(parameter).sharded:
             yield prefix + name, parameter, group
     for name, child in module.named_children():
         yield from _in_groups(child, f"{prefix}{name}.", group)
@@ -206,8 +222,9 @@ def _in_groups(
 
 def _is_plain(parameter: Tensor) -> bool:
     # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
-    plain = type(local(parameter)) is Tensor if is_dtensor(parameter) else False
-    return (plain or type(parameter) is nn.Parameter) and parameter.is_floating_point()
+    memory = local(parameter)
+    plain = type(memory) is Tensor if memory is not parameter else type(parameter) is nn.Parameter
+    return plain and parameter.is_floating_point()
 
 
 def kept(parameter: Tensor) -> bool:
@@ -221,7 +238,7 @@ def _islands(
     """The modules that compute in fp32, and the parameters that stay in it, theirs included."""
     islands: list[nn.Module] = []
     asked: list[nn.Parameter] = []
-    modules = [(_unwrapped(name), sub) for name, sub in module.named_modules()]
+    modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
     for key in keep_fp32:
         matches = [
             sub
@@ -229,7 +246,7 @@ def _islands(
             if (isinstance(sub, key) if isinstance(key, type) else fnmatchcase(name, key))
         ]
         named = () if isinstance(key, type) else module.named_parameters()
-        parameters = [p for name, p in named if fnmatchcase(_unwrapped(name), str(key))]
+        parameters = [p for name, p in named if fnmatchcase(without_wrappers(name), str(key))]
         if not matches and not parameters:
             known = [name for name, _ in modules if name]
             raise ValueError(
@@ -241,10 +258,6 @@ def _islands(
         islands += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
     return islands, asked
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-__all__ = ["fill_gaps"]
+__all__ = ["fill_gaps", "restore"]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PRODUCTS = ("bilinear", "mv", "addmv", "dot", "vdot")
@@ -30,9 +30,9 @@ _library: Library | None = None
 def fill_gaps() -> None:
     """Let these operators widen bf16 arguments under CPU autocast: where they must, or meet fp32.
 
-    Once per process. Calls that worked before run as they did: for norms, only an fp32 input with a
-    bf16 weight is treated differently. An operator for which torch has an autocast rule of its own
-    is left alone.
+    For the whole process and all models in it, until :func:`restore`; :func:`cast_model` calls it.
+    Calls that worked before run as they did: for norms, only an fp32 input with a bf16 weight is
+    treated differently. An operator for which torch has an autocast rule of its own is left alone.
 
     Example:
         >>> fill_gaps()
@@ -52,6 +52,25 @@ def fill_gaps() -> None:
             deciding = 1 if name in _NORMS else None
             kernel = _widening(operator, deciding, always=name in _FP32_ONLY)
             _library.impl(name, kernel, "AutocastCPU")
+
+
+def restore() -> None:
+    """Give CPU autocast back as torch has it, until the next :func:`cast_model`.
+
+    Norms in bf16 then fail on fp32 inputs again, as they do in stock torch.
+
+    Example:
+        >>> restore()
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     torch.nn.LayerNorm(4, dtype=torch.bfloat16)(torch.randn(2, 4))
+        Traceback (most recent call last):
+        ...
+        RuntimeError: mixed dtype (CPU): ...
+    """
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
 
 
 def _widening(operator: Any, deciding: int | None, always: bool) -> Any:

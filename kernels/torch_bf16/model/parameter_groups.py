@@ -1,4 +1,4 @@
-"""Parameter groups from a module, by pattern."""
+"""Parameter groups from a model, by pattern."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def param_groups(
-    module: nn.Module,
+    model: nn.Module,
     *,
     weight_decay: float | None = None,
     no_decay: Sequence[str | type[nn.Module]] = (),
     groups: Mapping[str | type[nn.Module], Mapping[str, Any]] | None = None,
     muon: bool = False,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters of a module, in groups, each with its name and exactly once.
+    """The trainable parameters of a model, in groups, each with its name and exactly once.
 
     Parameters with at most one dimension and those of embeddings are not decayed. Names key the
     rounding noise, so that it does not depend on how parameters are grouped.
@@ -32,7 +32,7 @@ def param_groups(
     class, which stands for the parameters that its modules hold themselves.
 
     Args:
-        module: its parameters are not changed. A tied one counts where it comes first.
+        model: its parameters are not changed. A tied one counts where it comes first.
         weight_decay: of the parameters that are decayed; None leaves it to the optimizer.
         no_decay: keys of further parameters that are not decayed.
         groups: key -> options of a group (``lr``, ``betas`` ...); the first key that fits counts.
@@ -54,7 +54,7 @@ def param_groups(
         [['weight'], ['bias']]
         >>> optimizer = torch_bf16.AdamW(groups, lr=1e-3)
     """
-    check_module("param_groups", module)
+    check_module("param_groups", model)
     if isinstance(no_decay, (str, type)):
         raise ValueError(f"no_decay={no_decay!r} must be a sequence of keys: ({no_decay!r},)")
     if not isinstance(groups or {}, Mapping):
@@ -72,7 +72,7 @@ def param_groups(
                 '{"lr": 1e-4}; the parameters are those that the key fits'
             )
     owners: dict[int, list[nn.Module]] = {}
-    for owner in module.modules():
+    for owner in model.modules():
         for parameter in owner.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(owner)
     used: set[Any] = set()
@@ -88,7 +88,7 @@ def param_groups(
         return found
 
     made: dict[Any, dict[str, Any]] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         embeds = any(isinstance(owner, _EMBEDDINGS) for owner in owners[id(parameter)])
@@ -108,14 +108,14 @@ def param_groups(
         key = repr(sorted(options.items()))
         made.setdefault(key, {"params": [], **options})["params"].append((name, parameter))
     if unknown := [key for key in (*no_decay, *groups) if key not in used]:
-        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
         raise ValueError(
             f"{', '.join(map(repr, unknown))}: no trainable parameter of this "
-            f"{type(module).__name__} fits; there are {', '.join(names[:8])}"
+            f"{type(model).__name__} fits; there are {', '.join(names[:8])}"
             + (" ..." if len(names) > 8 else "")
         )
     if not made:
-        raise ValueError(f"this {type(module).__name__} has no parameter that requires a gradient")
+        raise ValueError(f"this {type(model).__name__} has no parameter that requires a gradient")
     return list(made.values())
 
 

@@ -72,7 +72,12 @@ _Word = Any
 
 
 def tensor_key(name: str) -> int:
-    """The 64-bit key of a tensor, from the fully qualified name of its parameter."""
+    """The 64-bit key of a tensor, from the fully qualified name of its parameter.
+
+    Example:
+        >>> tensor_key("layers.0.weight")
+        4473830710502933260
+    """
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -83,6 +88,10 @@ def stream_base(seed: int, tensor_key: int, stream: int) -> tuple[int, int]:
         seed: any integer, negative ones included; taken modulo 2**64.
         tensor_key: from `tensor_key`.
         stream: the stream of a `Draw`.
+
+    Example:
+        >>> stream_base(0, tensor_key("layers.0.weight"), WEIGHT.stream)
+        (859313380, 3720075511)
     """
     packed = struct.pack("<QQB", seed & _MASK64, tensor_key, stream)
     return struct.unpack("<II", blake2b(packed, digest_size=8).digest())
@@ -102,6 +111,10 @@ def block_keys(base: tuple[_Word, _Word], step: _Word, index_hi: _Word) -> tuple
 
     Returns:
         ``(k0, k1)``, each in [0, 2**32), of the kind of the arguments.
+
+    Example:
+        >>> block_keys(stream_base(0, tensor_key("w"), WEIGHT.stream), step=1, index_hi=0)
+        (109841590, 519628898)
     """
     t0, t1 = base
     block = (index_hi & _MASK32) * _BLOCK_MULTIPLIER & _MASK32
@@ -118,6 +131,10 @@ def sum_base(base: tuple[_Word, _Word], step: _Word) -> tuple[_Word, _Word]:
 
     Returns:
         A base for `block_keys`, whose ``step`` then is the number of the micro-batch.
+
+    Example:
+        >>> base = stream_base(0, tensor_key("w"), GRADIENT.stream)
+        >>> second_micro_batch = block_keys(sum_base(base, step=1), step=2, index_hi=0)
     """
     return block_keys(base, step, 0)
 
@@ -132,6 +149,11 @@ def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:
 
     Returns:
         int32 bit patterns, the shape of ``index_lo``.
+
+    Example:
+        >>> keys = block_keys(stream_base(0, tensor_key("w"), WEIGHT.stream), 1, 0)
+        >>> noise_bits(*keys, torch.arange(2, dtype=torch.int32))
+        tensor([ -599814064, -1543071980], dtype=torch.int32)
     """
     x = index_lo ^ _as_int32(k0)
     # torch shifts int32 arithmetically; the masks make the shifts logical.
@@ -147,7 +169,19 @@ def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:
 
 
 def draw16(bits: Tensor, draw: Draw) -> Tensor:
-    """The 16 bits of each word that are ``draw``, as int32 in [0, 65535]."""
+    """The 16 bits of each word that are ``draw``.
+
+    Args:
+        bits: int32 bit patterns, any shape: from `noise` or `noise_bits`.
+        draw: which half of them.
+
+    Returns:
+        int32 in [0, 65535], the shape of ``bits``: what `bf16_stochastic` takes.
+
+    Example:
+        >>> draw16(torch.tensor([0x00020001], dtype=torch.int32), WEIGHT)
+        tensor([2], dtype=torch.int32)
+    """
     return (bits >> draw.shift) & 0xFFFF
 
 

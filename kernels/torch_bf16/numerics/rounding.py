@@ -49,6 +49,10 @@ def bf16_nearest(x: Tensor) -> Tensor:
 
     Raises:
         ValueError: if ``x`` is not fp32.
+
+    Example:
+        >>> bf16_nearest(torch.tensor([1.001, 1.005]))
+        tensor([1.0000, 1.0078], dtype=torch.bfloat16)
     """
     bits = _bits_of_fp32(x, "bf16_nearest")
     # No carry reaches the sign: the magnitude of a number that is not NaN ends at 0x7f800000.
@@ -68,6 +72,11 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
 
     Raises:
         ValueError: if ``x`` is not fp32 or ``r`` is not int32.
+
+    Example:
+        >>> lowest_and_highest = torch.tensor([0, 65535], dtype=torch.int32)
+        >>> bf16_stochastic(torch.tensor([1.001, 1.001]), lowest_and_highest)
+        tensor([1.0000, 1.0078], dtype=torch.bfloat16)
     """
     bits = _bits_of_fp32(x, "bf16_stochastic")
     if r.dtype != torch.int32:
@@ -94,6 +103,10 @@ def split16(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: if ``x`` is not fp32.
+
+    Example:
+        >>> split16(torch.tensor([1.001]))
+        (tensor([1.], dtype=torch.bfloat16), tensor([8389], dtype=torch.int16))
     """
     bits = _bits_of_fp32(x, "split16")
     hi = _upper_half(torch.where(_is_nan(bits), bits | _QUIET, bits + 0x8000))
@@ -108,7 +121,7 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
     give a NaN, so its top bit is ignored there.
 
     Args:
-        hi: bf16.
+        hi: bf16, any shape and strides.
         lo: int16, the shape of ``hi``.
 
     Returns:
@@ -116,6 +129,11 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
 
     Raises:
         ValueError: if ``hi`` is not bf16 or ``lo`` is not int16.
+
+    Example:
+        >>> x = torch.randn(3, 5)
+        >>> torch.equal(join16(*split16(x)), x)
+        True
     """
     if hi.dtype != torch.bfloat16 or lo.dtype != torch.int16:
         raise ValueError(
@@ -143,6 +161,10 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: if ``x`` is not fp32 or ``r`` is not int32.
+
+    Example:
+        >>> split8(torch.tensor([0.1]), torch.tensor([0], dtype=torch.int32))
+        (tensor([0.1001], dtype=torch.bfloat16), tensor([-52], dtype=torch.int8))
     """
     bits = _bits_of_fp32(x, "split8")
     if r.dtype != torch.int32:
@@ -163,7 +185,7 @@ def join8(hi: Tensor, lo: Tensor) -> Tensor:
     Beside a zero the top bit of ``lo`` is ignored, as in `join16`; a NaN comes back as a NaN.
 
     Args:
-        hi: bf16.
+        hi: bf16, any shape and strides.
         lo: int8, the shape of ``hi``.
 
     Returns:
@@ -171,6 +193,11 @@ def join8(hi: Tensor, lo: Tensor) -> Tensor:
 
     Raises:
         ValueError: if ``hi`` is not bf16 or ``lo`` is not int8.
+
+    Example:
+        >>> parts = split8(torch.tensor([0.1]), torch.tensor([0], dtype=torch.int32))
+        >>> join8(*parts).item()
+        0.09999847412109375
     """
     if hi.dtype != torch.bfloat16 or lo.dtype != torch.int8:
         raise ValueError(

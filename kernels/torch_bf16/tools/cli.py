@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torch_bf16.backends import explain, name_of_chosen
+from torch_bf16.backends import choose, explain
 from torch_bf16.checkpoints.export import export_file
 from torch_bf16.errors import CheckpointError
 from torch_bf16.foreign.convert import CONVERTIBLE
@@ -77,7 +77,7 @@ def _info() -> int:
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
     for device in devices:
-        chosen = name_of_chosen(device)
+        chosen = choose(device).name
         print(f"\nbackends for {device}:")
         for name, reason in explain(device).items():
             state = "works" if reason is None else f"not here: {reason}"

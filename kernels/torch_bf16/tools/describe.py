@@ -1,40 +1,82 @@
-"""Saying where the bytes are."""
+"""Where the bytes of a training run are."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from torch_bf16.backends import name_of_chosen
+from torch_bf16.backends import choose
 from torch_bf16.optim import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import ADAMW, State
-from torch_bf16.sharding.fsdp1 import whole_numel
+from torch_bf16.sharding import shard_of
 
-__all__ = ["describe"]
+__all__ = ["Description", "describe"]
 
 
-def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Recipe | str) -> str:
-    """One line: mode, dtypes, bytes per parameter, backend.
+@dataclass(frozen=True)
+class Description:
+    """What is trained, in which formats, and what that takes; ``str()`` of it is one line.
+
+    Attributes:
+        recipe: its name.
+        parameters: elements by dtype, those of other ranks too.
+        trained: elements of bf16 and fp32 parameters that require a gradient.
+        bytes_by_role: bytes per trained element: ``"weights"``, ``"gradients"`` and each state.
+        backend: what takes the steps; None where there is no parameter.
+    """
+
+    recipe: str
+    parameters: Mapping[str, int]
+    trained: int
+    bytes_by_role: Mapping[str, float]
+    backend: str | None
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes per trained element, of all roles together."""
+        return sum(self.bytes_by_role.values())
+
+    def __str__(self) -> str:
+        dtypes = ", ".join(f"{_count(n)} {dtype}" for dtype, n in self.parameters.items())
+        line = f"{self.recipe}: {_count(sum(self.parameters.values()))} parameters ({dtypes})"
+        if self.trained:
+            each = ", ".join(f"{role} {size:.2f}" for role, size in self.bytes_by_role.items())
+            line += f", {self.bytes_per_parameter:.2f} bytes per trained parameter ({each})"
+        return line if self.backend is None else f"{line}, backend {self.backend}"
+
+
+def describe(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer_or_recipe: BF16Optimizer | Recipe | str,
+) -> Description:
+    """Recipe, dtypes, bytes per parameter and backend.
 
     Args:
-        module: one module or several, cast already.
-        recipe: the optimizer that will train it, or a recipe, for which AdamW is assumed.
+        model: one model or several, cast already.
+        optimizer_or_recipe: the optimizer that will train it, or a recipe, for which AdamW is
+            assumed.
 
-    Returns:
-        For example ``"true-bf16-stochastic: 1.2 M parameters (1.2 M bfloat16), 8.00 bytes per
-        trained parameter (weights 2.00, gradients 2.00, exp_avg 2.00, exp_avg_sq 2.00), backend
-        cpu"``.
+    Raises:
+        ValueError: it is neither, or the name of a recipe is unknown.
+
+    Example:
+        >>> found = torch_bf16.describe(torch_bf16.cast_model(torch.nn.Linear(64, 64)), optimizer)
+        >>> print(found)
+        bf16-stochastic: 4.2 k parameters (4.2 k bfloat16), 8.09 bytes per trained parameter ...
+        >>> found.parameters, found.bytes_by_role["gradients"]
+        ({'bfloat16': 4160}, 2.0)
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
-    parameters = list({id(p): p for each in modules for p in each.parameters()}.values())
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    parameters = list({id(p): p for each in models for p in each.parameters()}.values())
     states: tuple[State, ...] = ADAMW.states
-    backend, released = None, False
+    backend, released, recipe = None, False, optimizer_or_recipe
     if isinstance(recipe, BF16Optimizer):
-        released = recipe._release is not None
+        released = recipe._engine.release is not None
         rule = recipe.rule_of(recipe.param_groups[0])
         states = (*rule.states, *(each for each in rule.stage_states if each.shape is None))
         backend, recipe = recipe.backend, recipe.recipe
@@ -43,27 +85,28 @@ def describe(module: nn.Module | Iterable[nn.Module], recipe: BF16Optimizer | Re
     sizes: defaultdict[str, float] = defaultdict(float)
     trained = 0
     for p in parameters:
-        numel = whole_numel(p)
+        shard = shard_of(p)
+        numel = shard.numel
         dtypes[str(p.dtype).removeprefix("torch.")] += numel
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32):
             trained += numel
-            sizes["weights"] += numel * recipe.format_of("weights", p).bytes_per_element
+            sizes["weights"] += (
+                numel * recipe.format_of("weights", shard.shape, p.dtype).bytes_per_element
+            )
             gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
             # Of released gradients one lives at a time.
             before = sizes["gradients"]
             sizes["gradients"] = max(before, gradient) if released else before + gradient
             for state in states:
-                size = recipe.format_of(state.role, p).bytes_per_element
+                size = recipe.format_of(state.role, shard.shape, p.dtype).bytes_per_element
                 sizes[state.name] += numel * size
-    line = f"{recipe.name}: {_count(sum(dtypes.values()))} parameters ("
-    line += ", ".join(f"{_count(n)} {dtype}" for dtype, n in dtypes.items()) + ")"
-    if trained:
-        each = ", ".join(f"{name} {size / trained:.2f}" for name, size in sizes.items())
-        total = sum(sizes.values()) / trained
-        line += f", {total:.2f} bytes per trained parameter ({each})"
-    if parameters:
-        line += f", backend {name_of_chosen(parameters[0].device, backend)}"
-    return line
+    return Description(
+        recipe=recipe.name,
+        parameters=dict(dtypes),
+        trained=trained,
+        bytes_by_role={role: size / trained for role, size in sizes.items()},
+        backend=choose(parameters[0].device, backend).name if parameters else None,
+    )
 
 
 def _count(n: int) -> str:

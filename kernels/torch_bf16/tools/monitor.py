@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends.eager import lift_rule
-from torch_bf16.engine.plan import Member
+from torch_bf16.engine.member import Member
 from torch_bf16.formats import Format
 from torch_bf16.gradients.clipping import total_norm
 from torch_bf16.optim import BF16Optimizer
-from torch_bf16.recipe import Recipe
-from torch_bf16.sharding.dtensor import is_dtensor, local, local_gradient
+from torch_bf16.sharding import local
 
 __all__ = ["LayerUpdate", "UpdateMonitor"]
 
@@ -114,7 +113,7 @@ class UpdateMonitor:
                 f"{type(optimizer).__name__} does not round by a recipe, so there is nothing to "
                 "watch; hand over an optimizer of torch_bf16, or convert() it first"
             )
-        if optimizer._release is not None:
+        if optimizer._engine.release is not None:
             raise ValueError(
                 "the optimizer's steps run inside the backward pass, one parameter at a time: its "
                 "gradients are released. remove() the release to watch whole steps"
@@ -173,12 +172,12 @@ class UpdateMonitor:
         layers = self._layer_names()
         # All of them: what FSDP1 has left nothing of on this rank is a part of the norm, too.
         self._norm = total_norm([p for group in groups for p in group["params"]])
-        scale, recipe = float(scale), self._optimizer.recipe
+        scale = float(scale)
         self._samples = [
-            _take(each, layers[each.parameter], groups[each.group], scale, self.sample, recipe)
+            _take(each, layers[each.parameter], groups[each.group], scale, self.sample)
             for each in members
             # What Muon, Adafactor and a class's own step make of gradients is not known before.
-            if isinstance(each, Member) and each.direction is None and local(each.parameter).numel()
+            if isinstance(each, Member) and each.direction is None and each.shard.memory.numel()
         ]
 
     def after_update(self) -> None:
@@ -193,7 +192,7 @@ class UpdateMonitor:
         self.gradient_norm, self._fresh = norm, True
         if not samples:
             return
-        sums = [_sums(each, self._optimizer.recipe) for each in samples]
+        sums = [_sums(each) for each in samples]
         device = sums[0].device
         table = torch.stack([each.to(device) for each in sums]).tolist()
         by_layer: dict[str, list[tuple[_Sample, list[float]]]] = defaultdict(list)
@@ -204,10 +203,10 @@ class UpdateMonitor:
             self._warn_once()
 
     def _layer_names(self) -> dict[Tensor, str]:
+        names, groups = self._optimizer._engine.names, self._optimizer.param_groups
         return {
-            parameter: self._optimizer._name(number, position).rpartition(".")[0]
-            or self._optimizer._name(number, position)
-            for number, group in enumerate(self._optimizer.param_groups)
+            parameter: _layer(names.key(groups, number, position))
+            for number, group in enumerate(groups)
             for position, parameter in enumerate(group["params"])
         }
 
@@ -245,31 +244,30 @@ class UpdateMonitor:
             )
 
 
-def _take(
-    member: Member, layer: str, group: Mapping[str, Any], scale: float, size: int, recipe: Recipe
-) -> _Sample:
+def _layer(name: str) -> str:
+    """A parameter's name without its last part."""
+    return name.rpartition(".")[0] or name
+
+
+def _take(member: Member, layer: str, group: Mapping[str, Any], scale: float, size: int) -> _Sample:
     """Sample a parameter and what its rule, with nothing rounded, would make of it."""
-    rule, parameter = member.rule, member.parameter
-    where = _places(local(parameter).numel(), size, parameter.device)
-    weight = _decode(member, recipe, "", "weights", where)
-    states = tuple(_decode(member, recipe, each.name, each.role, where) for each in rule.states)
-    gradient: Any = parameter.grad
-    if is_dtensor(parameter):
-        gradient = local_gradient(parameter, gradient)
-    gradient = gradient.reshape(-1)[where].float()
+    rule, memory = member.rule, member.shard.memory
+    where = _places(memory.numel(), size, memory.device)
+    weight, *states = (_decode(member, number, where) for number in range(len(member.formats)))
+    gradient = member.shard.gradient().reshape(-1)[where].float()
     step = int(member.state["step"]) + 1
     sign = -1.0 if group.get("maximize") else 1.0
     options = tuple(float(option) for option in rule.options(group))
     scalars = rule.scalars(options, step, sign * scale)
-    intended, _ = lift_rule(rule.update)(weight, gradient, states, scalars)
-    stored = recipe.format_of("weights", parameter)
+    intended, _ = lift_rule(rule.update)(weight, gradient, tuple(states), scalars)
+    stored = member.formats[0]
     noise = _variance(stored, intended) if stored.stochastic else None
     return _Sample(layer, member, where, float(group["lr"]), weight, intended - weight, noise)
 
 
-def _sums(sample: _Sample, recipe: Recipe) -> Tensor:
+def _sums(sample: _Sample) -> Tensor:
     """fp64 sums over a sample: ``<s, d>``, ``<d, d>``, squared noise, unmoved, moving, all."""
-    after = _decode(sample.member, recipe, "", "weights", sample.where)
+    after = _decode(sample.member, 0, sample.where)
     intended = sample.intended.double()
     stored = (after - sample.before).double()
     moving = intended != 0
@@ -296,8 +294,10 @@ def _variance(stored: Format, x: Tensor) -> Tensor:
     return ((x - neighbours[0]) * (neighbours[1] - x)).sum()
 
 
-def _decode(member: Member, recipe: Recipe, name: str, role: str, where: Tensor) -> Tensor:
-    stored = recipe.format_of(role, member.parameter)
+def _decode(member: Member, number: int, where: Tensor) -> Tensor:
+    """Some elements of the weight, 0, or of one of the rule's states."""
+    stored = member.formats[number]
+    name = "" if number == 0 else member.rule.states[number - 1].name
     tensors = {**member.state, "": member.parameter.detach()}
     planes = []
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_bf16.backends import BACKENDS, choose, name_of_chosen
+from torch_bf16.backends import BACKENDS, choose
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.recipe import RECIPES
 
@@ -153,7 +153,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
         "device_type": device.type,
         "threads": options.threads,
         "rounds": options.rounds,
-        "backend": name_of_chosen(device, options.backend),
+        "backend": choose(device, options.backend).name,
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
         "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],

@@ -1,4 +1,4 @@
-"""Every elementwise rule in every format, beside AdamW in ``true-bf16-stochastic``."""
+"""Every elementwise rule in every format, beside AdamW in ``bf16-stochastic``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .entries import OPTIONS, Entry, ours
 
 __all__ = ["BASE", "FORMATS", "RULES", "every_rule"]
 
-BASE = RECIPES["true-bf16-stochastic"].name
+BASE = RECIPES["bf16-stochastic"].name
 
 _BETAS = {name: OPTIONS[name] for name in ("lr", "betas", "weight_decay")}
 _RATE = {name: OPTIONS[name] for name in ("lr", "weight_decay")}

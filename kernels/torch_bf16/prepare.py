@@ -1,0 +1,104 @@
+"""A model and its optimizer by one recipe, in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from .argument_checks import check_module
+from .foreign.capabilities import examine
+from .foreign.convert import CONVERTIBLE, convert
+from .model.casting import cast_model, cast_recipes
+from .optim.optimizer import BF16Optimizer
+from .recipe import Recipe, get_recipe
+from .sharding.zero import is_zero
+
+__all__ = ["prepare"]
+
+_CAST = ("weights", "keep_fp32")
+"""What a cast follows from."""
+
+_FORMATS = tuple(field.name for field in dataclasses.fields(Recipe) if field.name != "name")
+
+_M = TypeVar("_M", bound=nn.Module)
+_O = TypeVar("_O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
+
+
+def prepare(
+    model: _M,
+    optimizer: _O,
+    recipe: str | Recipe = "bf16-stochastic",
+    *,
+    backend: str | None = None,
+) -> tuple[_M, _O]:
+    """Cast a model and let its optimizer store by the same recipe, both in place.
+
+    What :func:`cast_model` and :func:`convert` do in two calls, which could be given two recipes.
+    Parameters, groups, states and LR schedulers stay the objects that they were. Call it before DDP
+    or FSDP1 wraps the model, before or after ``fully_shard``.
+
+    Args:
+        model: cast to bf16; its parameters' names key the rounding noise.
+        optimizer: of ``torch.optim`` or another library, or one of this package made with the same
+            recipe; or a sequence of them.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        backend: name of the backend that takes the steps; None for the best that works, or the one
+            that an optimizer of this package was made with.
+
+    Returns:
+        ``model`` and ``optimizer`` themselves.
+
+    Raises:
+        ValueError: an optimizer or the model was made for another recipe; nothing has been changed.
+            Or what :func:`cast_model` and :func:`convert` refuse.
+        NotImplementedError: an optimizer cannot be converted: see :func:`convert`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+        >>> model.weight.dtype, type(optimizer).__name__
+        (torch.bfloat16, 'AdamW')
+    """
+    recipe = get_recipe(recipe)
+    check_module("prepare", model)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        kind = type(each).__name__
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ValueError(
+                f"prepare takes an optimizer or a sequence of them, not {kind}: make it first, for "
+                "example torch.optim.AdamW(model.parameters())"
+            )
+        if isinstance(each, BF16Optimizer):
+            _check_same(recipe, each.recipe, f"the {kind} was made with", _FORMATS)
+        elif type(each) not in CONVERTIBLE and not is_zero(each):
+            # Refused before the model is cast.
+            examine(each)
+    for cast in cast_recipes(model):
+        _check_same(recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
+    cast_model(model, recipe)
+    for each in optimizers:
+        if not isinstance(each, BF16Optimizer):
+            convert(each, recipe, model=model, backend=backend)
+        elif backend is not None:
+            each.backend = backend
+    return model, optimizer
+
+
+def _check_same(asked: Recipe, found: Recipe, where: str, fields: Sequence[str]) -> None:
+    differing = [
+        f"{name} is {getattr(found, name)!r} there and {getattr(asked, name)!r} here"
+        for name in fields
+        if getattr(found, name) != getattr(asked, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{where} recipe {found.name!r} and prepare was asked for {asked.name!r}: "
+            f"{', '.join(differing)}. Give both one recipe: prepare(model, optimizer, recipe) with "
+            "the recipe of the one that exists, or a new one in its place. Nothing was changed"
+        )

@@ -1,0 +1,105 @@
+"""One call casts and converts; two recipes that disagree are refused before anything changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bf16
+from torch_bf16 import get_recipe, prepare
+
+NAMES = ("bf16-stochastic", "bf16-fp32-master")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def trained(model, *optimizers):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_it_is_a_cast_and_a_conversion_by_one_recipe(recipe):
+    model, twin = network(), network()
+    given = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found, optimizer = prepare(model, given, recipe, backend="eager")
+    assert found is model
+    assert optimizer is given
+    assert (optimizer.recipe.name, optimizer.backend) == (recipe, "eager")
+    torch_bf16.cast_model(twin, recipe)
+    other = torch_bf16.AdamW(twin.named_parameters(), lr=0.01, recipe=recipe, backend="eager")
+    assert all(map(torch.equal, trained(model, optimizer), trained(twin, other)))
+
+
+def test_several_optimizers_ours_and_others_in_one_call():
+    model = network()
+    pair = (
+        torch_bf16.Lion(model[0].parameters(), lr=0.01),
+        torch.optim.Adamax(model[1].parameters(), lr=0.01),
+    )
+    assert prepare(model, pair, backend="eager") == (model, pair)
+    assert [each.backend for each in pair] == ["eager", "eager"]
+    before = [p.detach().clone() for p in model.parameters()]
+    assert not any(map(torch.equal, before, trained(model, *pair)))
+
+
+def test_it_can_be_called_again_with_the_same_recipe():
+    model = network()
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe=get_recipe(NAMES[1], name="mine"))
+    for _ in range(2):
+        assert prepare(model, optimizer, NAMES[1]) == (model, optimizer)
+
+
+def test_an_optimizer_of_another_recipe_is_refused_with_both_names():
+    model = network()
+    optimizer = torch_bf16.AdamW(model.parameters(), recipe=NAMES[1])
+    expected = (
+        r"'bf16-fp32-master' and prepare was asked for 'bf16-stochastic': weights is 'bf16.16'"
+    )
+    with pytest.raises(ValueError, match=f"the AdamW was made with recipe {expected}"):
+        prepare(model, optimizer)
+    assert model[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("cast", NAMES)
+def test_a_model_cast_by_another_recipe_is_refused_with_both_names(cast):
+    model = torch_bf16.cast_model(network(), cast)
+    asked = next(name for name in NAMES if name != cast)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        ValueError, match=f"Sequential was cast by recipe '{cast}' and prepare .* '{asked}'"
+    ):
+        prepare(model, optimizer, asked)
+    assert type(optimizer) is torch.optim.AdamW
+    prepare(model.float(), optimizer, asked)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+class Closed(torch.optim.LBFGS):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "match"),
+    [
+        (lambda p: torch.optim.AdamW, ValueError, "not type: make it first, for example torch"),
+        (lambda p: None, ValueError, "prepare takes an optimizer or a sequence of them, not None"),
+        (lambda p: [p], ValueError, "a sequence of them, not list"),
+        (Closed, NotImplementedError, "Closed"),
+    ],
+    ids=["class", "none", "parameters", "closure"],
+)
+def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, match):
+    model = network()
+    with pytest.raises(error, match=match):
+        prepare(model, optimizer(list(model.parameters())))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match=r"prepare was given a list and takes a torch.nn.Module"):
+        prepare([model], torch.optim.SGD(model.parameters()))

@@ -1,0 +1,44 @@
+"""What describe() finds, as fields and as one line."""
+
+import pytest
+from torch import nn
+
+import torch_bf16
+
+
+def model():
+    return torch_bf16.cast_model(nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)))
+
+
+@pytest.mark.parametrize("given", ["bf16-stochastic", torch_bf16.AdamW], ids=["name", "optimizer"])
+def test_fields_count_what_each_role_takes(given):
+    network = model()
+    found = torch_bf16.describe(
+        network, given if isinstance(given, str) else given(network.parameters(), backend="eager")
+    )
+    assert found.recipe == "bf16-stochastic"
+    assert found.parameters == {"bfloat16": 4096, "float32": 128}
+    assert found.trained == 4224
+    mean = (2 * 4096 + 4 * 128) / 4224
+    roles = dict.fromkeys(("weights", "gradients", "exp_avg", "exp_avg_sq"), mean)
+    assert found.bytes_by_role == pytest.approx(roles)
+    assert found.bytes_per_parameter == pytest.approx(4 * mean)
+    assert isinstance(given, str) or found.backend == "eager"
+
+
+def test_it_prints_one_line():
+    network = model()
+    optimizer = torch_bf16.Lion(network.parameters(), recipe="bf16-fp32-master", backend="eager")
+    assert str(torch_bf16.describe(network, optimizer)) == (
+        "bf16-fp32-master: 4.2 k parameters (4.1 k bfloat16, 128 float32), 10.06 bytes per trained "
+        "parameter (weights 4.00, gradients 2.06, exp_avg 4.00), backend eager"
+    )
+
+
+def test_frozen_and_empty_models_take_nothing():
+    frozen = torch_bf16.describe(nn.Linear(3, 3).requires_grad_(False), "bf16-stochastic")
+    assert (frozen.trained, frozen.bytes_by_role, frozen.bytes_per_parameter) == (0, {}, 0)
+    assert "bytes" not in str(frozen)
+    empty = torch_bf16.describe([], "bf16-stochastic")
+    assert empty.backend is None
+    assert str(empty) == "bf16-stochastic: 0 parameters ()"
