@@ -115,6 +115,7 @@ class Batch:
         keys = [tensor_key(span.name) for span in spans]
         bases = [[stream_base(seed, key, draw.stream) for draw in variant.draws] for key in keys]
         self.bases = np.array(bases, np.uint32)
+        self._first_row = np.zeros(len(jobs), np.int64)
         self._kernel = backend.load(
             Bucket(
                 variant=variant,
@@ -161,5 +162,4 @@ class Batch:
         table = np.array([self.variant.rule.scalars(options, 1, scale)], np.float64)
         n = len(self)
         steps = np.full(n, step, np.int64) if isinstance(step, int) else np.array(step, np.int64)
-        rows = ScalarRows(steps, np.zeros(n, np.int64), table.astype(np.float32))
-        self.run(gradients, rows, bases)
+        self.run(gradients, ScalarRows(steps, self._first_row, table.astype(np.float32)), bases)

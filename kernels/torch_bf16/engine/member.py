@@ -88,7 +88,8 @@ def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:
     dtype = shard.parameter.dtype
     roles = ("weights", *(state.role for state in rule.states))
     formats = tuple(recipe.format_of(role, shard.shape, dtype) for role in roles)
-    for block in {each.block for each in formats} - {1}:
-        shard.check_blocks(block)
-        shard.span.check_blocks(block)
+    for each in formats:
+        if each.block > 1:
+            shard.check_blocks(each.block)
+            shard.span.check_blocks(each.block)
     return formats

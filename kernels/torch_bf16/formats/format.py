@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -58,7 +59,7 @@ class Format:
     encode: Callable[[Tensor, Tensor | None, Sequence[Tensor]], None]
     fallback: Format | None = None
 
-    @property
+    @cached_property
     def block(self) -> int:
         """How many numbers are encoded together."""
         return max(plane.block for plane in self.planes)

@@ -68,7 +68,7 @@ class Fsdp1Shard(Shard):
         parameters = self._handle.flat_param._params
         return next(n for n, each in enumerate(parameters) if each is self.parameter)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(self._handle.flat_param._shapes[self._number])
 

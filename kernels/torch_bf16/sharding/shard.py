@@ -59,7 +59,7 @@ class Shard:
         """
         return Span.of_whole(self.name, self.shape)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return tuple(self.parameter.shape)

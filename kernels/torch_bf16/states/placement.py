@@ -13,6 +13,8 @@ from torch_bf16.sharding import Shard, local
 
 __all__ = ["check_shape", "place_states", "take_states"]
 
+(_SCALE,) = (plane for plane in INT8.planes if plane.suffix)
+
 
 def take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str, Any]:
     """This rank's part of each entry of a state, which may be whole or placed in any way.
@@ -29,10 +31,8 @@ def take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str,
 def _take(key: str, saved: Any, shard: Shard, label: str) -> Any:
     if key == "step" or not isinstance(saved, Tensor):
         return saved
-    expected = _whole_shape(key, shard)
-    part = shard.takes_parts and saved.shape == shard.memory.shape
-    if shard.sharded and not part:
-        check_shape(saved, shard.shape, key, label, expected)
+    if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
+        check_shape(saved, shard.shape, key, label, _whole_shape(key, shard))
     return shard.take(saved)
 
 
@@ -77,5 +77,4 @@ def check_shape(
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
     """The shape of a state of the whole parameter: scales are fewer than numbers."""
-    (scale,) = (plane for plane in INT8.planes if plane.suffix)
-    return scale.shape(shard.shape) if key.endswith(f"_{scale.suffix}") else shard.shape
+    return _SCALE.shape(shard.shape) if key.endswith(f"_{_SCALE.suffix}") else shard.shape
