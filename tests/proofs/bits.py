@@ -187,6 +187,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.record and options.only:
+        parser.error("--record writes the whole record; leave --only out")
     known = {} if options.record else json.loads(RECORD.read_text())
     found: dict[str, str] = {}
     wrong = 0
@@ -195,6 +197,9 @@ def main() -> int:
             if options.only not in name:
                 continue
             bits = run(backend)
+            if name not in known and not options.record:
+                wrong += 1
+                print(f"{name}: not in the record; write a new one with --record", flush=True)
             if bits != known.setdefault(name, bits):
                 wrong += 1
                 print(f"{name}: {bits} on {backend}, {known[name]} is the record", flush=True)

@@ -1,6 +1,6 @@
 """The rounding contract, by exhaustion: python tests/proofs/rounding.py (a few minutes).
 
-`tests/test_rounding.py` runs the same checks on subsets. Slabs are 2**18 patterns, which is what
+`tests/numerics` runs the same checks on subsets. Slabs are 2**18 patterns, which is what
 stays in a CPU's cache.
 """
 

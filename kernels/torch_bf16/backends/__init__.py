@@ -1,4 +1,4 @@
-"""Backends run kernels on a device; they know neither rules nor formats by name."""
+"""Backends run kernels on a device; they know no rule by name, and formats in their codecs."""
 
 from __future__ import annotations
 

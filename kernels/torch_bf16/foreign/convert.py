@@ -124,6 +124,11 @@ def convert(
         )
     target = _target(optimizer)
     traits = examine(optimizer, elementwise) if issubclass(target, ForeignOptimizer) else None
+    if traits is None and (roles or elementwise):
+        raise ValueError(
+            f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
+            f"own code, and {type(optimizer).__name__} has a kernel; leave them out"
+        )
     for number, group in enumerate(optimizer.param_groups):
         if traits is None:
             check_options(group, number)

@@ -44,9 +44,10 @@ _logger = logging.getLogger("torch_bf16")
 class BF16Optimizer(torch.optim.Optimizer):
     """Base of the optimizers that store their numbers by a recipe.
 
-    Not made directly: use :class:`AdamW`, :class:`Adam`, :class:`SGD` or :func:`convert`. It is a
-    mixin in front of a ``torch.optim`` class, whose constructor, parameter groups and hooks stay as
-    they are. All tensors of a batch are updated in one call. Gradients are read, never rewritten.
+    Not made directly: use :class:`AdamW`, say, or :func:`convert`. Where torch has the optimizer,
+    it is a mixin in front of the ``torch.optim`` class, whose constructor, parameter groups and
+    hooks stay as they are. All tensors of a batch are updated in one call. Gradients are read,
+    never rewritten.
 
     Attributes:
         recipe: how numbers are stored; loading a state dict takes over its noise seed.

@@ -57,7 +57,7 @@ def to_view(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """A saved state with codes in the shape of their moments, as :func:`shown` found them.
+    """A saved state with codes in the shape of their moments, as :func:`to_view` found them.
 
     Args:
         state: as it was saved.
