@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .argument_checks import check_module
+from .backends import BACKENDS
 from .foreign.capabilities import examine
 from .foreign.convert import CONVERTIBLE, convert
 from .model.casting import cast_model, cast_recipes
@@ -79,6 +80,16 @@ def prepare(
         elif type(each) not in CONVERTIBLE and not is_zero(each):
             # Refused before the model is cast.
             examine(each)
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
+    own = {id(parameter) for parameter in model.parameters()}
+    for each in optimizers:
+        if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"]):
+            raise ValueError(
+                f"prepare was given a {type(model).__name__} and a {type(each).__name__} that has "
+                "none of its parameters, so that nothing would train it; make the optimizer of "
+                "model.parameters(). Nothing was changed"
+            )
     for cast in cast_recipes(model):
         _check_same(recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
     cast_model(model, recipe)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -147,3 +149,28 @@ def test_a_state_that_only_looks_otherwise_keeps_its_plan(change):
     move_moment(optimizer, parameters[1])
     optimizer.step()
     assert optimizer._engine.plan is not plan
+
+
+def test_a_parameter_that_changed_its_group_takes_the_step_of_the_new_one():
+    one, other = (torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    groups = [{"params": [one], "lr": 0.5}, {"params": [other], "lr": 0.0}]
+    optimizer = torch_bf16.SGD(groups, lr=1.0)
+    one.grad = torch.ones_like(one)
+    optimizer.step()
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    optimizer.step()
+    assert torch.equal(one.detach(), torch.full((4, 4), -0.5))
+
+
+def test_a_copy_sees_a_weight_that_was_written_before_its_first_step():
+    weight = nn.Parameter(torch.randn(8, 8).to(BF16))
+    optimizer = torch_bf16.AdamW([weight], lr=1e-2, recipe="bf16-fp32-master")
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    weight = twin.param_groups[0]["params"][0]
+    with torch.no_grad():
+        weight.fill_(1.0)
+    assert torch.equal(twin.exact_weight(weight), torch.ones(weight.shape))
+    assert twin._step_supports_amp_scaling

@@ -129,3 +129,13 @@ def test_norms_whose_squares_overflow_in_fp32_are_added_up_right():
     torch_bf16.clip_next_step(optimizer, 1.0)
     optimizer.step()
     torch.testing.assert_close(torch.cat(parameters), torch.full((4,), -0.5))
+
+
+@pytest.mark.parametrize("bound", [-1.0, float("nan"), True, "1", torch.ones(2)], ids=str)
+def test_a_bound_that_is_none_is_refused(bound):
+    parameters, optimizer = run()
+    said = "must be a number of at least 0, or a tensor with one"
+    with pytest.raises(ValueError, match=said):
+        torch_bf16.clip_grad_norm_(parameters, bound)
+    with pytest.raises(ValueError, match=said):
+        torch_bf16.clip_next_step(optimizer, bound)

@@ -103,3 +103,12 @@ def test_what_cannot_be_prepared_leaves_the_model_as_it_was(optimizer, error, ma
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match=r"prepare was given a list and takes a torch.nn.Module"):
         prepare([model], torch.optim.SGD(model.parameters()))
+
+
+def test_an_optimizer_of_another_model_and_an_unknown_backend_are_refused_before_the_cast():
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="none of its parameters, so that nothing would train it"):
+        torch_bf16.prepare(model, torch.optim.AdamW(other.parameters()))
+    with pytest.raises(ValueError, match="unknown backend 'foo'; known backends"):
+        torch_bf16.prepare(model, torch.optim.AdamW(model.parameters()), backend="foo")
+    assert model.weight.dtype == torch.float32

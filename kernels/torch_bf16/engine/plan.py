@@ -38,12 +38,13 @@ class Plan:
         setting: whatever else the members follow from; :meth:`fits` compares it.
     """
 
+    _guard: Guard
+
     def __init__(
         self, members: Sequence[Member], seed: int, backend: str | None, setting: Any
     ) -> None:
         self.members = members
         self._setting = setting
-        self._guard: Guard | None = None
         rows = [
             _Row(number, member, piece)
             for number, member in enumerate(members)
@@ -74,8 +75,7 @@ class Plan:
             parameters: those with a gradient, in the members' order.
             states: ``optimizer.state``.
         """
-        guard = self._guard
-        return guard is not None and setting == self._setting and guard.holds(parameters, states)
+        return setting == self._setting and self._guard.holds(parameters, states)
 
     def written(self) -> list[Member]:
         """The members whose parameter something else has written since :meth:`note_versions`."""
@@ -89,8 +89,6 @@ class Plan:
             each.snapshot.version = version
 
     def _versions(self) -> list[int]:
-        if self._guard is None:
-            return [each.shard.version() for each in self.members]
         return self._guard.versions()
 
     def obstacle_to_capture(self) -> str | None:
@@ -144,10 +142,7 @@ class Plan:
             scalars: of :meth:`scalars`.
             told: what this step was told.
         """
-        if self._guard is not None:
-            gradients = self._guard.gradients()
-        else:
-            gradients = [each.shard.gradient() for each in self.members]
+        gradients = self._guard.gradients()
         for part, rows in zip(self._parts, scalars, strict=True):
             part.run(gradients, rows, told)
         for each in self._scalars:

@@ -263,8 +263,14 @@ def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Ten
 
 
 def _check(max_norm: Any) -> None:
-    if not isinstance(max_norm, (Real, Tensor)):
-        raise ValueError(f"max_norm={max_norm!r} must be a number")
+    if isinstance(max_norm, Tensor):
+        fits = max_norm.numel() == 1
+    else:
+        fits = isinstance(max_norm, Real) and not isinstance(max_norm, bool) and max_norm >= 0  # pyright: ignore[reportOperatorIssue]
+    if not fits:
+        raise ValueError(
+            f"max_norm={max_norm!r} must be a number of at least 0, or a tensor with one element"
+        )
 
 
 def _parameters_in(given: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from torch_bf16.backends import BACKENDS, StepInputs, cuda_graphs
 from torch_bf16.engine.engine import Engine, Observer, engine_of
-from torch_bf16.engine.member import Direction, Member
+from torch_bf16.engine.member import Direction, Member, Snapshot
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.errors import suffix_errors
@@ -38,8 +37,6 @@ __all__ = ["UNTOUCHED", "BF16Optimizer", "invalidate_remainders"]
 
 UNTOUCHED = "Nothing was updated"
 
-_logger = logging.getLogger("torch_bf16")
-
 
 class BF16Optimizer(torch.optim.Optimizer):
     """Base of the optimizers that store their numbers by a recipe.
@@ -56,6 +53,8 @@ class BF16Optimizer(torch.optim.Optimizer):
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
+    # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
+    _step_supports_amp_scaling: ClassVar[bool] = True
 
     recipe: Recipe
     backend: str | None
@@ -83,8 +82,6 @@ class BF16Optimizer(torch.optim.Optimizer):
         self.observers = []
         self._engine = self._new_engine()
         check_formats(self)
-        # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
-        self._step_supports_amp_scaling = True
         accumulate_as(self.recipe, self)
 
     def _new_engine(self) -> Engine:
@@ -327,7 +324,10 @@ class BF16Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.observers = []
+        # torch calls this after loading a state dict, too.
         if "_engine" in state:
+            shards = [shard_of(each) for each in self.state]
+            self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
             accumulate_as(self.recipe, self)
 
     def label(self, group: int, position: int) -> str:
@@ -360,7 +360,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             [self.rule_of(group) for group in groups],
             # Names, or places where there are none, key the noise.
             [tuple(group.get("param_names") or ()) for group in groups],
-            [len(group["params"]) for group in groups],
+            [tuple(map(id, group["params"])) for group in groups],
         )
 
 

@@ -222,6 +222,6 @@ def check_replaced(
         raise StateMismatchError(
             f"{stateless[0]()} has no optimizer state, while a parameter of shape "
             f"{tuple(orphans[0].shape)} that has one is in no group any more: it was replaced "
-            "after the first step. Put the old one back and write into it (p.data.copy_(...)), or "
-            "drop the old state: del optimizer.state[old_parameter]"
+            "after the first step. Put the old one back and write into it (p.copy_(...) under "
+            "torch.no_grad()), or drop the old state: del optimizer.state[old_parameter]"
         )

@@ -63,7 +63,7 @@ def complete_state(
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
         # Momentum may be switched on at any time; moments of Adam are there from the first step on.
-        if began and each.name not in state and not each.optional:
+        if began and state.get(each.name) is None and not each.optional:
             raise StateMismatchError(
                 f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
                 f"{each.name}: it is damaged. Load it as it was saved"
