@@ -80,16 +80,15 @@ class Plan:
     def written(self) -> list[Member]:
         """The members whose parameter something else has written since :meth:`note_versions`."""
         return [
-            *compress(self.members, map(ne, map(_SEEN_VERSION, self.members), self._versions()))
+            *compress(
+                self.members, map(ne, map(_SEEN_VERSION, self.members), self._guard.versions())
+            )
         ]
 
     def note_versions(self) -> None:
         """Remember what the last step made of the parameters."""
-        for each, version in zip(self.members, self._versions(), strict=True):
+        for each, version in zip(self.members, self._guard.versions(), strict=True):
             each.snapshot.version = version
-
-    def _versions(self) -> list[int]:
-        return self._guard.versions()
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""

@@ -19,9 +19,8 @@ from torch_bf16.engine.pending import check_capturable
 from torch_bf16.errors import prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
-from torch_bf16.model import residuals
 from torch_bf16.optim.optimizer import UNTOUCHED, BF16Optimizer, invalidate_remainders
-from torch_bf16.optim.planning import collect
+from torch_bf16.optim.planning import collect, keep_states
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, whole
@@ -152,14 +151,8 @@ class ForeignOptimizer(BF16Optimizer):
             weights = self.recipe.format_of("weights", shard.shape, parameter.dtype)
             formats = functools.partial(self._format_of, shard=shard)
             members.append(WorkingCopy(shard, number, state, snapshot, weights, formats, gathers))
-        if changes.lost:
-            _logger.warning("the state went into recipe %r: %s", self.recipe.name, changes)
         self._warn_of_gathering(members)
-        for each in members:
-            self.state[each.parameter] = each.state
-            engine.snapshots[each.parameter] = each.snapshot
-            residuals.forget(each.shard)
-        residuals.forget_empty(p for group in self.param_groups for p in group["params"])
+        keep_states(self, members, changes)
         return members
 
     def _gathers(self, shard: Shard, number: int) -> bool:

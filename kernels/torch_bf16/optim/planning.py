@@ -30,7 +30,7 @@ from .validation import (
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["collect", "make_plan"]
+__all__ = ["collect", "keep_states", "make_plan"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -80,15 +80,23 @@ def make_plan(optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: A
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting)
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
+    keep_states(optimizer, members, changes)
+    plan.watch(optimizer.state)
+    return plan
+
+
+def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Changes) -> None:
+    """Let the optimizer keep the members' states, and say what making them has rounded.
+
+    What a cast took from their weights is in exact masters now, and freed.
+    """
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
     for each in members:
         optimizer.state[each.parameter] = each.state
-        engine.snapshots[each.parameter] = each.snapshot
+        optimizer._engine.snapshots[each.parameter] = each.snapshot
         residuals.forget(each.shard)
     residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
-    plan.watch(optimizer.state)
-    return plan
 
 
 def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
