@@ -131,9 +131,12 @@ class BF16Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engine = self._engine
+        engine, groups = self._engine, self.param_groups
+        # Here and not in _update, which released gradients call once for each parameter.
+        with suffix_errors(UNTOUCHED):
+            for number, group in enumerate(groups):
+                self._check_options(group, number)
         with no_torch_function():
-            groups = self.param_groups
             taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
         if engine.release is not None:
             engine.release.finish()
@@ -166,8 +169,6 @@ class BF16Optimizer(torch.optim.Optimizer):
             # The graph refers to the plan's tables as long as it lives.
             self._engine.captured += [plan] if plan is not None else []
         with suffix_errors(UNTOUCHED):
-            for number, group in enumerate(self.param_groups):
-                self._check_options(group, number)
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting)
             invalidate_remainders((each.state, each.formats[0]) for each in plan.written())
