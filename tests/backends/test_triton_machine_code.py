@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the Triton backend needs triton")
 import sass
 import triton
 import triton.language as tl
+from every_rule import RULES
 from triton.compiler import ASTSource, compile
 from triton_variants import (
     TARGETS,
@@ -25,7 +26,6 @@ from triton_variants import (
 
 from torch_bf16.backends.triton.arithmetic import _exp, _log, _power
 from torch_bf16.backends.triton.scalars import OPTIONS
-from torch_bf16.rules import RULES
 
 VARIANTS = all_variants()
 OTHERS = one_variant_of_each_other_rule()

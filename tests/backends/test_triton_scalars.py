@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bucket_cases import HYPER
+from every_rule import RULES
 from optimizer_cases import (
     assert_same,
     make_optimizer,
@@ -22,7 +23,7 @@ from optimizer_cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bf16
-from torch_bf16.rules import RULES, arithmetic
+from torch_bf16.rules import arithmetic
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 

@@ -6,8 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from bucket_cases import HYPER
+from every_rule import RULES
 
-from torch_bf16.rules import RULES, arithmetic
+from torch_bf16.rules import arithmetic
 from torch_bf16.rules.nadam import mu_product
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import oracle
 import torch
+from every_rule import RULES
 
 from torch_bf16.backends import Bucket, KernelInputs, ScalarRows, Variant
 from torch_bf16.formats import FORMATS, get_format
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
-from torch_bf16.rules import RULES
 
 SIZES = (0, 1, 3, 4097)
 UNSIGNED = {
@@ -75,7 +75,7 @@ EVERY_RULE_AND_FORMAT = [
     for name in FORMATS
     for gradient in (torch.bfloat16, torch.float32)
     # Gradients are decoded apart from the rule: beyond the two Adams, one dtype for each rule.
-    if number < 2 or gradient == (torch.bfloat16, torch.float32)[number % 2]
+    if rule in ("adam", "adamw") or gradient == (torch.bfloat16, torch.float32)[number % 2]
 ]
 
 

@@ -2,6 +2,7 @@
 
 import torch
 from bucket_cases import HYPER
+from every_rule import RULES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -15,7 +16,6 @@ from torch_bf16.rules import (
     ADAM,
     ADAMW,
     AVERAGE,
-    RULES,
     SECOND_MOMENT,
     SGD,
     SGD_MOMENTUM,

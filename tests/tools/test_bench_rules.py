@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
+from every_rule import RULES
 
-from torch_bf16.rules import ACCUMULATE, AVERAGE, MUON, RULES, STORE, WEIGHTS
+from torch_bf16.rules import ACCUMULATE, AVERAGE, MUON, STORE, WEIGHTS
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import rules
 from torch_bf16.tools.bench.time_limit import quiet

@@ -10,6 +10,8 @@ stochastically: with nearest rounding after 256 equal gradients.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from . import arithmetic
 from .rule import SECOND_MOMENT, Rule, State
 
@@ -19,15 +21,12 @@ __all__ = ["ADAGRAD"]
 def _adagrad(w, g, states, scalars):
     grad_scale, weight_decay, lr, eps, kept, start = scalars
     (s,) = states
-    g = g * grad_scale
-    g = g + w * weight_decay
+    g = g * grad_scale + w * weight_decay
     s = (s * kept + start) + g * g
     return w - arithmetic.div(g * lr, arithmetic.sqrt(s) + eps), (s,)
 
 
-def _options(group):
-    own = group["lr"], group["lr_decay"], group["weight_decay"], group["eps"]
-    return *own, group["initial_accumulator_value"]
+_options = itemgetter("lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value")
 
 
 def _scalars(options, step, grad_scale):

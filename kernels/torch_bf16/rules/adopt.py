@@ -27,8 +27,7 @@ def _setup(w, g, states, scalars):
         minus_clip,
     ) = scalars  # fmt: skip
     m, v = states
-    g = g * grad_scale
-    g = g + w * weight_decay
+    g = g * grad_scale + w * weight_decay
     u = arithmetic.div(g, arithmetic.maximum(arithmetic.sqrt(v), eps))
     # g - g is zero, and NaN for an infinite g, of which clipping would leave nothing to see.
     u = arithmetic.minimum(arithmetic.maximum(u, minus_clip), clip) + (g - g)

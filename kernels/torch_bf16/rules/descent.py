@@ -41,27 +41,12 @@ def _columns(shape):
     return (*shape[:-2], 1, shape[-1])
 
 
-MUON = Rule(
-    "muon",
-    (),
-    _descent,
-    _options,
-    _muon_scalars,
-    stage_states=(State("momentum_buffer", FIRST_MOMENT, optional=True),),
-)
-ADAFACTOR = Rule(
-    "adafactor",
-    (),
-    _descent,
-    _options,
-    _adafactor_scalars,
-    stage_states=(State("row_var", EXACT, shape=_rows), State("col_var", EXACT, shape=_columns)),
-)
+_MOMENTUM = (State("momentum_buffer", FIRST_MOMENT, optional=True),)
+_FACTORS = (State("row_var", EXACT, shape=_rows), State("col_var", EXACT, shape=_columns))
+_VARIANCE = (State("variance", EXACT),)
+
+MUON = Rule("muon", (), _descent, _options, _muon_scalars, stage_states=_MOMENTUM)
+ADAFACTOR = Rule("adafactor", (), _descent, _options, _adafactor_scalars, stage_states=_FACTORS)
 ADAFACTOR_VECTOR = Rule(
-    "adafactor_vector",
-    (),
-    _descent,
-    _options,
-    _adafactor_scalars,
-    stage_states=(State("variance", EXACT),),
+    "adafactor_vector", (), _descent, _options, _adafactor_scalars, stage_states=_VARIANCE
 )

@@ -19,7 +19,7 @@ therefore counts as if it had always been what it is now.
 from __future__ import annotations
 
 from . import arithmetic
-from .adam import ADAM
+from .adam import ADAM, moments
 from .rule import Rule
 from .weight_decay import either_decay
 
@@ -32,10 +32,8 @@ def _nadam(w, g, states, scalars):
         gradient_size, momentum_size, eps,
     ) = scalars  # fmt: skip
     m, v = states
-    g = g * grad_scale
-    g = g + w * weight_decay
-    m = m + (g - m) * one_minus_beta1
-    v = v * beta2 + (g * g) * one_minus_beta2
+    g = g * grad_scale + w * weight_decay
+    m, v = moments(g, m, v, beta2, one_minus_beta1, one_minus_beta2)
     step = g * gradient_size + m * momentum_size
     return w * decay - arithmetic.div(step, arithmetic.sqrt(v) + eps), (m, v)
 

@@ -16,7 +16,7 @@ Which of the two updates a step takes is decided by its scalars alone.
 from __future__ import annotations
 
 from . import arithmetic
-from .adam import ADAM
+from .adam import ADAM, moments
 from .rule import Rule
 from .weight_decay import either_decay
 
@@ -29,10 +29,8 @@ def _radam(w, g, states, scalars):
         step_size, root_size, eps,
     ) = scalars  # fmt: skip
     m, v = states
-    g = g * grad_scale
-    g = g + w * weight_decay
-    m = m + (g - m) * one_minus_beta1
-    v = v * beta2 + (g * g) * one_minus_beta2
+    g = g * grad_scale + w * weight_decay
+    m, v = moments(g, m, v, beta2, one_minus_beta1, one_minus_beta2)
     w = w * decay - arithmetic.div(m * step_size, arithmetic.sqrt(v) * root_size + eps)
     return w, (m, v)
 

@@ -14,6 +14,8 @@ numbers that are right to 0.4 % it is noise as soon as a gradient is steady. tor
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from . import arithmetic
 from .rule import EXACT, FIRST_MOMENT, SECOND_MOMENT, Rule, State
 
@@ -27,8 +29,7 @@ _MOMENTUM = (State("momentum_buffer", FIRST_MOMENT, optional=True),)
 def _rmsprop(w, g, states, scalars):
     grad_scale, weight_decay, lr, alpha, one_minus_alpha, eps, _ = scalars
     (v,) = states
-    g = g * grad_scale
-    g = g + w * weight_decay
+    g = g * grad_scale + w * weight_decay
     v = v * alpha + (g * g) * one_minus_alpha
     return w - arithmetic.div(g * lr, arithmetic.sqrt(v) + eps), (v,)
 
@@ -36,40 +37,38 @@ def _rmsprop(w, g, states, scalars):
 def _momentum(w, g, states, scalars):
     grad_scale, weight_decay, lr, alpha, one_minus_alpha, eps, momentum = scalars
     v, b = states
-    g = g * grad_scale
-    g = g + w * weight_decay
+    g = g * grad_scale + w * weight_decay
     v = v * alpha + (g * g) * one_minus_alpha
     b = b * momentum + arithmetic.div(g, arithmetic.sqrt(v) + eps)
     return w - b * lr, (v, b)
 
 
-def _centered(w, g, states, scalars):
-    grad_scale, weight_decay, lr, alpha, one_minus_alpha, eps, _ = scalars
-    v, a = states
-    g = g * grad_scale
-    g = g + w * weight_decay
+def _variance(g, v, a, alpha, one_minus_alpha):
+    """Both averages, one step on, and the variance that follows from them."""
     v = v * alpha + (g * g) * one_minus_alpha
     a = a + (g - a) * one_minus_alpha
     # v - v is zero, and NaN where v is infinite: a gradient without bound is not passed over.
-    variance = arithmetic.maximum(v - a * a, v - v)
+    return v, a, arithmetic.maximum(v - a * a, v - v)
+
+
+def _centered(w, g, states, scalars):
+    grad_scale, weight_decay, lr, alpha, one_minus_alpha, eps, _ = scalars
+    v, a = states
+    g = g * grad_scale + w * weight_decay
+    v, a, variance = _variance(g, v, a, alpha, one_minus_alpha)
     return w - arithmetic.div(g * lr, arithmetic.sqrt(variance) + eps), (v, a)
 
 
 def _centered_momentum(w, g, states, scalars):
     grad_scale, weight_decay, lr, alpha, one_minus_alpha, eps, momentum = scalars
     v, a, b = states
-    g = g * grad_scale
-    g = g + w * weight_decay
-    v = v * alpha + (g * g) * one_minus_alpha
-    a = a + (g - a) * one_minus_alpha
-    variance = arithmetic.maximum(v - a * a, v - v)
+    g = g * grad_scale + w * weight_decay
+    v, a, variance = _variance(g, v, a, alpha, one_minus_alpha)
     b = b * momentum + arithmetic.div(g, arithmetic.sqrt(variance) + eps)
     return w - b * lr, (v, a, b)
 
 
-def _options(group):
-    own = group["lr"], group["alpha"], group["eps"], group["weight_decay"]
-    return *own, group["momentum"]
+_options = itemgetter("lr", "alpha", "eps", "weight_decay", "momentum")
 
 
 def _scalars(options, step, grad_scale):
@@ -81,9 +80,5 @@ RMSPROP = Rule("rmsprop", _PLAIN, _rmsprop, _options, _scalars)
 RMSPROP_MOMENTUM = Rule("rmsprop_momentum", (*_PLAIN, *_MOMENTUM), _momentum, _options, _scalars)
 RMSPROP_CENTERED = Rule("rmsprop_centered", _CENTERED, _centered, _options, _scalars)
 RMSPROP_CENTERED_MOMENTUM = Rule(
-    "rmsprop_centered_momentum",
-    (*_CENTERED, *_MOMENTUM),
-    _centered_momentum,
-    _options,
-    _scalars,
+    "rmsprop_centered_momentum", (*_CENTERED, *_MOMENTUM), _centered_momentum, _options, _scalars
 )
