@@ -89,7 +89,5 @@ def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:
     roles = ("weights", *(state.role for state in rule.states))
     formats = tuple(recipe.format_of(role, shard.shape, dtype) for role in roles)
     for each in formats:
-        if each.block > 1:
-            shard.check_blocks(each.block)
-            shard.span.check_blocks(each.block)
+        shard.check_blocks(each.block)
     return formats

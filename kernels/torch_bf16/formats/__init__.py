@@ -1,9 +1,15 @@
 """Storage formats: how one number of an optimizer is kept between two steps."""
 
 from .blocks import BLOCK, INT8, UINT8
+from .floats import (
+    BF16_NEAREST,
+    BF16_PLUS_8,
+    BF16_PLUS_16,
+    BF16_PLUS_FP32,
+    BF16_STOCHASTIC,
+    FP32,
+)
 from .format import Format, Plane
-from .masters import BF16_PLUS_8, BF16_PLUS_16, BF16_PLUS_FP32
-from .single import BF16_NEAREST, BF16_STOCHASTIC, FP32
 
 __all__ = [
     "BF16_NEAREST",
@@ -22,23 +28,10 @@ __all__ = [
     "get_format",
 ]
 
-FORMATS = {
-    each.name: each
-    for each in (
-        FP32,
-        BF16_NEAREST,
-        BF16_STOCHASTIC,
-        BF16_PLUS_16,
-        BF16_PLUS_8,
-        BF16_PLUS_FP32,
-        INT8,
-        UINT8,
-    )
-}
-
 _WEIGHTS = (BF16_NEAREST, BF16_STOCHASTIC, BF16_PLUS_16, BF16_PLUS_8, BF16_PLUS_FP32)
 _MOMENTS = {each.name: each for each in (FP32, BF16_NEAREST, BF16_STOCHASTIC, INT8)}
 
+FORMATS = {each.name: each for each in (FP32, *_WEIGHTS, INT8, UINT8)}
 ROLES: dict[str, dict[str, Format]] = {
     "weights": {each.name: each for each in _WEIGHTS},
     "exp_avg": _MOMENTS,

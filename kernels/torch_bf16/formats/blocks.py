@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import torch
 
+from .floats import BF16_NEAREST, BF16_STOCHASTIC
 from .format import Format, Plane
-from .single import BF16_NEAREST, BF16_STOCHASTIC
 
 __all__ = ["BLOCK", "INT8", "UINT8"]
 
@@ -70,14 +70,13 @@ def _decode_int8(planes):
     return _decode(code * code.abs(), planes[1], 127.0**2)
 
 
-def _encode_int8(x, r, planes):
+def _split_int8(x, r):
     flat = x.contiguous().view(-1)
     scales = _scales(flat)
     root = _times(_sqrt(flat.abs()), _sqrt(_per_scale(scales, 127.0**2)))
     # Not of a NaN, which no integer is.
     code = torch.where(root > 0, root, 0).round()
-    planes[0].copy_(torch.where(flat < 0, -code, code).view(x.shape))
-    planes[1].copy_(scales.view(planes[1].shape))
+    return _shaped(torch.where(flat < 0, -code, code), scales, x)
 
 
 def _decode_uint8(planes):
@@ -85,7 +84,7 @@ def _decode_uint8(planes):
     return _decode(code * code, planes[1], 255.0**2)
 
 
-def _encode_uint8(x, r, planes):
+def _split_uint8(x, r):
     flat = x.contiguous().view(-1)
     scales = _scales(flat)
     per_scale = _per_scale(scales, 255.0**2)
@@ -96,15 +95,15 @@ def _encode_uint8(x, r, planes):
     # The odd multiples of 2**-15: none is 0, and no code but a hair below one is taken for it.
     threshold = ((r.view(-1) & 0xFFFC) | 2).float() * 2.0**-15
     up = _times(flat, per_scale) - code * code > threshold * (code + 0.5)
-    planes[0].copy_(torch.where(flat > 0, code + up, 0).view(x.shape))
-    planes[1].copy_(scales.view(planes[1].shape))
+    return _shaped(torch.where(flat > 0, code + up, 0), scales, x)
+
+
+def _shaped(codes, scales, x):
+    return codes.view(x.shape), scales.view(_SCALE.shape(x.shape)) if x.ndim > 1 else scales
 
 
 _SCALE = Plane("scale", torch.float32, BLOCK)
+_INT8, _UINT8 = (Plane("", torch.int8), _SCALE), (Plane("", torch.uint8), _SCALE)
 
-INT8 = Format(
-    "int8", (Plane("", torch.int8), _SCALE), False, _decode_int8, _encode_int8, BF16_NEAREST
-)
-UINT8 = Format(
-    "uint8", (Plane("", torch.uint8), _SCALE), True, _decode_uint8, _encode_uint8, BF16_STOCHASTIC
-)
+INT8 = Format("int8", _INT8, False, _decode_int8, _split_int8, BF16_NEAREST)
+UINT8 = Format("uint8", _UINT8, True, _decode_uint8, _split_uint8, BF16_STOCHASTIC)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,10 @@ class Format:
     Attributes:
         name: the name used in recipes.
         planes: the tensors it needs; the first has the number's shape.
-        stochastic: whether ``encode`` needs 16 random bits per element.
+        stochastic: whether ``split`` needs 16 random bits per element.
         decode: ``decode(planes) -> fp32 tensor``.
-        encode: ``encode(x, r, planes)`` writes fp32 ``x`` into ``planes`` in place; ``r`` is an
-            int32 tensor of uniform 16-bit integers where ``stochastic``, else None.
+        split: ``split(x, r)``: for each plane what fp32 ``x`` is there; ``r`` is an int32 tensor of
+            uniform 16-bit integers where ``stochastic``, else None.
         fallback: the format for tensors whose rows are no whole blocks.
     """
 
@@ -56,8 +57,13 @@ class Format:
     planes: tuple[Plane, ...]
     stochastic: bool
     decode: Callable[[Sequence[Tensor]], Tensor]
-    encode: Callable[[Tensor, Tensor | None, Sequence[Tensor]], None]
+    split: Callable[[Tensor, Any], tuple[Tensor, ...]]
     fallback: Format | None = None
+
+    def encode(self, x: Tensor, r: Tensor | None, planes: Sequence[Tensor]) -> None:
+        """Write fp32 ``x`` into ``planes``, in place; ``r`` as for ``split``."""
+        for plane, part in zip(planes, self.split(x, r), strict=True):
+            plane.copy_(part)
 
     @cached_property
     def block(self) -> int:

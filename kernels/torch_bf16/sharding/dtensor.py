@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .local import is_dtensor, place_like
+from .local import is_dtensor, whole
 from .shard import Shard
 from .span import Span, runs_of
 
@@ -25,16 +25,13 @@ __all__ = ["DTensorShard", "box_at"]
 class DTensorShard(Shard):
     """What this rank holds of a DTensor."""
 
+    parameter: Any
     sharded = True
     replaces_parameter = True
 
     @property
-    def _placed(self) -> Any:
-        return self.parameter
-
-    @property
     def memory(self) -> Tensor:
-        return self._placed._local_tensor.detach()
+        return self.parameter._local_tensor.detach()
 
     @cached_property
     def span(self) -> Span:
@@ -42,7 +39,7 @@ class DTensorShard(Shard):
         try:
             offset, width, pitch = runs_of(self.shape, box)
         except ValueError as error:
-            raise _refused(self._placed.placements, str(error)) from None
+            raise _refused(self.parameter.placements, str(error)) from None
         numel = prod(each.stop - each.start for each in box)
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
 
@@ -52,22 +49,22 @@ class DTensorShard(Shard):
         box, found = self._box_of(self.shape), tuple(self.memory.shape)
         if tuple(each.stop - each.start for each in box) != found and self.memory.numel():
             why = f"its part here has shape {found}, where {box} was expected"
-            raise _refused(self._placed.placements, why)
+            raise _refused(self.parameter.placements, why)
         return box
 
     def _box_of(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        mesh = self._placed.device_mesh
+        mesh = self.parameter.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return tuple(slice(0, 0) for _ in shape)
-        return box_at(shape, mesh.shape, coordinate, self._placed.placements)
+        return box_at(shape, mesh.shape, coordinate, self.parameter.placements)
 
     def gradient(self) -> Tensor:
         # Partial sums, say, of a norm gain under sequence parallelism.
         return self._in_place(self.parameter.grad)
 
     def _in_place(self, tensor: Any) -> Tensor:
-        placed = self._placed
+        placed = self.parameter
         if tensor._spec is not placed._spec and tensor.placements != placed.placements:
             tensor = tensor.redistribute(placements=placed.placements)
         memory = tensor._local_tensor
@@ -81,7 +78,7 @@ class DTensorShard(Shard):
                 "is a DTensor and has a gradient that is a plain tensor: give it one on the same "
                 "mesh, by DTensor.from_local(...) or distribute_tensor(...)"
             )
-        mesh, other = self._placed.device_mesh, gradient.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        mesh, other = self.parameter.device_mesh, gradient.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh != other:
             return (
                 f"is placed on {mesh} and its gradient on {other}: ranks would read other elements "
@@ -90,7 +87,7 @@ class DTensorShard(Shard):
         return None
 
     def check_blocks(self, block: int) -> None:
-        mesh, placements = self._placed.device_mesh.shape, self._placed.placements
+        mesh, placements = self.parameter.device_mesh.shape, self.parameter.placements
         shape = self.shape
         inner = [dim for dim, each in enumerate(placements) if getattr(each, "dim", 0) > 0]
         if block == 1 or not inner:
@@ -115,20 +112,19 @@ class DTensorShard(Shard):
                 )
 
     def take(self, saved: Tensor) -> Tensor:
-        if is_dtensor(saved):
-            placed: Any = saved
-            if placed.device_mesh == self._placed.device_mesh:
-                return self._in_place(placed)
-            saved = placed.full_tensor()
+        if is_dtensor(saved) and saved.device_mesh == self.parameter.device_mesh:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._in_place(saved)
+        saved = whole(saved)
         # A copy, because a view would keep the whole tensor.
         box = self._box if saved.shape == self.parameter.shape else self._box_of(saved.shape)
         return saved[box].clone(memory_format=torch.contiguous_format)
 
-    def place(self, memory: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        return place_like(self.parameter, memory, shape)
-
     def gather(self, memory: Tensor) -> Tensor:
-        mesh, placements, dims = self._placed.device_mesh, self._placed.placements, self.cut_over()
+        mesh, placements, dims = (
+            self.parameter.device_mesh,
+            self.parameter.placements,
+            self.cut_over(),
+        )
         if not dims or not self.numel:
             return memory
         boxes = []
@@ -146,18 +142,18 @@ class DTensorShard(Shard):
             more = parts.new_empty(mesh.shape[dim] * parts.numel())
             dist.all_gather_into_tensor(more, parts, group=mesh.get_group(dim))
             parts = more
-        whole = memory.new_empty(self.shape)
+        result = memory.new_empty(self.shape)
         for box, size, part in zip(boxes, sizes, parts.view(-1, most), strict=True):
-            whole[box] = part[: prod(size)].view(size)
-        return whole
+            result[box] = part[: prod(size)].view(size)
+        return result
 
     def cut_over(self) -> tuple[int, ...]:
         """The mesh dimensions whose ranks hold other elements."""
-        placements = self._placed.placements
+        placements = self.parameter.placements
         return tuple(dim for dim, each in enumerate(placements) if not each.is_replicate())
 
     def groups(self) -> list[Any]:
-        return [self._placed.device_mesh.get_group(dim) for dim in self.cut_over()]
+        return [self.parameter.device_mesh.get_group(dim) for dim in self.cut_over()]
 
 
 def box_at(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 from weakref import ref
@@ -51,8 +50,10 @@ class Fsdp1Shard(Shard):
         handle = _known(self.parameter)
         if handle is None:
             # A parameter does not know who flattened it. Once per model: this asks all that lives.
-            for each in _live_handles():
-                _note(each)
+            private: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
+            for each in gc.get_objects() if private else ():
+                if type(each) is private.FlatParamHandle:
+                    _note(each)
             handle = _known(self.parameter)
         if handle is None:
             raise LookupError(
@@ -168,12 +169,6 @@ def register(module: nn.Module) -> None:
 def _known(parameter: Tensor) -> Any:
     reference = _handles.get(parameter)
     return None if reference is None else reference()
-
-
-def _live_handles() -> Iterator[Any]:
-    private = sys.modules.get("torch.distributed.fsdp._flat_param")
-    if private is not None:
-        yield from (o for o in gc.get_objects() if type(o) is private.FlatParamHandle)
 
 
 def _note(handle: Any) -> None:

@@ -66,17 +66,12 @@ def same_memory(given: Any, own: Any) -> bool:
         return False
     if given is own:
         return True
-    if given.shape != own.shape or _placements(given) != _placements(own):
-        return False
-    one, other = local(given), local(own)
-    return (
-        one.dtype == other.dtype
-        and one.device == other.device
-        and one.device.type != "meta"
-        and (one.data_ptr(), one.shape, one.stride())
-        == (other.data_ptr(), other.shape, other.stride())
-    )
+    return given.shape == own.shape and not local(own).is_meta and _place(given) == _place(own)
 
 
-def _placements(tensor: Any) -> Any:
-    return tensor.placements if is_dtensor(tensor) else None
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """What two tensors share where they are one and the same."""
+    memory = local(tensor)
+    placements = tensor.placements if is_dtensor(tensor) else None
+    kind = memory.dtype, memory.device, memory.data_ptr()
+    return placements, memory.shape, memory.stride(), *kind

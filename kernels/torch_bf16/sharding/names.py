@@ -7,8 +7,6 @@ __all__ = ["WRAPPERS", "bare_name", "without_wrappers"]
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 """Parts that wrappers put into the names of what is inside them."""
 
-_DDP = "module."
-
 
 def without_wrappers(name: str) -> str:
     """A name without the parts of wrappers that cannot be meant by anything else."""
@@ -20,6 +18,6 @@ def without_wrappers(name: str) -> str:
 def bare_name(name: str) -> str:
     """A parameter's name, the same whether its module is compiled, wrapped by DDP, both or none."""
     name = without_wrappers(name)
-    while name.startswith(_DDP):
-        name = name.removeprefix(_DDP)
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
     return name

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .local import is_dtensor, version_of, whole
+from .local import is_dtensor, place_like, version_of, whole
 from .span import Span
 
 __all__ = ["Shard"]
@@ -100,13 +100,8 @@ class Shard:
         return whole(saved)
 
     def place(self, memory: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        """A tensor placed like the parameter.
-
-        Args:
-            memory: this rank's part, any dtype.
-            shape: of the whole result, where it is not the parameter's.
-        """
-        return memory
+        """A tensor placed like the parameter, as :func:`.local.place_like` has it."""
+        return place_like(self.parameter, memory, shape)
 
     def gather(self, memory: Tensor) -> Tensor:
         """The whole tensor from the parts that ranks hold; communicates on all of them.

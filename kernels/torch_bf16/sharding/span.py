@@ -77,19 +77,6 @@ class Span:
         e = torch.arange(self.numel, device=device)
         return self.offset + e // self.width * self.pitch + e % self.width
 
-    def check_blocks(self, block: int) -> None:
-        """Refuse elements that do not start and end with a block of a format.
-
-        Raises:
-            NotImplementedError: they do not.
-        """
-        if self.numel and (self.offset % block or self.width % block or self.pitch % block):
-            raise NotImplementedError(
-                f"int8 moments of {self.name!r} cannot be kept: they are encoded in blocks of "
-                f"{block}, and this rank holds {self.width} elements from {self.offset} on, which "
-                "cuts some. Use a recipe with exp_avg and exp_avg_sq in bf16"
-            )
-
 
 def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:
     """(offset, width, pitch) of a box of a tensor, one interval per dimension; see :class:`Span`.
