@@ -189,15 +189,15 @@ def test_numba_without_its_compiler_leaves_the_step_to_eager(monkeypatch):
 def test_a_place_without_a_writable_cache_still_compiles(monkeypatch):
     from torch_bf16.backends.cpu import kernel
 
-    real, calls = kernel.jit, []
+    real, calls = kernel._jit, []
 
-    def jit(*args, **kwargs):
+    def jit(**kwargs):
         calls.append(kwargs)
         if kwargs.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
-        return real(*args, **kwargs)
+        return real(**kwargs)
 
-    monkeypatch.setattr(kernel, "jit", jit)
+    monkeypatch.setattr(kernel, "_jit", jit)
     variant = make_case("sgd", "nearest", torch.bfloat16, [0], sizes=(3,))[0].variant
     kernel.compile_step.__wrapped__(variant, 3)
     assert calls[-2].get("cache")

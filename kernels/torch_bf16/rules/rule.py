@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = [
-    "EXACT",
-    "FIRST_MOMENT",
-    "GRADIENT",
-    "SECOND_MOMENT",
-    "WEIGHTS",
-    "Rule",
-    "State",
-    "lift",
-]
+__all__ = ["EXACT", "FIRST_MOMENT", "GRADIENT", "SECOND_MOMENT", "WEIGHTS", "Rule", "State", "lift"]
 
 WEIGHTS = "weights"
 GRADIENT = "gradient"

@@ -67,7 +67,6 @@ def no_values_of_two(*arguments):
 
 
 _I32 = ir.IntType(32)
-_F32 = ir.FloatType()
 
 
 def _binary(operation):
@@ -99,31 +98,18 @@ def max32(a, b):
     return a if a > b else b
 
 
-@intrinsic
-def float_to_bits(typingctx, x):
-    """float32 -> its bit pattern as uint32."""
+def _cast(operation, source, target, kind):
+    @intrinsic
+    def apply(typingctx, x):
+        def codegen(context, builder, signature, arguments):
+            return getattr(builder, operation)(arguments[0], kind)
 
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], _I32)
+        return target(source), codegen
 
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def float_from_bits(typingctx, bits):
-    """uint32 bit pattern -> float32."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], _F32)
-
-    return types.float32(types.uint32), codegen
+    return apply
 
 
-@intrinsic
-def low32(typingctx, x):
-    """The low 32 bits of a 64-bit integer."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.trunc(arguments[0], _I32)
-
-    return types.uint32(types.int64), codegen
+float_to_bits = _cast("bitcast", types.float32, types.uint32, _I32)
+float_from_bits = _cast("bitcast", types.uint32, types.float32, ir.FloatType())
+low32 = _cast("trunc", types.int64, types.uint32, _I32)
+"""The low 32 bits of a 64-bit integer."""

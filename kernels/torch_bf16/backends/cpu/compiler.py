@@ -6,7 +6,6 @@ import functools
 import hashlib
 from itertools import count
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numba
@@ -16,11 +15,12 @@ from numba.np.unsafe import ndarray
 
 from torch_bf16 import rules
 from torch_bf16.backends.bucket import Variant
+from torch_bf16.rules import arithmetic
 
 from .bits import inlined, no_effect, no_values
 from .llvm_hints import address_as_pointer, prefetch
 
-__all__ = ["ELEMENTS", "Compiler", "carray", "jit", "source_hash"]
+__all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "source_hash"]
 
 # Bytes of a cache line.
 _LINE = 64
@@ -37,8 +37,6 @@ _ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
 _as_tuple: Any = ndarray.to_fixed_tuple
 carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 
-jit: Any = functools.partial(numba.njit, error_model="numpy", nogil=True)
-
 
 @inlined
 def _sqrt(x):
@@ -51,27 +49,18 @@ def _div(a, b):
 
 
 @inlined
-def _maximum(a, b):
-    return a if a > b else (b if b >= a else a + b)
-
-
-@inlined
-def _minimum(a, b):
-    return a if a < b else (b if b <= a else a + b)
-
-
-@inlined
 def _sign(x):
     return _PLUS_ONE if x > _ZERO else (_MINUS_ONE if x < _ZERO else x - x)
 
 
-_ARITHMETIC = {
+ARITHMETIC = {
     "sqrt": _sqrt,
     "div": _div,
-    "maximum": _maximum,
-    "minimum": _minimum,
+    "maximum": inlined(arithmetic.maximum),
+    "minimum": inlined(arithmetic.minimum),
     "sign": _sign,
 }
+"""Numba's primitives, for :func:`torch_bf16.rules.lift`."""
 
 
 class Compiler:
@@ -92,14 +81,6 @@ class Compiler:
         """``function`` as a part of the kernel."""
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
         return inlined(function)
-
-    def rebind(self, function, **names):
-        """``function`` with some of its globals replaced, not compiled yet."""
-        return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
-
-    def lift(self, update):
-        """A rule with Numba's primitives in place of its ``arithmetic`` module."""
-        return rules.lift(update, _ARITHMETIC, self.compile)
 
     def view(self, planes, column):
         """``view(addresses, start, n)``: arrays over planes; addresses start at ``column``."""

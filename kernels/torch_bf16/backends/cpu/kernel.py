@@ -8,7 +8,7 @@ through a table of addresses, so that one call serves every tensor of a bucket.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numba
@@ -17,10 +17,11 @@ import torch
 
 from torch_bf16.backends.bucket import Variant
 from torch_bf16.formats import BF16_NEAREST, FP32
+from torch_bf16.rules import lift
 
 from . import codegen
 from .bits import add32, and32, inlined, low32, mul32, no_effect, shl32, shr32, xor32
-from .compiler import Compiler, carray, jit, source_hash
+from .compiler import ARITHMETIC, Compiler, carray, source_hash
 from .llvm_hints import SCRATCH, TILE, no_alias, scratch_on_stack, wide_vectors
 
 __all__ = ["CHUNK", "compile_step"]
@@ -50,6 +51,7 @@ _SIGNATURE = numba.void(
     numba.int64,
     numba.int64,
 )
+_jit: Any = functools.partial(numba.njit, _SIGNATURE, error_model="numpy", nogil=True)
 
 
 @inlined
@@ -165,7 +167,7 @@ def compile_step(variant: Variant, n_scalars: int):
         (drawn.index(draw.stream), draw.shift) if each.stochastic else None for each, draw in pairs
     ]
     built: Any = ModuleType("parts")
-    built.rule = compiler.lift(variant.rule.update)
+    built.rule = lift(variant.rule.update, ARITHMETIC, compiler.compile)
     built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
     built.write_one, built.write_two = codegen.writes(compiler, formats[1:], offsets[1:], draws)
     built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, offsets)
@@ -178,21 +180,19 @@ def compile_step(variant: Variant, n_scalars: int):
     built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], built.tile)
     built.take_scalars = compiler.take(n_scalars)
     built.take_keys = compiler.take(2 * len(variant.formats))
-    if in_blocks:
-        built.update_one = no_effect
-    else:
-        built.update_one = compiler.compile(compiler.rebind(_update_one, parts=built))
-    built.update_slice = compiler.compile(compiler.rebind(_update_slice, parts=built))
-    run = compiler.rebind(_run_chunks, parts=built)
-    return _cached(run, f"run_{variant.name}_{source_hash()}")
-
-
-def _cached(function, name):
+    built.update_one = no_effect if in_blocks else compiler.compile(_of(built, _update_one))
+    built.update_slice = compiler.compile(_of(built, _update_slice))
+    run = _of(built, _run_chunks)
     # Numba's cache is keyed by the function's name and its source file's age. It sees neither the
     # parts that reach the kernel as globals nor their sources, so the name stands for both.
-    function.__qualname__ = name
+    run.__qualname__ = f"run_{variant.name}_{source_hash()}"
     try:
-        return jit(_SIGNATURE, cache=True)(function)
+        return _jit(cache=True)(run)
     except (RuntimeError, OSError):
         # No directory for a cache can be written: compile again in every process.
-        return jit(_SIGNATURE)(function)
+        return _jit()(run)
+
+
+def _of(built, function):
+    """``function`` with the parts of a variant in the place of ``parts``."""
+    return FunctionType(function.__code__, {**globals(), "parts": built}, function.__name__)

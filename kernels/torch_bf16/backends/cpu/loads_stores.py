@@ -100,18 +100,14 @@ def store_floats(plane, i, first, second):
     plane[i + np.uintp(1)] = second
 
 
-_HALVES, _BYTES = _access(np.uint16, 16), _access(np.uint8, 8)
-
-LOADS = {
-    np.uint16: _HALVES[0],
-    np.uint8: _BYTES[0],
-    np.float32: (load_float, load_floats),
+_ACCESS = {
+    np.uint16: _access(np.uint16, 16),
+    np.uint8: _access(np.uint8, 8),
+    np.float32: ((load_float, load_floats), (store_float, store_floats)),
 }
+
+LOADS = {dtype: loads for dtype, (loads, _) in _ACCESS.items()}
 """``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the array's dtype."""
 
-STORES = {
-    np.uint16: _HALVES[1],
-    np.uint8: _BYTES[1],
-    np.float32: (store_float, store_floats),
-}
+STORES = {dtype: stores for dtype, (_, stores) in _ACCESS.items()}
 """``store(plane, i, x)`` and ``store(plane, i, first, second)``, likewise."""
