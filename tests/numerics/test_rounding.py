@@ -253,7 +253,7 @@ def test_refuses_draws_that_are_not_int32():
 
 
 def test_refuses_halves_of_the_wrong_kind():
-    with pytest.raises(ValueError, match=r"halves have dtypes torch.float32 and torch.int16"):
+    with pytest.raises(ValueError, match=r"parts have dtypes torch.float32 and torch.int16"):
         join16(torch.zeros(3), torch.zeros(3, dtype=torch.int16))
 
 

@@ -7,9 +7,9 @@ batch is frozen when it is made; what a step brings comes with :meth:`Batch.run`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from torch_bf16.backends import Backend, Bucket, KernelInputs, ScalarRows, Varia
 from torch_bf16.formats import Format
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Span, local
+from torch_bf16.sharding import Span
 
-__all__ = ["Batch", "Job", "by_variant"]
+__all__ = ["Batch", "Job", "alike"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +44,6 @@ class Job:
     planes: tuple[tuple[Tensor, ...], ...]
     gradient: torch.dtype
 
-    @classmethod
-    def of(
-        cls,
-        span: Span,
-        rule: Rule,
-        formats: Sequence[Format],
-        tensors: Mapping[str, Tensor],
-        gradient: torch.dtype,
-    ) -> Job:
-        """A job whose planes are found by their names.
-
-        Args:
-            span: may be one of several in the tensors' memory.
-            rule: the rule.
-            formats: of the weight, whose first plane is called ``""``, then of each state.
-            tensors: plain or sharded.
-            gradient: dtype of what a run brings.
-        """
-        names = ("", *(state.name for state in rule.states))
-        planes = tuple(
-            tuple(
-                span.of(local(tensors[key]), plane.block)
-                for key, plane in zip(each.plane_names(name), each.planes, strict=True)
-            )
-            for name, each in zip(names, formats, strict=True)
-        )
-        return cls(span, rule, tuple(formats), planes, gradient)
-
     @property
     def variant(self) -> Variant:
         """What the kernel for it is compiled for."""
@@ -77,17 +51,12 @@ class Job:
         return Variant(self.rule, self.formats, self.gradient, device, self.span.strided)
 
 
-def by_variant(jobs: Sequence[Job], apart: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """The numbers of jobs that one batch can take, batch by batch.
-
-    Args:
-        jobs: of any variants.
-        apart: one for each; jobs with different ones are not to share a batch.
-    """
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for number, job in enumerate(jobs):
-        alike[job.variant, None if apart is None else apart[number]].append(number)
-    return list(alike.values())
+def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
+    """The items of equal keys together: of equal variants, say, which one batch can take."""
+    found: dict[Hashable, list[_T]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return list(found.values())
 
 
 class Batch:

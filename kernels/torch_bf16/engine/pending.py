@@ -17,11 +17,7 @@ __all__ = ["Pending", "check_capturable", "clip_coefficient"]
 
 
 class Pending:
-    """What the next step was told, and how many were skipped.
-
-    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
-    the optimizer's attributes, but what they set stays with them.
-    """
+    """What the next step was told, and how many were skipped."""
 
     def __init__(self) -> None:
         self.coefficient: float | Tensor = 1.0

@@ -6,8 +6,7 @@ separate them: each group's hyperparameters are a row of a small table.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter, ne
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
-from torch_bf16.sharding import Span
+from torch_bf16.sharding import Span, local
 
-from .batch import Batch, Job, by_variant
+from .batch import Batch, Job, alike
 from .guard import Guard
 from .member import Member
 
@@ -46,16 +45,14 @@ class Plan:
         self.members = members
         self._setting = setting
         rows = [
-            _Row(number, member, piece)
+            _Row(number, member, _job(member, piece))
             for number, member in enumerate(members)
             for piece in member.shard.span.pieces()
         ]
-        jobs = [row.job() for row in rows]
-        self._parts = [
-            _Part([jobs[n] for n in numbers], [rows[n] for n in numbers], seed, backend)
-            for numbers in by_variant(jobs, [row.alone for row in rows])
-        ]
-        self._scalars = [_Scalars(parts) for parts in _by_rule(self._parts)]
+        one_batch = alike(rows, lambda row: (row.job.variant, row.alone))
+        self._parts = [_Part(some, seed, backend) for some in one_batch]
+        one_rule = alike(self._parts, lambda part: part.rule_on_device)
+        self._sources = [(parts, _source(parts)) for parts in one_rule]
 
     def watch(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Remember all tensors as they are, once the optimizer keeps the members' states.
@@ -129,9 +126,9 @@ class Plan:
             ValueError: no step follows from a group's options.
         """
         rows: dict[_Part, ScalarRows] = {}
-        for each in self._scalars:
-            rows.update(each.set(groups, told))
-        skipped = any(each.source.skipped for each in self._scalars)
+        for parts, source in self._sources:
+            rows.update(zip(parts, source.set(groups, told), strict=True))
+        skipped = any(source.skipped for _, source in self._sources)
         return None if skipped else [rows[part] for part in self._parts]
 
     def run(self, scalars: Sequence[ScalarRows], told: StepInputs) -> None:
@@ -144,8 +141,8 @@ class Plan:
         gradients = self._guard.gradients()
         for part, rows in zip(self._parts, scalars, strict=True):
             part.run(gradients, rows, told)
-        for each in self._scalars:
-            each.source.count()
+        for _, source in self._sources:
+            source.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ class _Row:
 
     number: int
     member: Member
-    span: Span
+    job: Job
 
     @property
     def alone(self) -> int | None:
@@ -166,25 +163,33 @@ class _Row:
         plain = self.member.direction is None and self.member.shard.memory.is_contiguous()
         return None if plain else self.number
 
-    def job(self) -> Job:
-        member = self.member
-        gradient: Any = member.parameter.grad
-        dtype = gradient.dtype if member.direction is None else torch.float32
-        tensors = {**member.state, "": member.parameter.detach()}
-        return Job.of(self.span, member.rule, member.formats, tensors, dtype)
+
+def _job(member: Member, span: Span) -> Job:
+    gradient: Any = member.parameter.grad
+    dtype = gradient.dtype if member.direction is None else torch.float32
+    tensors = {**member.state, "": member.parameter.detach()}
+    names = ("", *(state.name for state in member.rule.states))
+    planes = tuple(
+        tuple(
+            span.of(local(tensors[key]), plane.block)
+            for key, plane in zip(each.plane_names(name), each.planes, strict=True)
+        )
+        for name, each in zip(names, member.formats, strict=True)
+    )
+    return Job(span, member.rule, member.formats, planes, dtype)
 
 
 class _Part:
     """The rows of one batch."""
 
-    def __init__(
-        self, jobs: Sequence[Job], rows: Sequence[_Row], seed: int, backend: str | None
-    ) -> None:
-        self.batch, self.rows = Batch(jobs, seed, backend), rows
-        self._jobs, self._seed = jobs, seed
+    def __init__(self, rows: Sequence[_Row], seed: int, backend: str | None) -> None:
+        self.batch, self.rows = Batch([row.job for row in rows], seed, backend), rows
+        self._seed = seed
         self._numbers = [row.number for row in rows]
-        self._whole = all(row.span.numel == row.member.shard.memory.numel() for row in rows)
+        self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
         self._copied = not rows[0].member.shard.memory.is_contiguous()
+        variant, backend_name = self.batch.variant, self.batch.backend.name
+        self.rule_on_device = (backend_name, variant.rule, variant.device)
 
     def run(self, gradients: Sequence[Tensor], scalars: ScalarRows, told: StepInputs) -> None:
         """Update the rows; ``gradients`` are all members', of this rank's parts."""
@@ -196,49 +201,29 @@ class _Part:
         if member.direction is not None:
             taken = [member.preprocess(taken[0], told)] * len(taken)
         if not self._whole:
-            taken = [row.span.of(each) for row, each in zip(self.rows, taken, strict=True)]
+            taken = [row.job.span.of(each) for row, each in zip(self.rows, taken, strict=True)]
         if self._copied:
-            self._run_on_a_copy(taken, scalars)
+            (row,) = self.rows
+            (weight, *rest), *states = row.job.planes
+            copy = weight.contiguous()
+            job = replace(row.job, planes=((copy, *rest), *states))
+            Batch([job], self._seed, self.batch.backend).run(taken, scalars)
+            weight.copy_(copy)
         else:
             self.batch.run(taken, scalars)
 
-    def _run_on_a_copy(self, gradients: Sequence[Tensor], scalars: ScalarRows) -> None:
-        (job,) = self._jobs
-        (weight, *rest), *states = job.planes
-        copy = weight.contiguous()
-        job = replace(job, planes=((copy, *rest), *states))
-        Batch([job], self._seed, self.batch.backend).run(gradients, scalars)
-        weight.copy_(copy)
 
-
-def _by_rule(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """The parts that share a rule on a device: one call computes the scalars of all of them."""
-    alike: dict[Any, list[_Part]] = defaultdict(list)
-    for each in parts:
-        variant = each.batch.variant
-        alike[each.batch.backend.name, variant.rule, variant.device].append(each)
-    return list(alike.values())
-
-
-class _Scalars:
-    """The scalars of parts that share a rule on a device, and what counts their steps."""
-
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = parts
-        members = [row.member for part in parts for row in part.rows]
-        variant = parts[0].batch.variant
-        self.source: ScalarSource = parts[0].batch.backend.scalars(
-            variant.rule,
-            variant.device,
-            [len(part.batch) for part in parts],
-            [each.group for each in members],
-            [each.state["step"] for each in members],
-        )
-        for each, step in zip(members, self.source.steps, strict=True):
-            each.state["step"] = step
-
-    def set(
-        self, groups: Sequence[Mapping[str, Any]], told: StepInputs
-    ) -> Iterable[tuple[_Part, ScalarRows]]:
-        """Each part's rows for the next step."""
-        return zip(self._parts, self.source.set(groups, told), strict=True)
+def _source(parts: Sequence[_Part]) -> ScalarSource:
+    """What computes the scalars of parts that share a rule on a device, and counts their steps."""
+    members = [row.member for part in parts for row in part.rows]
+    variant = parts[0].batch.variant
+    source = parts[0].batch.backend.scalars(
+        variant.rule,
+        variant.device,
+        [len(part.batch) for part in parts],
+        [each.group for each in members],
+        [each.state["step"] for each in members],
+    )
+    for each, step in zip(members, source.steps, strict=True):
+        each.state["step"] = step
+    return source

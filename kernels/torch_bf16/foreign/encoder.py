@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.engine.batch import Batch, Job, by_variant
+from torch_bf16.engine.batch import Batch, Job, alike
 from torch_bf16.formats import Format
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span
@@ -68,8 +68,8 @@ class Encoder:
             seed: of the noise.
             backend: name of the backend; None for the best that works.
         """
-        for numbers in by_variant([job for job, _, _ in self._jobs]):
-            jobs, xs, steps = zip(*(self._jobs[n] for n in numbers), strict=True)
+        for some in alike(self._jobs, lambda each: each[0].variant):
+            jobs, xs, steps = zip(*some, strict=True)
             planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
             key = (jobs[0].variant, seed, backend, *planes)
             batch = self._batches.get(key) or Batch(jobs, seed, backend)

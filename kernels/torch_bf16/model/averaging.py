@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.batch import Batch, Job, by_variant
+from torch_bf16.engine.batch import Batch, Job, alike
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
 from torch_bf16.sharding import Span, shard_of, unit_shapes
@@ -38,7 +38,7 @@ class _Averages:
     def __init__(self, seed: int, backend: str | None) -> None:
         self._seed, self._backend = seed, backend
         self._made_for: list[Any] = []
-        self._batches: list[tuple[Batch, list[int]]] = []
+        self._batches: list[tuple[Batch, Sequence[int]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_made_for": [], "_batches": []}
@@ -90,14 +90,10 @@ class _Averages:
             )
             for n, copy in copies.items()
         ]
-        numbers = list(copies)
-        self._batches = [
-            (
-                Batch([jobs[each] for each in some], self._seed, self._backend),
-                [numbers[each] for each in some],
-            )
-            for some in by_variant(jobs)
-        ]
+        self._batches = []
+        for pairs in alike(zip(copies, jobs, strict=True), lambda pair: pair[1].variant):
+            numbers, some = zip(*pairs, strict=True)
+            self._batches.append((Batch(some, self._seed, self._backend), numbers))
 
 
 def _stored(average: Tensor, value: Tensor) -> bool:

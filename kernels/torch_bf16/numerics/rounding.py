@@ -56,8 +56,7 @@ def bf16_nearest(x: Tensor) -> Tensor:
     """
     bits = _bits_of_fp32(x, "bf16_nearest")
     # No carry reaches the sign: the magnitude of a number that is not NaN ends at 0x7f800000.
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return _upper_half(torch.where(_is_nan(bits), bits | _QUIET, rounded))
+    return _upper_half(bits, bits + 0x7FFF + ((bits >> 16) & 1))
 
 
 def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
@@ -79,16 +78,7 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
         tensor([1.0000, 1.0078], dtype=torch.bfloat16)
     """
     bits = _bits_of_fp32(x, "bf16_stochastic")
-    if r.dtype != torch.int32:
-        raise ValueError(
-            f"bf16_stochastic: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
-            "pass int32 values in [0, 65535]"
-        )
-    magnitude = bits & _MAGNITUDE
-    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE)
-    special = torch.where(magnitude > _INFINITY, magnitude | _QUIET, magnitude)
-    result = torch.where(magnitude < _INFINITY, rounded, special)
-    return _upper_half(result | (bits & _SIGN))
+    return _upper_half(bits, _drawn(bits, r, 65535, "bf16_stochastic"))
 
 
 def split16(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +99,7 @@ def split16(x: Tensor) -> tuple[Tensor, Tensor]:
         (tensor([1.], dtype=torch.bfloat16), tensor([8389], dtype=torch.int16))
     """
     bits = _bits_of_fp32(x, "split16")
-    hi = _upper_half(torch.where(_is_nan(bits), bits | _QUIET, bits + 0x8000))
-    return hi, bits.to(torch.int16)
+    return _upper_half(bits, bits + 0x8000), bits.to(torch.int16)
 
 
 def join16(hi: Tensor, lo: Tensor) -> Tensor:
@@ -135,13 +124,7 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
         >>> torch.equal(join16(*split16(x)), x)
         True
     """
-    if hi.dtype != torch.bfloat16 or lo.dtype != torch.int16:
-        raise ValueError(
-            f"join16: the halves have dtypes {hi.dtype} and {lo.dtype}; "
-            "it takes the two results of split16, bfloat16 and int16"
-        )
-    upper = hi.detach().view(torch.int16).to(torch.int32) << 16
-    lower = lo.to(torch.int32)
+    upper, lower = _joined_bits(hi, lo, torch.int16, "join16")
     # A visible infinity may stand for a finite number just below it, so it is not special.
     joined = torch.where(_is_nan(upper), upper | (lower & 0xFFFF), upper + lower)
     zero = (upper & _MAGNITUDE) == 0
@@ -166,17 +149,8 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         >>> split8(torch.tensor([0.1]), torch.tensor([0], dtype=torch.int32))
         (tensor([0.1001], dtype=torch.bfloat16), tensor([-52], dtype=torch.int8))
     """
-    bits = _bits_of_fp32(x, "split8")
-    if r.dtype != torch.int32:
-        raise ValueError(
-            f"split8: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
-            "pass int32 values in [0, 255]"
-        )
-    magnitude = bits & _MAGNITUDE
-    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
-    bits = torch.where(magnitude < _INFINITY, rounded, bits)
-    hi = _upper_half(torch.where(_is_nan(bits), bits | _QUIET, bits + 0x8000))
-    return hi, (bits >> 8).to(torch.int8)
+    bits = _drawn(_bits_of_fp32(x, "split8"), r, 255, "split8")
+    return _upper_half(bits, bits + 0x8000), (bits >> 8).to(torch.int8)
 
 
 def join8(hi: Tensor, lo: Tensor) -> Tensor:
@@ -199,13 +173,8 @@ def join8(hi: Tensor, lo: Tensor) -> Tensor:
         >>> join8(*parts).item()
         0.09999847412109375
     """
-    if hi.dtype != torch.bfloat16 or lo.dtype != torch.int8:
-        raise ValueError(
-            f"join8: the parts have dtypes {hi.dtype} and {lo.dtype}; "
-            "it takes the two results of split8, bfloat16 and int8"
-        )
-    upper = hi.detach().view(torch.int16).to(torch.int32) << 16
-    lower = lo.to(torch.int32) << 8
+    upper, lower = _joined_bits(hi, lo, torch.int8, "join8")
+    lower <<= 8
     zero = (upper & _MAGNITUDE) == 0
     return (upper + torch.where(zero, lower & 0x7FFF, lower)).view(torch.float32)
 
@@ -223,6 +192,32 @@ def _is_nan(bits: Tensor) -> Tensor:
     return (bits & _MAGNITUDE) > _INFINITY
 
 
-def _upper_half(bits: Tensor) -> Tensor:
+def _drawn(bits: Tensor, r: Tensor, top: int, function: str) -> Tensor:
+    """Bits with ``r``, at most ``top``, added to the magnitude of what is finite."""
+    if r.dtype != torch.int32:
+        raise ValueError(
+            f"{function}: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
+            f"pass int32 values in [0, {top}]"
+        )
+    magnitude = bits & _MAGNITUDE
+    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
+    return torch.where(magnitude < _INFINITY, rounded, bits)
+
+
+def _upper_half(bits: Tensor, rounded: Tensor) -> Tensor:
+    """bf16: the upper half of ``rounded``, or of ``bits`` and quiet where these are a NaN's."""
+    result = torch.where(_is_nan(bits), bits | _QUIET, rounded)
     # The arithmetic shift leaves a value in the range of int16, so the cast cannot lose anything.
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return (result >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _joined_bits(
+    hi: Tensor, lo: Tensor, dtype: torch.dtype, function: str
+) -> tuple[Tensor, Tensor]:
+    """Both parts as int32, ``hi`` in the upper half."""
+    if hi.dtype != torch.bfloat16 or lo.dtype != dtype:
+        raise ValueError(
+            f"{function}: the parts have dtypes {hi.dtype} and {lo.dtype}; it takes the two "
+            f"results of {function.replace('join', 'split')}, torch.bfloat16 and {dtype}"
+        )
+    return hi.detach().view(torch.int16).to(torch.int32) << 16, lo.to(torch.int32)
