@@ -119,7 +119,7 @@ class Batch:
         scale: float = 1.0,
         bases: Any = None,
     ) -> None:
-        """The same where all jobs have the same options, and their rule does not look at the step.
+        """:meth:`run` where all jobs have the same options, and their rule no use for the step.
 
         Args:
             gradients: one for each job, contiguous.

@@ -43,12 +43,7 @@ class Guard:
     def holds(
         self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
     ) -> bool:
-        """Whether all are the same tensors in the same memory, of the same dtypes and shapes.
-
-        Args:
-            parameters: those with a gradient now.
-            states: the optimizer's state now.
-        """
+        """Whether parameters with a gradient now, and states, are the same in the same memory."""
         with no_torch_function():
             return (
                 all_same(parameters, self._parameters)

@@ -60,10 +60,6 @@ class Member:
     direction: Direction | None = None
     steps: int = 0
 
-    def direct_by(self, direction: Direction) -> None:
-        """Let the rule take for the gradient what ``direction`` makes of it."""
-        self.direction, self.steps = direction, int(self.state["step"])
-
     @property
     def parameter(self) -> Tensor:
         """The parameter itself."""

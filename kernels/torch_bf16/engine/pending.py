@@ -73,11 +73,10 @@ class Pending:
 
     def inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
         """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes."""
-        if self._found_inf is not None:
-            mine = self._found_inf
-            both = None if found_inf is None else found_inf.to(mine.device, non_blocking=True)
-            found_inf = mine if both is None else mine + both
-        return StepInputs(self.coefficient, grad_scale, found_inf)
+        mine = self._found_inf
+        if mine is not None and found_inf is not None:
+            mine = mine + found_inf.to(mine.device, non_blocking=True)
+        return StepInputs(self.coefficient, grad_scale, found_inf if mine is None else mine)
 
     def get_ready(self, devices: Iterable[torch.device]) -> None:
         """Make the counters of skipped steps; a graph could not replay their making."""

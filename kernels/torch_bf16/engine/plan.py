@@ -55,11 +55,7 @@ class Plan:
         self._sources = [(parts, _source(parts)) for parts in one_rule]
 
     def watch(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Remember all tensors as they are, once the optimizer keeps the members' states.
-
-        Args:
-            states: ``optimizer.state``.
-        """
+        """Remember all tensors as they are, once ``optimizer.state`` has the members' states."""
         self._guard = Guard([each.shard for each in self.members], states)
 
     def fits(
@@ -67,20 +63,15 @@ class Plan:
     ) -> bool:
         """Whether the plan was made for these very tensors: then there is nothing to check.
 
-        Args:
-            setting: as it was given to the constructor, now.
-            parameters: those with a gradient, in the members' order.
-            states: ``optimizer.state``.
+        Args as for the constructor and :meth:`watch`, as they are now; parameters are those with a
+        gradient, in the members' order.
         """
         return setting == self._setting and self._guard.holds(parameters, states)
 
     def written(self) -> list[Member]:
         """The members whose parameter something else has written since :meth:`note_versions`."""
-        return [
-            *compress(
-                self.members, map(ne, map(_SEEN_VERSION, self.members), self._guard.versions())
-            )
-        ]
+        seen = map(_SEEN_VERSION, self.members)
+        return [*compress(self.members, map(ne, seen, self._guard.versions()))]
 
     def note_versions(self) -> None:
         """Remember what the last step made of the parameters."""
@@ -134,9 +125,7 @@ class Plan:
     def run(self, scalars: Sequence[ScalarRows], told: StepInputs) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
 
-        Args:
-            scalars: of :meth:`scalars`.
-            told: what this step was told.
+        ``scalars`` are those of :meth:`scalars`, for the same ``told``.
         """
         gradients = self._guard.gradients()
         for part, rows in zip(self._parts, scalars, strict=True):

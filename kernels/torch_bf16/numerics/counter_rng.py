@@ -56,14 +56,6 @@ FIRST_MOMENT = Draw(stream=1, shift=16)
 GRADIENT = Draw(stream=2, shift=16)
 
 _MASK32 = 0xFFFFFFFF
-_MASK64 = 0xFFFFFFFFFFFFFFFF
-_KEY_MULTIPLIER_1 = 0x7FEB352D
-_KEY_MULTIPLIER_2 = 0x846CA68B
-_ELEMENT_MULTIPLIER_1 = 0xED5AD4BB
-_ELEMENT_MULTIPLIER_2 = 0xAC4C1B51
-_ELEMENT_MULTIPLIER_3 = 0x31848BAB
-_STEP_MULTIPLIER = 0x9E3779B9
-_BLOCK_MULTIPLIER = 0x85EBCA6B
 # The most elements drawn at once: their numbers must fit in a non-negative int32.
 _MAX_PIECE = 2**30
 
@@ -93,7 +85,7 @@ def stream_base(seed: int, tensor_key: int, stream: int) -> tuple[int, int]:
         >>> stream_base(0, tensor_key("layers.0.weight"), WEIGHT.stream)
         (859313380, 3720075511)
     """
-    packed = struct.pack("<QQB", seed & _MASK64, tensor_key, stream)
+    packed = struct.pack("<QQB", seed % 2**64, tensor_key, stream)
     return struct.unpack("<II", blake2b(packed, digest_size=8).digest())
 
 
@@ -117,8 +109,8 @@ def block_keys(base: tuple[_Word, _Word], step: _Word, index_hi: _Word) -> tuple
         (109841590, 519628898)
     """
     t0, t1 = base
-    block = (index_hi & _MASK32) * _BLOCK_MULTIPLIER & _MASK32
-    k0 = _mix32((t0 ^ block) + ((step & _MASK32) * _STEP_MULTIPLIER & _MASK32) & _MASK32)
+    block = (index_hi & _MASK32) * 0x85EBCA6B & _MASK32
+    k0 = _mix32((t0 ^ block) + ((step & _MASK32) * 0x9E3779B9 & _MASK32) & _MASK32)
     return k0, _mix32(t1 ^ k0)
 
 
@@ -158,12 +150,12 @@ def noise_bits(k0: int, k1: int, index_lo: Tensor) -> Tensor:
     x = index_lo ^ _as_int32(k0)
     # torch shifts int32 arithmetically; the masks make the shifts logical.
     x ^= (x >> 17) & 0x7FFF
-    x *= _as_int32(_ELEMENT_MULTIPLIER_1)
+    x *= _as_int32(0xED5AD4BB)
     x ^= (x >> 11) & 0x1FFFFF
     x += _as_int32(k1)
-    x *= _as_int32(_ELEMENT_MULTIPLIER_2)
+    x *= _as_int32(0xAC4C1B51)
     x ^= (x >> 15) & 0x1FFFF
-    x *= _ELEMENT_MULTIPLIER_3
+    x *= 0x31848BAB
     x ^= (x >> 16) & 0xFFFF
     return x
 
@@ -237,9 +229,9 @@ def noise(
 
 def _mix32(x: _Word) -> _Word:
     x = x ^ x >> 16
-    x = x * _KEY_MULTIPLIER_1 & _MASK32
+    x = x * 0x7FEB352D & _MASK32
     x = x ^ x >> 15
-    x = x * _KEY_MULTIPLIER_2 & _MASK32
+    x = x * 0x846CA68B & _MASK32
     return x ^ x >> 16
 
 

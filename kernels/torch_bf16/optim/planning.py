@@ -73,7 +73,7 @@ def make_plan(optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: A
         if rule.stage_states:
             with prefix_errors(lambda label=label: label):
                 check_whole(shard)
-            member.direct_by(optimizer.direction_of(member))
+            member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:
         _check_cast(optimizer, members)

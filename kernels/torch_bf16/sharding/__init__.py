@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .dtensor import DTensorShard
-from .fsdp1 import Fsdp1Shard, is_flattened, is_part, register, unit_shapes
+from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, version_of, whole
 from .many import Parameters, all_same, no_torch_function
 from .names import WRAPPERS, bare_name, without_wrappers
@@ -41,6 +41,6 @@ def shard_of(parameter: Tensor, name: str = "") -> Shard:
     """
     if is_dtensor(parameter):
         return DTensorShard(parameter, name)
-    if is_flattened(parameter) and is_part(parameter):
+    if is_part(parameter):
         return Fsdp1Shard(parameter, name)
     return Shard(parameter, name)

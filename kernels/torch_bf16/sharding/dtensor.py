@@ -120,19 +120,13 @@ class DTensorShard(Shard):
         return saved[box].clone(memory_format=torch.contiguous_format)
 
     def gather(self, memory: Tensor) -> Tensor:
-        mesh, placements, dims = (
-            self.parameter.device_mesh,
-            self.parameter.placements,
-            self.cut_over(),
-        )
+        placed, dims = self.parameter, self.cut_over()
+        mesh, placements = placed.device_mesh, placed.placements
         if not dims or not self.numel:
             return memory
-        boxes = []
-        for places in product(*(range(mesh.shape[dim]) for dim in dims)):
-            coordinate = [*mesh.get_coordinate()]
-            for dim, place in zip(dims, places, strict=True):
-                coordinate[dim] = place
-            boxes.append(box_at(self.shape, mesh.shape, coordinate, placements))
+        here = enumerate(mesh.get_coordinate())
+        places = [range(mesh.shape[dim]) if dim in dims else [place] for dim, place in here]
+        boxes = [box_at(self.shape, mesh.shape, each, placements) for each in product(*places)]
         sizes = [tuple(each.stop - each.start for each in box) for box in boxes]
         # Collectives take parts of one size.
         most = max(map(prod, sizes))

@@ -21,15 +21,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .shard import Shard
 from .span import Span
 
-__all__ = ["Fsdp1Shard", "is_flattened", "is_part", "register", "unit_shapes"]
+__all__ = ["Fsdp1Shard", "is_part", "register", "unit_shapes"]
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The handle that has flattened a parameter, as a weak reference: handles hold the parameters."""
-
-
-def is_flattened(parameter: Any) -> bool:
-    """Whether FSDP1 has laid the parameter into a flat one, or it is a flat one."""
-    return getattr(parameter, "_fsdp_flattened", False)
 
 
 class Fsdp1Shard(Shard):
@@ -140,6 +135,8 @@ def is_part(parameter: Tensor) -> bool:
     Without sharding (``NO_SHARD``, one rank) and with ``use_orig_params=True`` a parameter is as it
     was.
     """
+    if not _is_flattened(parameter):
+        return False
     try:
         handle = Fsdp1Shard(parameter)._handle
     except LookupError:
@@ -152,7 +149,7 @@ def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:
 
     FSDP1 gathers their states together. None for a parameter that it has not flattened.
     """
-    if not is_flattened(parameter):
+    if not _is_flattened(parameter):
         return None
     return [tuple(shape) for shape in Fsdp1Shard(parameter)._handle.flat_param._shapes]
 
@@ -164,6 +161,11 @@ def register(module: nn.Module) -> None:
             handle = sub.__dict__.get("_handle")
             if handle is not None:
                 _note(handle)
+
+
+def _is_flattened(parameter: Any) -> bool:
+    """Whether FSDP1 has laid the parameter into a flat one, or it is a flat one."""
+    return getattr(parameter, "_fsdp_flattened", False)
 
 
 def _known(parameter: Tensor) -> Any:

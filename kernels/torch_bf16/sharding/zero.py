@@ -34,7 +34,7 @@ class Whole:
         self._zero = ref(zero)
         self._names = WeakIdKeyDictionary()
         # Its load_state_dict writes into the local optimizer's state, past ours.
-        zero.register_load_state_dict_post_hook(_invalidate)
+        zero.register_load_state_dict_post_hook(lambda zero: zero.optim._engine.invalidate())  # pyright: ignore[reportAttributeAccessIssue]
 
     def name(self, parameter: Tensor) -> str | None:
         """What keys a parameter's noise: as if one optimizer had all of them."""
@@ -47,7 +47,3 @@ class Whole:
                     self._names[each] = names[position] if names else f"#{place}"
                     place += 1
         return self._names.get(parameter)
-
-
-def _invalidate(zero: Any) -> None:
-    zero.optim._engine.invalidate()

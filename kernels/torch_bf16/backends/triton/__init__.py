@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_bf16.backends.backend import Kernel, ScalarSource
 from torch_bf16.backends.bucket import Bucket
-from torch_bf16.rules import Rule
 
 __all__ = ["TritonBackend"]
 
@@ -56,15 +54,8 @@ class TritonBackend:
 
         return TritonKernel(bucket)
 
-    def scalars(
-        self,
-        rule: Rule,
-        device: torch.device,
-        sizes: Sequence[int],
-        groups: Sequence[int],
-        steps: Sequence[Tensor],
-    ) -> ScalarSource:
-        """Scalars computed on the device."""
+    def scalars(self, *arguments: Any, **named: Any) -> ScalarSource:
+        """Scalars computed on the device; arguments as for :class:`.scalars.DeviceScalars`."""
         from .scalars import DeviceScalars
 
-        return DeviceScalars(rule, device, sizes, groups, steps)
+        return DeviceScalars(*arguments, **named)

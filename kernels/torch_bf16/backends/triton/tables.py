@@ -22,14 +22,14 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, without waiting for it.
+    """A copy on the device, without waiting for it."""
+    return _staged(np.ascontiguousarray(table), device).to(device, non_blocking=True, copy=True)
 
-    torch's allocator of pinned memory reuses the staging memory only when the copy is done.
-    """
-    host = torch.from_numpy(np.ascontiguousarray(table))
-    if device.type != "cuda":
-        return host.clone()
-    return host.pin_memory().to(device, non_blocking=True)
+
+def _staged(table: np.ndarray, device: torch.device) -> Tensor:
+    # torch's allocator of pinned memory reuses it only when the copy to the device is done.
+    host = torch.from_numpy(table)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class Table:
@@ -57,15 +57,11 @@ class Table:
         if self._copy is None:
             self._copy = upload(table, self._device)
         elif not np.array_equal(table, self._host):  # pyright: ignore[reportArgumentType]
-            self._copy.copy_(self._staged(table), non_blocking=True)
+            self._copy.copy_(_staged(table, self._device), non_blocking=True)
         self._host = table
         if self._device.type == "cuda" and len(self._spare) < _SPARE:
             self._spare = list(torch.empty((_SPARE, *table.shape), dtype=torch.int64).pin_memory())
         return self._copy
-
-    def _staged(self, table: np.ndarray) -> Tensor:
-        host = torch.from_numpy(table)
-        return host.pin_memory() if self._device.type == "cuda" else host
 
     def _capture(self, table: np.ndarray) -> Tensor:
         host = torch.from_numpy(table)
