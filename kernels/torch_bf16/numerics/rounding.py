@@ -78,7 +78,12 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
         tensor([1.0000, 1.0078], dtype=torch.bfloat16)
     """
     bits = _bits_of_fp32(x, "bf16_stochastic")
-    return _upper_half(bits, _drawn(bits, r, 65535, "bf16_stochastic"))
+    _check_draws(r, 65535, "bf16_stochastic")
+    magnitude = bits & _MAGNITUDE
+    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE)
+    special = torch.where(magnitude > _INFINITY, magnitude | _QUIET, magnitude)
+    result = torch.where(magnitude < _INFINITY, rounded, special) | (bits & _SIGN)
+    return (result >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def split16(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +154,11 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         >>> split8(torch.tensor([0.1]), torch.tensor([0], dtype=torch.int32))
         (tensor([0.1001], dtype=torch.bfloat16), tensor([-52], dtype=torch.int8))
     """
-    bits = _drawn(_bits_of_fp32(x, "split8"), r, 255, "split8")
+    bits = _bits_of_fp32(x, "split8")
+    _check_draws(r, 255, "split8")
+    magnitude = bits & _MAGNITUDE
+    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
+    bits = torch.where(magnitude < _INFINITY, rounded, bits)
     return _upper_half(bits, bits + 0x8000), (bits >> 8).to(torch.int8)
 
 
@@ -192,16 +201,12 @@ def _is_nan(bits: Tensor) -> Tensor:
     return (bits & _MAGNITUDE) > _INFINITY
 
 
-def _drawn(bits: Tensor, r: Tensor, top: int, function: str) -> Tensor:
-    """Bits with ``r``, at most ``top``, added to the magnitude of what is finite."""
+def _check_draws(r: Tensor, top: int, function: str) -> None:
     if r.dtype != torch.int32:
         raise ValueError(
             f"{function}: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
             f"pass int32 values in [0, {top}]"
         )
-    magnitude = bits & _MAGNITUDE
-    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
-    return torch.where(magnitude < _INFINITY, rounded, bits)
 
 
 def _upper_half(bits: Tensor, rounded: Tensor) -> Tensor:
