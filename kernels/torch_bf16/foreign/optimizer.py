@@ -99,14 +99,12 @@ class ForeignOptimizer(BF16Optimizer):
 
     roles: dict[str, str]
     bucket_bytes: int = BUCKET_BYTES
+    _engine_class = ForeignEngine
     _engine: ForeignEngine
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
         return STORE
-
-    def _new_engine(self) -> Engine:
-        return ForeignEngine()
 
     @torch.no_grad()
     def _update(

@@ -26,17 +26,11 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
     are accepted and change nothing; ``differentiable`` is refused.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
-        lr: learning rate, a float or a 0-d tensor.
+        params: as for :class:`AdamW`, like all arguments but these:
         lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
         weight_decay: multiplied by the weight and added to the gradient.
         initial_accumulator_value: what the sum of squared gradients starts from.
         eps: added to the root of the sum.
-        foreach: ignored.
-        maximize: ascend instead of descend.
-        differentiable: must be False.
-        fused: ignored.
-        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -63,21 +57,9 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            lr_decay,
-            weight_decay,
-            initial_accumulator_value,
-            eps,
-            foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        self._construct(locals())
         # Some versions of torch make the state here, in the parameters' dtype.
         self.state.clear()
-        self._setup(recipe, backend)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return ADAGRAD

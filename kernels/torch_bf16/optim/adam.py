@@ -21,9 +21,6 @@ class _AdamFamily(BF16Optimizer):
             return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
         return ADAM_AMSGRAD if group["amsgrad"] else ADAM
 
-    def decouples_decay(self, group: dict[str, Any]) -> bool:
-        return group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
-
 
 class AdamW(_AdamFamily, torch.optim.AdamW):
     r"""AdamW (Loshchilov & Hutter, 2019) whose numbers are stored by a recipe.
@@ -70,6 +67,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     """
 
     torch_class = torch.optim.AdamW
+    decouples = True
 
     def __init__(
         self,
@@ -89,20 +87,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,  # pyright: ignore[reportArgumentType]  # float in older versions of torch
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals())
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -144,19 +129,6 @@ class Adam(_AdamFamily, torch.optim.Adam):
         backend: str | None = None,
     ) -> None:
         # torch knows this argument since 2.7.
-        newer = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
-        super().__init__(
-            params,
-            lr,
-            betas,  # pyright: ignore[reportArgumentType]
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            **newer,
+        self._construct(
+            locals(), without=() if decoupled_weight_decay else ("decoupled_weight_decay",)
         )
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)

@@ -27,16 +27,11 @@ class ADOPT(BF16Optimizer):
     to nearest in bf16: the named recipes do not.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
-        lr: learning rate, a float or a 0-d tensor.
-        betas: decay rates of the first and the second moment.
+        params: as for :class:`AdamW`, like all arguments but these:
         eps: least root of the second moment to divide by.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
         decoupled_weight_decay: decay as AdamW does.
         clip: bound the normalised gradient by the fourth root of the number of steps before.
-        maximize: ascend instead of descend.
-        fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -61,17 +56,7 @@ class ADOPT(BF16Optimizer):
         backend: str | None = None,
     ) -> None:
         check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "clip": clip,
-            "maximize": maximize,
-        }
-        super().__init__(params, options)
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals(), defaults=True)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return RULE

@@ -23,13 +23,10 @@ class Lion(BF16Optimizer):
     times smaller than AdamW's and a weight decay as much larger, as the paper does.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
+        params: as for :class:`AdamW`, like all arguments but these:
         lr: learning rate, a float or a 0-d tensor; every weight moves by it.
         betas: weight of the momentum in the sign, and the momentum's decay rate.
         weight_decay: decoupled decay.
-        maximize: ascend instead of descend.
-        fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -37,6 +34,8 @@ class Lion(BF16Optimizer):
     Example:
         >>> optimizer = torch_bf16.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
+
+    decouples = True
 
     def __init__(
         self,
@@ -51,12 +50,7 @@ class Lion(BF16Optimizer):
         backend: str | None = None,
     ) -> None:
         check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, options)
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals(), defaults=True)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return LION
-
-    def decouples_decay(self, group: dict[str, Any]) -> bool:
-        return True

@@ -58,20 +58,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            momentum_decay,
-            decoupled_weight_decay,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-        )
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return NADAM

@@ -32,18 +32,13 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
     ``capturable`` are accepted and change nothing; ``differentiable`` is refused.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
-        lr: learning rate, a float or a 0-d tensor.
+        params: as for :class:`AdamW`, like all arguments but these:
         alpha: decay rate of the means.
         eps: added to the root.
         weight_decay: multiplied by the weight and added to the gradient.
         momentum: decay rate of the momentum buffer; 0 keeps none.
         centered: divide by the standard deviation of the gradient, not by the root of its square.
         capturable: ignored.
-        foreach: ignored.
-        maximize: ascend instead of descend.
-        differentiable: must be False.
-        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
@@ -71,20 +66,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            alpha,
-            eps,
-            weight_decay,
-            momentum,
-            centered,
-            capturable,
-            foreach,
-            maximize,
-            differentiable,
-        )
-        self._setup(recipe, backend)
+        self._construct(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if group["centered"]:

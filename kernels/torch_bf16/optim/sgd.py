@@ -25,17 +25,11 @@ class SGD(BF16Optimizer, torch.optim.SGD):
     ``foreach`` and ``fused`` are accepted and change nothing; ``differentiable`` is refused.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
-        lr: learning rate, a float or a 0-d tensor.
+        params: as for :class:`AdamW`, like all arguments but these:
         momentum: decay rate of the momentum buffer; 0 keeps none.
         dampening: share of the gradient that does not enter the buffer, from the second step on.
         weight_decay: multiplied by the weight and added to the gradient.
         nesterov: look ahead along the momentum.
-        maximize: ascend instead of descend.
-        foreach: ignored.
-        differentiable: must be False.
-        fused: ignored.
-        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
@@ -62,19 +56,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._setup(recipe, backend)
+        self._construct(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if not group["momentum"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,8 @@ from torch import Tensor
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
-from torch_bf16.states.fp32 import gatherable
 from torch_bf16.states.recoding import Changes
-from torch_bf16.states.views import from_view, to_view
+from torch_bf16.states.views import from_view, gatherable, to_view
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -54,9 +52,6 @@ def load(
     optimizer: BF16Optimizer, state_dict: dict[str, Any], load_state_dict: Callable[[Any], None]
 ) -> None:
     """Load by torch's own method, which would cast states to the parameters' dtype."""
-    if not isinstance(state_dict, dict):
-        with suffix_errors(_UNCHANGED):
-            schema.check_whole(state_dict)
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
 
@@ -84,6 +79,8 @@ def load(
     ]
     try:
         with suffix_errors(_UNCHANGED):
+            if not isinstance(state_dict, dict):
+                schema.check_whole(state_dict)
             load_state_dict(state_dict)
     finally:
         for hook in hooks:
@@ -104,7 +101,8 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
                 f"the state dict has groups of {theirs} parameters and the optimizer of {ours}; it "
                 "was saved from another model"
             )
-        deque(_read(optimizer, state_dict, Changes()), maxlen=0)
+        for _ in _read(optimizer, state_dict, Changes()):
+            pass
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:

@@ -98,20 +98,20 @@ def complete_moment(
             torch.zeros(plane.shape(parameter.shape), dtype=plane.dtype, device=parameter.device)
             for plane in format_.planes
         )
-    saved = [state.get(key) for key in format_.plane_names(name)]
-    if [getattr(each, "dtype", None) for each in saved] == [p.dtype for p in format_.planes]:
-        return _fitting_planes(state, format_, parameter, name, label)
-    first = _fitting(state[name], parameter, name, label)
-    source = stored_format(state, name, None)
-    if source is not None:
-        x = source.decode(_fitting_planes(state, source, parameter, name, label))
-    elif first.is_floating_point():
-        source, x = FP32, first.float()
-    else:
+    # What is in no format may still be numbers, which are read as those of fp32 are.
+    source = stored_format(state, name) or FP32
+    saved = tuple(
+        _fitting(state[key], parameter, key, label, plane.shape(parameter.shape))
+        for key, plane in zip(source.plane_names(name), source.planes, strict=True)
+    )
+    if [each.dtype for each in saved] == [plane.dtype for plane in format_.planes]:
+        return saved
+    if source is FP32 and not saved[0].is_floating_point():
         raise StateMismatchError(
-            f"{name} of {label} is {first.dtype} and must be floating-point; the state is damaged, "
-            "load it as it was saved"
+            f"{name} of {label} is {saved[0].dtype} and must be floating-point; the state is "
+            "damaged, load it as it was saved"
         )
+    x = source.decode(saved)
     planes = recode(x, format_)
     changes.add(name, source, format_, x.numel(), _differing(format_.decode(planes), x))
     return planes
@@ -141,7 +141,7 @@ def complete_master(
             "parameter is fp32 now. Cast the model (torch_bf16.cast_model) before loading, or "
             "export the checkpoint to fp32: torch_bf16.fp32_state_dict"
         )
-    source = stored_format(saved, "", torch.bfloat16)
+    source = stored_format(saved, "")
     if source is None or len(source.planes) != len(saved) + 1:
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
@@ -162,15 +162,6 @@ def complete_master(
 def _differing(new: Tensor, old: Tensor) -> int:
     # By bits: a NaN is what it was, and 0.0 is not -0.0.
     return int((new.view(torch.int32) != old.view(torch.int32)).sum())
-
-
-def _fitting_planes(
-    state: Mapping[str, Any], format_: Format, parameter: Tensor, name: str, label: str
-) -> tuple[Tensor, ...]:
-    return tuple(
-        _fitting(state[key], parameter, key, label, plane.shape(parameter.shape))
-        for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
-    )
 
 
 def _fitting(
@@ -206,12 +197,7 @@ def _factor(saved: Any, state: State, parameter: Tensor, label: str) -> Tensor:
     shape = state.shape(tuple(parameter.shape))  # pyright: ignore[reportOptionalCall]
     if saved is None:
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    if tuple(saved.shape) != shape:
-        raise StateMismatchError(
-            f"{state.name} of {label} has shape {tuple(saved.shape)} in the state dict and must "
-            f"have {shape}; it was saved from another model"
-        )
-    return saved.to(parameter.device, torch.float32).contiguous()
+    return _fitting(saved, parameter, state.name, label, shape).float()
 
 
 def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:

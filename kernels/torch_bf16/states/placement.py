@@ -25,15 +25,14 @@ def take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str,
     Raises:
         StateMismatchError: a tensor has another shape than the parameter.
     """
-    return {key: _take(key, each, shard, label) for key, each in state.items()}
-
-
-def _take(key: str, saved: Any, shard: Shard, label: str) -> Any:
-    if key == "step" or not isinstance(saved, Tensor):
-        return saved
-    if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
-        check_shape(saved, shard.shape, key, label, _whole_shape(key, shard))
-    return shard.take(saved)
+    taken = dict(state)
+    for key, saved in state.items():
+        if key == "step" or not isinstance(saved, Tensor):
+            continue
+        if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
+            check_shape(saved, shard.shape, key, label, _whole_shape(key, shard))
+        taken[key] = shard.take(saved)
+    return taken
 
 
 def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
