@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError
-from torch_bf16.optim import BF16Optimizer
+from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import bare_name, unit_shapes
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER

@@ -39,14 +39,11 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     the arithmetic is fp32; ``foreach`` is accepted and changes nothing.
 
     Args:
-        params: as for :class:`AdamW`, like all arguments but these:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
         lr: highest relative step size, and what decay is multiplied by.
         beta2_decay: exponent of the decay rate, at most 0.
         eps: least root of the second moment, and least root mean square of the weights.
         d: root mean square that an update is clipped to.
-
-    Raises:
-        ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
 
     Example:
         >>> optimizer = torch_bf16.Adafactor(model.parameters(), lr=1e-2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bf16.backends import BACKENDS, StepInputs, cuda_graphs
 from torch_bf16.engine.engine import Engine, Observer, engine_of
-from torch_bf16.engine.member import Direction, Member, Snapshot
+from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.errors import suffix_errors
@@ -26,8 +26,7 @@ from torch_bf16.states.views import masters_in
 
 from . import state_dict as state_dicts
 from .planning import make_plan
-from .validation import check_formats, check_group, check_options
-from .weight_decay import FULLY_DECOUPLED, resolve_peak_lr
+from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
 __all__ = ["UNTOUCHED", "BF16Optimizer", "invalidate_remainders"]
 
@@ -99,7 +98,13 @@ class BF16Optimizer(torch.optim.Optimizer):
         self.backend = backend
         self.observers = []
         self._engine = self._engine_class()
-        check_formats(self)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = shard_of(parameter)
+                # A recipe whose blocks would be cut is refused here, where every rank sees every
+                # parameter: FSDP1 leaves some ranks nothing of one that they could refuse to step.
+                if shard.sharded and not shard.can_gather:
+                    formats_of(shard, self.rule_for(group, parameter), self.recipe)
         accumulate_as(self.recipe, self)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:

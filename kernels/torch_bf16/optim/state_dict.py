@@ -69,8 +69,14 @@ def load(
         optimizer._engine.invalidate()
         optimizer.recipe = recipe
         if changes.counts:
-            level = logging.WARNING if changes.lost else logging.INFO
-            _logger.log(level, "%s", schema.notice(header, recipe, changes))
+            _logger.log(
+                logging.WARNING if changes.lost else logging.INFO,
+                "loaded a state dict of recipe %s into recipe %r: %s. Keep the file, if what was "
+                "rounded is needed again",
+                repr(header["recipe"]["name"]) if header else "none of torch_bf16",
+                recipe.name,
+                changes,
+            )
 
     # After the user's own pre-hooks and before their post-hooks.
     hooks = [
@@ -134,7 +140,12 @@ def _read(
         for position, key in enumerate(its["params"]):
             if state := state_dict["state"].get(key):
                 parameter, label = group["params"][position], optimizer.label(number, position)
-                schema.check_has_memory(parameter, label)
+                if parameter.device.type == "meta":
+                    raise StateMismatchError(
+                        f"{label} is on the meta device, where a state would be lost. Give the "
+                        "model memory first (model.to_empty(device=...)), make the optimizer of "
+                        "its parameters, and load the weights, then the state dict"
+                    )
                 state = _copied(state, optimizer.state.get(parameter, {}), parameter.ndim)
                 shard, options = shard_of(parameter), {**group, **its}
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
