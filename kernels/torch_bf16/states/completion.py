@@ -59,7 +59,7 @@ def complete_state(
         StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
             parameter that is fp32 now.
     """
-    given, state = state, take_states(state, shard, label)
+    given, state = state, _take_states(state, shard, label)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -102,7 +102,7 @@ def complete_moment(
     # What is in no format may still be numbers, which are read as those of fp32 are.
     source = stored_format(state, name) or FP32
     saved = tuple(
-        _fitting(state[key], parameter, key, label, plane.shape(parameter.shape))
+        _fitting(state[key], plane.shape(parameter.shape), parameter.device, key, label)
         for key, plane in zip(source.plane_names(name), source.planes, strict=True)
     )
     if [each.dtype for each in saved] == [plane.dtype for plane in format_.planes]:
@@ -149,7 +149,9 @@ def complete_master(
             f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
             "load the state dict as it was saved"
         )
-    planes = [_fitting(each, memory, key, label) for key, each in saved.items()]
+    planes = [
+        _fitting(each, memory.shape, memory.device, key, label) for key, each in saved.items()
+    ]
     if source == weights:
         return dict(zip(keys, planes, strict=True))
     visible = memory.contiguous()
@@ -160,16 +162,41 @@ def complete_master(
     return dict(zip(keys, rest, strict=True))
 
 
+def _take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str, Any]:
+    """This rank's part of each entry of a state, which may be whole or placed in any way.
+
+    Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. What is no
+    tensor stays as it is, and so does ``step``.
+    """
+    taken = dict(state)
+    for key, saved in state.items():
+        if key == "step" or not isinstance(saved, Tensor):
+            continue
+        if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
+            _check_shape(saved, _whole_shape(key, shard), key, label)
+        taken[key] = shard.take(saved)
+    return taken
+
+
 def _differing(new: Tensor, old: Tensor) -> int:
     # By bits: a NaN is what it was, and 0.0 is not -0.0.
     return int((new.view(torch.int32) != old.view(torch.int32)).sum())
 
 
+def _check_shape(saved: Any, shape: Sequence[int], key: str, label: str) -> None:
+    if not isinstance(saved, Tensor) or tuple(saved.shape) != tuple(shape):
+        found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
+        raise StateMismatchError(
+            f"{key} of {label} has shape {found} in the state dict and must have {tuple(shape)}; "
+            "it was saved from another model"
+        )
+
+
 def _fitting(
-    saved: Any, parameter: Tensor, key: str, label: str, shape: tuple[int, ...] | None = None
+    saved: Any, shape: Sequence[int], device: torch.device, key: str, label: str
 ) -> Tensor:
-    check_shape(saved, parameter.shape, key, label, shape)
-    return saved.to(parameter.device).contiguous()
+    _check_shape(saved, shape, key, label)
+    return saved.to(device).contiguous()
 
 
 def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
@@ -198,7 +225,7 @@ def _factor(saved: Any, state: State, parameter: Tensor, label: str) -> Tensor:
     shape = state.shape(tuple(parameter.shape))  # pyright: ignore[reportOptionalCall]
     if saved is None:
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    return _fitting(saved, parameter, state.name, label, shape).float()
+    return _fitting(saved, shape, parameter.device, state.name, label).float()
 
 
 def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:
@@ -210,25 +237,6 @@ def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(memory.shape, dtype=dtype, device=memory.device)
     return memory.to(dtype).contiguous()
-
-
-def take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str, Any]:
-    """This rank's part of each entry of a state, which may be whole or placed in any way.
-
-    Of a plain parameter it is all; a sharded tensor is then gathered, which communicates on every
-    rank. What is no tensor stays as it is, and so does ``step``.
-
-    Raises:
-        StateMismatchError: a tensor has another shape than the parameter.
-    """
-    taken = dict(state)
-    for key, saved in state.items():
-        if key == "step" or not isinstance(saved, Tensor):
-            continue
-        if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
-            check_shape(saved, shard.shape, key, label, _whole_shape(key, shard))
-        taken[key] = shard.take(saved)
-    return taken
 
 
 def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
@@ -247,27 +255,6 @@ def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard
         else shard.place(each, _whole_shape(key, shard))
         for key, each in here.items()
     }
-
-
-def check_shape(
-    saved: Any,
-    shape: Sequence[int],
-    key: str,
-    label: str,
-    expected: Sequence[int] | None = None,
-) -> None:
-    """Refuse a state of another shape than the parameter's, or than ``expected``.
-
-    Raises:
-        StateMismatchError: it is of another model.
-    """
-    expected = tuple(shape if expected is None else expected)
-    if not isinstance(saved, Tensor) or tuple(saved.shape) != expected:
-        found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
-        raise StateMismatchError(
-            f"{key} of {label} has shape {found} in the state dict and the parameter has shape "
-            f"{tuple(shape)}; it was saved from another model"
-        )
 
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
