@@ -187,8 +187,8 @@ def _check_shape(saved: Any, shape: Sequence[int], key: str, label: str) -> None
     if not isinstance(saved, Tensor) or tuple(saved.shape) != tuple(shape):
         found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
         raise StateMismatchError(
-            f"{key} of {label} has shape {found} in the state dict and must have {tuple(shape)}; "
-            "it was saved from another model"
+            f"{key} of {label} has shape {found} in the state dict and must have shape "
+            f"{tuple(shape)}; it was saved from another model"
         )
 
 
