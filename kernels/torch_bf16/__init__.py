@@ -19,20 +19,11 @@ from .model.averaging import EMA, ema_multi_avg_fn
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.residuals import sync_masters
-from .optim import (
-    ADOPT,
-    SGD,
-    Adafactor,
-    Adagrad,
-    Adam,
-    AdamW,
-    BF16Optimizer,
-    Lion,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-)
+from .optim.adafactor import Adafactor
+from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
+from .optim.muon import Muon
+from .optim.optimizer import BF16Optimizer
+from .optim.sgd import SGD, Adagrad, Lion, RMSprop
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
 from .tools.describe import Description, describe

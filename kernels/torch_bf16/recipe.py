@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .formats import BF16_PLUS_16, FP32, ROLES, Format, get_format
+from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
 
@@ -120,25 +120,23 @@ class Recipe:
         """
         if role == "exact" or dtype == torch.float32:
             return FP32
-        if len(shape) <= 1:
-            return _exact_weights(self) if role == "weights" else FP32
-        return ROLES[role][getattr(self, role)].fitting(shape)
+        chosen = ROLES[role][getattr(self, role)]
+        if len(shape) > 1:
+            return chosen.fitting(shape)
+        if role != "weights":
+            return FP32
+        # The control that is meant to lose updates loses them everywhere.
+        return BF16_PLUS_16 if chosen.stochastic else chosen
 
-
-def _exact_weights(recipe: Recipe) -> Format:
-    chosen = get_format(recipe.weights)
-    # The control that is meant to lose updates loses them everywhere.
-    return BF16_PLUS_16 if chosen.stochastic else chosen
-
-
-_STOCHASTIC = Recipe("bf16-stochastic")
-_FP32_MASTER = Recipe("bf16-fp32-master", weights="bf16+16", exp_avg="fp32", exp_avg_sq="fp32")
 
 RECIPES: dict[str, Recipe] = {
-    "bf16-stochastic": _STOCHASTIC,
-    "bf16-fp32-master": _FP32_MASTER,
-    "true-bf16-stochastic": _STOCHASTIC,
+    each.name: each
+    for each in (
+        Recipe("bf16-stochastic"),
+        Recipe("bf16-fp32-master", weights="bf16+16", exp_avg="fp32", exp_avg_sq="fp32"),
+    )
 }
+RECIPES["true-bf16-stochastic"] = RECIPES["bf16-stochastic"]
 """The named recipes; ``true-bf16-stochastic`` is an alias of ``bf16-stochastic``."""
 
 

@@ -24,7 +24,7 @@ from torch_bf16 import BackendUnavailableError, Recipe, backends
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends import eager as eager_backend
 from torch_bf16.backends import triton as triton_backend
-from torch_bf16.optim import AdamW
+from torch_bf16.optim.adam import AdamW
 
 every_backend = pytest.mark.parametrize("backend", ["cpu", "eager"])
 

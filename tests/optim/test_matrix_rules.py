@@ -1,6 +1,7 @@
 """Muon and Adafactor, whose steps look at a whole matrix: torch's results, and our contracts."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -209,3 +210,11 @@ def test_wrong_arguments_are_refused():
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="moon")
     with pytest.raises(ValueError, match="ns_steps=100 at least 0 and below 100"):
         torch_bf16.Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=100)
+
+
+def test_a_pickled_muon_keeps_what_its_adamw_groups_start_from():
+    optimizer = torch_bf16.Muon(fresh("muon")[:1], adamw_betas=(0.8, 0.9), adamw_eps=1e-6)
+    twin = pickle.loads(pickle.dumps(optimizer))
+    twin.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "use_muon": False})
+    assert (twin.param_groups[1]["betas"], twin.param_groups[1]["eps"]) == ((0.8, 0.9), 1e-6)
+    assert twin.param_groups[0].keys().isdisjoint({"adamw_betas", "adamw_eps"})

@@ -169,11 +169,11 @@ def test_a_weight_stays_by_its_parameter_at_every_tie(new, visible):
 
 def test_a_stored_format_is_told_by_names_and_dtypes():
     half, whole = torch.zeros(2, dtype=torch.int16), torch.zeros(2)
-    assert stored_format({"remainder16": half}, "", torch.bfloat16) is BF16_PLUS_16
-    assert stored_format({"master": whole}, "", torch.bfloat16) is BF16_PLUS_FP32
-    assert stored_format({"master": half}, "", torch.float16) is None
-    assert stored_format({"exp_avg": whole}, "exp_avg", None) is FP32
-    assert stored_format({}, "exp_avg", None) is None
+    assert stored_format({"remainder16": half}, "") is BF16_PLUS_16
+    assert stored_format({"master": whole}, "") is BF16_PLUS_FP32
+    assert stored_format({"master": half}, "") is BF16_NEAREST
+    assert stored_format({"exp_avg": whole}, "exp_avg") is FP32
+    assert stored_format({}, "exp_avg") is None
 
 
 def test_changes_are_counted_by_kind():

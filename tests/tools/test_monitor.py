@@ -165,6 +165,13 @@ def test_copies_of_an_optimizer_are_not_watched():
     assert pickle.loads(pickle.dumps(optimizer)).observers == []
 
 
+def test_loading_a_state_dict_leaves_the_monitor_in_place():
+    _, optimizer = model_and_optimizer("bf16_stochastic", lr=1e-3)
+    monitor = UpdateMonitor(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.observers == [monitor]
+
+
 def test_bad_arguments_are_named():
     _, optimizer = model_and_optimizer("bf16_stochastic", lr=1e-3)
     with pytest.raises(ValueError, match="every=0 must be a positive int"):

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError
-from torch_bf16.optim import BF16Optimizer
+from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import bare_name, unit_shapes
-from torch_bf16.states.fp32 import fp32_numbers
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
-from torch_bf16.states.views import MASTERS, from_view, masters_in
+from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
 from .files import read_file
 
@@ -135,7 +134,7 @@ def fp32_weights(
         if value.dtype != torch.bfloat16:
             found[name] = value
         elif masters:
-            format_ = stored_format(masters, "", value.dtype)
+            format_ = stored_format(masters, "")
             if format_ is None or any(each.shape != value.shape for each in masters.values()):
                 raise CheckpointError(
                     f"the master of {name!r} does not fit its weight of shape "

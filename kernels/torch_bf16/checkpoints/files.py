@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_bf16.errors import CheckpointError
-from torch_bf16.optim import BF16Optimizer
+from torch_bf16.optim.optimizer import BF16Optimizer
 
 try:
     import fcntl

@@ -12,14 +12,10 @@ from torch import nn
 
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.optim.adafactor import Adafactor
-from torch_bf16.optim.adagrad import Adagrad
-from torch_bf16.optim.adam import Adam, AdamW
+from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
 from torch_bf16.optim.muon import Muon
-from torch_bf16.optim.nadam import NAdam
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.radam import RAdam
-from torch_bf16.optim.rmsprop import RMSprop
-from torch_bf16.optim.sgd import SGD
+from torch_bf16.optim.sgd import SGD, Adagrad, RMSprop
 from torch_bf16.optim.validation import check_group, check_options
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT

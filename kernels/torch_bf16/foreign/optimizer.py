@@ -24,8 +24,7 @@ from torch_bf16.optim.planning import collect, keep_states
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, whole
-from torch_bf16.states.completion import complete_master, complete_moment
-from torch_bf16.states.placement import place_states
+from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
@@ -99,14 +98,12 @@ class ForeignOptimizer(BF16Optimizer):
 
     roles: dict[str, str]
     bucket_bytes: int = BUCKET_BYTES
+    _engine_class = ForeignEngine
     _engine: ForeignEngine
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
         return STORE
-
-    def _new_engine(self) -> Engine:
-        return ForeignEngine()
 
     @torch.no_grad()
     def _update(

@@ -39,19 +39,11 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     the arithmetic is fp32; ``foreach`` is accepted and changes nothing.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
         lr: highest relative step size, and what decay is multiplied by.
         beta2_decay: exponent of the decay rate, at most 0.
         eps: least root of the second moment, and least root mean square of the weights.
         d: root mean square that an update is clipped to.
-        weight_decay: decoupled decay.
-        foreach: ignored.
-        maximize: ascend instead of descend.
-        fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe, backend: as for :class:`AdamW`.
-
-    Raises:
-        ValueError: an argument is out of range, or a parameter is neither bf16 nor fp32.
 
     Example:
         >>> optimizer = torch_bf16.Adafactor(model.parameters(), lr=1e-2)
@@ -59,6 +51,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     """
 
     torch_class = torch.optim.Adafactor
+    decouples = True
 
     def __init__(
         self,
@@ -75,19 +68,13 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params, lr, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize
-        )
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR
 
     def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         return ADAFACTOR if parameter.ndim > 1 else ADAFACTOR_VECTOR
-
-    def decouples_decay(self, group: dict[str, Any]) -> bool:
-        return True
 
     def direction_of(self, member: Member) -> Direction:
         parameter, state, format_ = member.parameter, member.state, member.formats[0]

@@ -1,4 +1,4 @@
-"""Adam and AdamW with ``torch.optim``'s signatures."""
+"""Adam, AdamW, NAdam and RAdam with ``torch.optim``'s signatures, and ADOPT."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16 import rules
+from torch_bf16.argument_checks import check_ranges
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, Rule
+from torch_bf16.rules import Rule
+from torch_bf16.rules.nadam import mu_product
 
 from .optimizer import BF16Optimizer
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["ADOPT", "Adam", "AdamW", "NAdam", "RAdam"]
 
 
 class _AdamFamily(BF16Optimizer):
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if self.decouples_decay(group):
-            return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
-        return ADAM_AMSGRAD if group["amsgrad"] else ADAM
-
-    def decouples_decay(self, group: dict[str, Any]) -> bool:
-        return group.get("decoupled_weight_decay", isinstance(self, torch.optim.AdamW))
+            return rules.ADAMW_AMSGRAD if group["amsgrad"] else rules.ADAMW
+        return rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM
 
 
 class AdamW(_AdamFamily, torch.optim.AdamW):
@@ -60,7 +60,8 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             them; None for the best that works on the parameters' device.
 
     Raises:
-        ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
+        ValueError: the recipe or the backend is unknown, an argument is out of range, or a
+            parameter is neither bf16 nor fp32.
 
     Example:
         >>> model = torch_bf16.cast_model(torch.nn.Linear(8, 8))
@@ -70,6 +71,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     """
 
     torch_class = torch.optim.AdamW
+    decouples = True
 
     def __init__(
         self,
@@ -89,20 +91,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,  # pyright: ignore[reportArgumentType]  # float in older versions of torch
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals())
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -111,12 +100,9 @@ class Adam(_AdamFamily, torch.optim.Adam):
     Differs from torch.optim as :class:`AdamW` does.
 
     Args:
-        params: as for :class:`AdamW`, like all arguments but these:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
         weight_decay: multiplied by the weight and added to the gradient.
         decoupled_weight_decay: decay as AdamW does.
-
-    Raises:
-        ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
 
     Example:
         >>> optimizer = torch_bf16.Adam(model.parameters(), lr=1e-3, recipe="bf16-fp32-master")
@@ -144,19 +130,155 @@ class Adam(_AdamFamily, torch.optim.Adam):
         backend: str | None = None,
     ) -> None:
         # torch knows this argument since 2.7.
-        newer = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
-        super().__init__(
-            params,
-            lr,
-            betas,  # pyright: ignore[reportArgumentType]
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            **newer,
+        self._construct(
+            locals(), without=() if decoupled_weight_decay else ("decoupled_weight_decay",)
         )
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+
+
+class NAdam(BF16Optimizer, torch.optim.NAdam):
+    """NAdam (Dozat, 2016), Adam with Nesterov's momentum, whose numbers are stored by a recipe.
+
+    See :mod:`torch_bf16.rules.nadam` for the equations.
+
+    Differs from torch.optim: ``mu_product`` is no state, it is computed from the step and from
+    ``betas`` and ``momentum_decay`` as they are, as if these had never changed; ``state_dict``
+    contains it for torch's sake. The other differences are those of :class:`AdamW`.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
+        momentum_decay: how fast the momentum coefficient rises to ``betas[0]``.
+        decoupled_weight_decay: decay as AdamW does.
+
+    Example:
+        >>> optimizer = torch_bf16.NAdam(model.parameters(), lr=2e-3)
+    """
+
+    torch_class = torch.optim.NAdam
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        self._construct(locals())
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.NADAM
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's own looks for it in every state.
+        for own in state["state"].values():
+            own["mu_product"] = torch.ones(())
+        super().__setstate__(state)
+        for own in self.state.values():
+            own.pop("mu_product", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the other optimizers, with torch's ``mu_product`` for each parameter."""
+        state_dict = super().state_dict()
+        state = dict(state_dict["state"])
+        for group in state_dict["param_groups"]:
+            beta1, decay = float(group["betas"][0]), float(group["momentum_decay"])
+            for key in group["params"]:
+                if own := state.get(key):
+                    product = mu_product(beta1, decay, int(own["step"]))
+                    state[key] = {**own, "mu_product": torch.tensor(product, dtype=torch.float32)}
+        return {**state_dict, "state": state}
+
+
+class RAdam(BF16Optimizer, torch.optim.RAdam):
+    """RAdam (Liu et al., 2020), Adam that warms itself up, whose numbers are stored by a recipe.
+
+    See :mod:`torch_bf16.rules.radam` for the equations.
+
+    Differs from torch.optim as :class:`AdamW` does.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
+        decoupled_weight_decay: decay as AdamW does.
+
+    Example:
+        >>> optimizer = torch_bf16.RAdam(model.parameters(), lr=1e-3)
+    """
+
+    torch_class = torch.optim.RAdam
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        self._construct(locals())
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.RADAM
+
+
+class ADOPT(BF16Optimizer):
+    """ADOPT (Taniguchi et al., 2024): an Adam that converges whatever ``betas[1]`` is.
+
+    The gradient is divided by the second moment of the steps before, and clipped. See
+    :mod:`torch_bf16.rules.adopt` for the equations, which are those of the authors' code,
+    where the first step only measures the gradient.
+
+    A second moment with ``betas[1] = 0.9999`` changes by 0.01 % a step, so it must not be rounded
+    to nearest in bf16: the named recipes do not.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        eps: least root of the second moment to divide by.
+        weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
+        decoupled_weight_decay: decay as AdamW does.
+        clip: bound the normalised gradient by the fourth root of the number of steps before.
+
+    Example:
+        >>> optimizer = torch_bf16.ADOPT(model.parameters(), lr=1e-3, decoupled_weight_decay=True)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        *,
+        clip: bool = True,
+        maximize: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._construct(locals(), defaults=True)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.ADOPT

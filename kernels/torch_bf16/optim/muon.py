@@ -78,10 +78,8 @@ class Muon(BF16Optimizer, _Torchs):
     momentum as it is stored. One matrix at a time takes three fp32 copies.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them. A group of matrices alone is
+        params: as for :class:`AdamW`, like all arguments but these. A group of matrices alone is
             Muon's unless it says ``use_muon=False``.
-        lr: learning rate.
-        weight_decay: decoupled decay.
         momentum: decay rate of the momentum buffer.
         nesterov: look ahead along the momentum.
         ns_coefficients: of the polynomial.
@@ -89,11 +87,8 @@ class Muon(BF16Optimizer, _Torchs):
         ns_steps: iterations, below 100.
         adjust_lr_fn: None or ``"original"``, or ``"match_rms_adamw"`` (Liu et al., 2025), with
             which AdamW's ``lr`` and ``weight_decay`` can be used.
-        maximize: ascend instead of descend.
         adamw_betas: ``betas`` of groups with ``use_muon=False`` that name none.
         adamw_eps: their ``eps``, likewise.
-        fully_decoupled_weight_decay: as for :class:`AdamW`.
-        recipe, backend: as for :class:`AdamW`.
 
     Raises:
         ValueError: an argument is out of range, or a group without ``use_muon`` holds a parameter
@@ -106,7 +101,7 @@ class Muon(BF16Optimizer, _Torchs):
     """
 
     torch_class = _Torchs
-    _adamw: tuple[tuple[float, float], float] = ((0.9, 0.95), 1e-8)
+    decouples = True
 
     def __init__(
         self,
@@ -137,21 +132,8 @@ class Muon(BF16Optimizer, _Torchs):
                 f"ns_coefficients={ns_coefficients} must be three numbers and ns_steps={ns_steps} "
                 "at least 0 and below 100"
             )
-        options = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "maximize": maximize,
-        }
-        self._adamw = (adamw_betas, adamw_eps)
         # torch's own constructor refuses all that is no matrix.
-        torch.optim.Optimizer.__init__(self, params, options)
-        self._setup(recipe, backend, fully_decoupled_weight_decay=fully_decoupled_weight_decay)
+        self._construct(locals(), defaults=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch; ``use_muon`` says who steps it.
@@ -160,16 +142,20 @@ class Muon(BF16Optimizer, _Torchs):
             ValueError: the group is Muon's and holds a parameter that is no matrix.
         """
         if not param_group.get("use_muon", True):
-            betas, eps = self._adamw
+            # torch's own Muon, converted, has no such defaults.
+            betas = self.defaults.get("adamw_betas", (0.9, 0.95))
+            eps = self.defaults.get("adamw_eps", 1e-8)
             param_group = {"betas": betas, "eps": eps, **param_group}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        # torch puts every default into every group, and these are for AdamW's alone.
+        for name in ("adamw_betas", "adamw_eps"):
+            group.pop(name, None)
+        names = group.get("param_names")
         for position, parameter in enumerate(group["params"]):
             if group.get("use_muon", True) and parameter.ndim != 2:
                 self.param_groups.pop()
-                name = (group.get("param_names") or [f"number {position}"] * (position + 1))[
-                    position
-                ]
+                name = names[position] if names else f"number {position}"
                 raise ValueError(
                     f"Muon steps matrices, and parameter {name} of group {len(self.param_groups)} "
                     f"has shape {tuple(parameter.shape)}. Put it into a group with use_muon=False, "
@@ -178,9 +164,6 @@ class Muon(BF16Optimizer, _Torchs):
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return MUON if group.get("use_muon", True) else ADAMW
-
-    def decouples_decay(self, group: dict[str, Any]) -> bool:
-        return True
 
     def direction_of(self, member: Member) -> Direction:
         parameter: Any = member.parameter

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_bf16.backends import BACKENDS, StepInputs, cuda_graphs
 from torch_bf16.engine.engine import Engine, Observer, engine_of
-from torch_bf16.engine.member import Direction, Member, Snapshot
+from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.errors import suffix_errors
@@ -26,12 +26,7 @@ from torch_bf16.states.views import masters_in
 
 from . import state_dict as state_dicts
 from .planning import make_plan
-from .validation import (
-    check_formats,
-    check_group,
-    check_options,
-)
-from .weight_decay import FULLY_DECOUPLED, resolve_peak_lr
+from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
 __all__ = ["UNTOUCHED", "BF16Optimizer", "invalidate_remainders"]
 
@@ -53,13 +48,35 @@ class BF16Optimizer(torch.optim.Optimizer):
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
+    # Whether weight decay acts on the weights in groups that do not say it.
+    decouples: ClassVar[bool] = False
     # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
     _step_supports_amp_scaling: ClassVar[bool] = True
 
     recipe: Recipe
     backend: str | None
     observers: list[Observer]
+    _engine_class: ClassVar[type[Engine]] = Engine
     _engine: Engine
+
+    def _construct(
+        self, given: dict[str, Any], *, defaults: bool = False, without: Sequence[str] = ()
+    ) -> None:
+        """Run torch's constructor, and set up what it does not know.
+
+        Args:
+            given: ``locals()`` in a constructor, where they are its arguments: torch's and ours.
+            defaults: whether torch's arguments are the groups' options, because it has no
+                constructor for them.
+            without: arguments that torch's constructor must not see.
+        """
+        ours = {"recipe", "backend", FULLY_DECOUPLED} & given.keys()
+        options = {k: v for k, v in given.items() if k not in {"self", *ours, *without}}
+        if defaults:
+            torch.optim.Optimizer.__init__(self, options.pop("params"), options)
+        else:
+            super().__init__(**options)
+        self._setup(**{name: given[name] for name in ours})
 
     def _setup(
         self,
@@ -80,12 +97,15 @@ class BF16Optimizer(torch.optim.Optimizer):
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
         self.observers = []
-        self._engine = self._new_engine()
-        check_formats(self)
+        self._engine = self._engine_class()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = shard_of(parameter)
+                # A recipe whose blocks would be cut is refused here, where every rank sees every
+                # parameter: FSDP1 leaves some ranks nothing of one that they could refuse to step.
+                if shard.sharded and not shard.can_gather:
+                    formats_of(shard, self.rule_for(group, parameter), self.recipe)
         accumulate_as(self.recipe, self)
-
-    def _new_engine(self) -> Engine:
-        return Engine()
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
@@ -107,7 +127,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def decouples_decay(self, group: dict[str, Any]) -> bool:
         """Whether a group's weight decay acts on the weights and not through the gradient."""
-        return bool(group.get("decoupled_weight_decay"))
+        return group.get("decoupled_weight_decay", self.decouples)
 
     # Kernels read addresses, which a traced step would not have.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -201,7 +221,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         written = snapshot is not None and snapshot.version != shard.version()
         if not masters and (known := residuals.second_plane(shard, torch.int16)) is not None:
             masters = {"remainder16": known}
-        format_ = stored_format(masters, "", torch.bfloat16) if masters else None
+        format_ = stored_format(masters, "") if masters else None
         if format_ is None or (written and format_.remainders):
             return shard.place(visible.float())
         planes = [visible, *(masters[key] for key in format_.plane_names("")[1:])]
@@ -273,7 +293,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             number, group = len(self.param_groups) - 1, self.param_groups[-1]
-            self._check_group(number)
+            self._check_options(group, number)
+            check_group(group, number)
             resolve_peak_lr(group, number, self.decouples_decay(group))
         except Exception:
             self.param_groups.pop()
@@ -324,9 +345,9 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.observers = []
         # torch calls this after loading a state dict, too.
         if "_engine" in state:
+            self.observers = []
             shards = [shard_of(each) for each in self.state]
             self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
             accumulate_as(self.recipe, self)
@@ -334,12 +355,6 @@ class BF16Optimizer(torch.optim.Optimizer):
     def label(self, group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype."""
         return self._engine.names.label(self.param_groups, group, position)
-
-    def _check_group(self, number: int) -> None:
-        """Refuse options and parameters that cannot be trained."""
-        group = self.param_groups[number]
-        self._check_options(group, number)
-        check_group(group, number)
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Refuse options that no rule has."""

@@ -19,13 +19,7 @@ from torch_bf16.recipe import get_recipe
 from torch_bf16.sharding import Shard, shard_of
 from torch_bf16.states.recoding import Changes
 
-from .validation import (
-    check_gradient,
-    check_parameter,
-    check_replaced,
-    check_unchanged,
-    check_whole,
-)
+from .validation import check_gradient, check_parameter, check_replaced, check_unchanged
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -71,8 +65,11 @@ def make_plan(optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: A
         formats = formats_of(shard, rule, optimizer.recipe)
         member = Member(shard, number, rule, formats, state, snapshot)
         if rule.stage_states:
-            with prefix_errors(lambda label=label: label):
-                check_whole(shard)
+            if shard.sharded:
+                raise NotImplementedError(
+                    f"{label} is sharded, and this optimizer needs the whole matrix at once. Use "
+                    "DDP, or AdamW or Lion over the shards"
+                )
             member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:

@@ -1,4 +1,4 @@
-"""SGD with ``torch.optim``'s signature."""
+"""SGD, RMSprop and Adagrad with ``torch.optim``'s signatures, and Lion."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16 import rules
+from torch_bf16.argument_checks import check_ranges
 from torch_bf16.recipe import Recipe
-from torch_bf16.rules import SGD as PLAIN
-from torch_bf16.rules import SGD_MOMENTUM, SGD_NESTEROV, Rule
+from torch_bf16.rules import Rule
 
 from .optimizer import BF16Optimizer
 
-__all__ = ["SGD"]
+__all__ = ["SGD", "Adagrad", "Lion", "RMSprop"]
 
 
 class SGD(BF16Optimizer, torch.optim.SGD):
@@ -25,20 +26,11 @@ class SGD(BF16Optimizer, torch.optim.SGD):
     ``foreach`` and ``fused`` are accepted and change nothing; ``differentiable`` is refused.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them.
-        lr: learning rate, a float or a 0-d tensor.
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
         momentum: decay rate of the momentum buffer; 0 keeps none.
         dampening: share of the gradient that does not enter the buffer, from the second step on.
         weight_decay: multiplied by the weight and added to the gradient.
         nesterov: look ahead along the momentum.
-        maximize: ascend instead of descend.
-        foreach: ignored.
-        differentiable: must be False.
-        fused: ignored.
-        recipe, backend: as for :class:`AdamW`.
-
-    Raises:
-        ValueError: the recipe or the backend is unknown, or a parameter is neither bf16 nor fp32.
 
     Example:
         >>> optimizer = torch_bf16.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -62,21 +54,145 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._setup(recipe, backend)
+        self._construct(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if not group["momentum"]:
-            return PLAIN
-        return SGD_NESTEROV if group["nesterov"] else SGD_MOMENTUM
+            return rules.SGD
+        return rules.SGD_NESTEROV if group["nesterov"] else rules.SGD_MOMENTUM
+
+
+class RMSprop(BF16Optimizer, torch.optim.RMSprop):
+    """RMSprop (Tieleman & Hinton, 2012), with momentum and centered, stored by a recipe.
+
+    The momentum buffer has the recipe's ``exp_avg`` format, the mean of squares its ``exp_avg_sq``
+    format. See :mod:`torch_bf16.rules.rmsprop` for the equations.
+
+    Differs from torch.optim: with ``centered`` both means are fp32 in every recipe, and a variance
+    that rounding makes negative counts as zero, where torch goes on with NaN. ``foreach`` and
+    ``capturable`` are accepted and change nothing; ``differentiable`` is refused.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        alpha: decay rate of the means.
+        eps: added to the root.
+        weight_decay: multiplied by the weight and added to the gradient.
+        momentum: decay rate of the momentum buffer; 0 keeps none.
+        centered: divide by the standard deviation of the gradient, not by the root of its square.
+        capturable: ignored.
+
+    Example:
+        >>> optimizer = torch_bf16.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
+    """
+
+    torch_class = torch.optim.RMSprop
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        *,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        self._construct(locals())
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        momentum = group["momentum"]
+        if group["centered"]:
+            return rules.RMSPROP_CENTERED_MOMENTUM if momentum else rules.RMSPROP_CENTERED
+        return rules.RMSPROP_MOMENTUM if momentum else rules.RMSPROP
+
+
+class Adagrad(BF16Optimizer, torch.optim.Adagrad):
+    """Adagrad (Duchi et al., 2011), whose numbers are stored by a recipe.
+
+    The sum of squared gradients has the recipe's ``exp_avg_sq`` format. See
+    :mod:`torch_bf16.rules.adagrad` for the equations.
+
+    Differs from torch.optim: there is no state before the first step, and a group added later may
+    have its own ``initial_accumulator_value``; gradients must be dense; ``foreach`` and ``fused``
+    are accepted and change nothing; ``differentiable`` is refused.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
+        weight_decay: multiplied by the weight and added to the gradient.
+        initial_accumulator_value: what the sum of squared gradients starts from.
+        eps: added to the root of the sum.
+
+    Example:
+        >>> optimizer = torch_bf16.Adagrad(model.parameters(), lr=1e-2)
+    """
+
+    torch_class = torch.optim.Adagrad
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        self._construct(locals())
+        # Some versions of torch make the state here, in the parameters' dtype.
+        self.state.clear()
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.ADAGRAD
+
+
+class Lion(BF16Optimizer):
+    """Lion (Chen et al., 2023): steps of one size along the sign of a momentum.
+
+    It keeps one state, so that ``bf16-stochastic`` takes 6 bytes per parameter with a bf16
+    gradient. See :mod:`torch_bf16.rules.lion` for the equations. Use a learning rate three to ten
+    times smaller than AdamW's and a weight decay as much larger, as the paper does.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        lr: learning rate, a float or a 0-d tensor; every weight moves by it.
+        betas: weight of the momentum in the sign, and the momentum's decay rate.
+        weight_decay: decoupled decay.
+
+    Example:
+        >>> optimizer = torch_bf16.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+    """
+
+    decouples = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        fully_decoupled_weight_decay: bool | float = False,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
+        self._construct(locals(), defaults=True)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.LION

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,8 @@ from torch import Tensor
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
-from torch_bf16.states.fp32 import gatherable
 from torch_bf16.states.recoding import Changes
-from torch_bf16.states.views import from_view, to_view
+from torch_bf16.states.views import from_view, gatherable, to_view
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -54,9 +52,6 @@ def load(
     optimizer: BF16Optimizer, state_dict: dict[str, Any], load_state_dict: Callable[[Any], None]
 ) -> None:
     """Load by torch's own method, which would cast states to the parameters' dtype."""
-    if not isinstance(state_dict, dict):
-        with suffix_errors(_UNCHANGED):
-            schema.check_whole(state_dict)
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
 
@@ -74,8 +69,14 @@ def load(
         optimizer._engine.invalidate()
         optimizer.recipe = recipe
         if changes.counts:
-            level = logging.WARNING if changes.lost else logging.INFO
-            _logger.log(level, "%s", schema.notice(header, recipe, changes))
+            _logger.log(
+                logging.WARNING if changes.lost else logging.INFO,
+                "loaded a state dict of recipe %s into recipe %r: %s. Keep the file, if what was "
+                "rounded is needed again",
+                repr(header["recipe"]["name"]) if header else "none of torch_bf16",
+                recipe.name,
+                changes,
+            )
 
     # After the user's own pre-hooks and before their post-hooks.
     hooks = [
@@ -84,6 +85,8 @@ def load(
     ]
     try:
         with suffix_errors(_UNCHANGED):
+            if not isinstance(state_dict, dict):
+                schema.check_whole(state_dict)
             load_state_dict(state_dict)
     finally:
         for hook in hooks:
@@ -104,7 +107,8 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
                 f"the state dict has groups of {theirs} parameters and the optimizer of {ours}; it "
                 "was saved from another model"
             )
-        deque(_read(optimizer, state_dict, Changes()), maxlen=0)
+        for _ in _read(optimizer, state_dict, Changes()):
+            pass
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,7 +140,12 @@ def _read(
         for position, key in enumerate(its["params"]):
             if state := state_dict["state"].get(key):
                 parameter, label = group["params"][position], optimizer.label(number, position)
-                schema.check_has_memory(parameter, label)
+                if parameter.device.type == "meta":
+                    raise StateMismatchError(
+                        f"{label} is on the meta device, where a state would be lost. Give the "
+                        "model memory first (model.to_empty(device=...)), make the optimizer of "
+                        "its parameters, and load the weights, then the state dict"
+                    )
                 state = _copied(state, optimizer.state.get(parameter, {}), parameter.ndim)
                 shard, options = shard_of(parameter), {**group, **its}
                 yield parameter, optimizer._complete(state, shard, options, label, changes)

@@ -7,32 +7,31 @@ usable as it was. Messages begin with a verb: the caller puts the parameter's la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torch_bf16.engine.member import Snapshot, formats_of
+from torch_bf16.engine.member import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.sharding import Shard, shard_of
 
-if TYPE_CHECKING:
-    from .optimizer import BF16Optimizer
-
 __all__ = [
-    "check_formats",
+    "FULLY_DECOUPLED",
     "check_gradient",
     "check_group",
     "check_options",
     "check_parameter",
     "check_replaced",
     "check_unchanged",
-    "check_whole",
+    "resolve_peak_lr",
 ]
 
+FULLY_DECOUPLED = "fully_decoupled_weight_decay"
+
 _TRAINABLE = (torch.bfloat16, torch.float32)
-_UNSUPPORTED = ("differentiable",)
 
 
 def check_group(group: Mapping[str, Any], number: int) -> None:
@@ -102,12 +101,11 @@ def check_options(group: Mapping[str, Any], number: int) -> None:
         ValueError: an option is one of the whole optimizer.
         NotImplementedError: no rule has an option of the group.
     """
-    for option in _UNSUPPORTED:
-        if group.get(option):
-            raise NotImplementedError(
-                f"{option}=True in parameter group {number} is not supported by torch_bf16; set it "
-                "to False, or train this group with an optimizer of torch.optim"
-            )
+    if group.get("differentiable"):
+        raise NotImplementedError(
+            f"differentiable=True in parameter group {number} is not supported by torch_bf16; set "
+            "it to False, or train this group with an optimizer of torch.optim"
+        )
     if "recipe" in group or "backend" in group:
         raise ValueError(
             f"parameter group {number} has an option 'recipe' or 'backend', and an optimizer has "
@@ -125,19 +123,34 @@ def _remedy(dtype: torch.dtype) -> str:
     return "Leave parameters that are no floating-point numbers out of the optimizer"
 
 
-def check_formats(optimizer: BF16Optimizer) -> None:
-    """Refuse a recipe whose blocks would be cut: here, where every rank sees every parameter.
+def resolve_peak_lr(group: dict[str, Any], number: int, decouples: bool) -> None:
+    """Make a learning rate of the group's option: that at which decay is ``weight_decay`` a step.
 
-    FSDP1 leaves some ranks nothing of a parameter, so that they take no part in its step.
+    Args:
+        group: a parameter group; True is replaced by the learning rate it has now.
+        number: the group's number, for messages.
+        decouples: whether the group's rule has a decoupled decay.
 
     Raises:
-        NotImplementedError: a parameter is cut within the blocks of a format.
+        ValueError: the option is no learning rate, or the rule's decay is an L2 penalty.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            shard = shard_of(parameter)
-            if shard.sharded and not shard.can_gather:
-                formats_of(shard, optimizer.rule_for(group, parameter), optimizer.recipe)
+    wanted = group.get(FULLY_DECOUPLED)
+    if not wanted:
+        return
+    if not decouples:
+        raise ValueError(
+            f"{FULLY_DECOUPLED}={wanted} in parameter group {number}: this optimizer adds weight "
+            "decay to the gradient. Use decoupled_weight_decay=True where it has that option, or "
+            "AdamW or Lion"
+        )
+    peak: Any = float(group["lr"]) if wanted is True else wanted
+    if not isinstance(peak, Real) or not 0.0 < float(peak) < float("inf"):
+        raise ValueError(
+            f"{FULLY_DECOUPLED}={wanted} in parameter group {number} with lr={group['lr']}: it "
+            "must be the highest learning rate of the schedule, a positive number, or True where "
+            "lr already is that"
+        )
+    group[FULLY_DECOUPLED] = float(peak)
 
 
 def check_gradient(shard: Shard) -> None:
@@ -166,19 +179,6 @@ def check_gradient(shard: Shard) -> None:
     if gradient.dtype not in _TRAINABLE:
         raise ValueError(
             f"has a gradient of {gradient.dtype}; bfloat16 and float32 gradients can be used"
-        )
-
-
-def check_whole(shard: Shard) -> None:
-    """Refuse a shard for a rule that looks at the whole tensor.
-
-    Raises:
-        NotImplementedError: the parameter is sharded.
-    """
-    if shard.sharded:
-        raise NotImplementedError(
-            "is sharded, and this optimizer needs the whole matrix at once. Use DDP, or AdamW or "
-            "Lion over the shards"
         )
 
 

@@ -8,24 +8,25 @@ the rule's states (``exp_avg`` ...), and the planes of the weight beyond the par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.errors import StateMismatchError
-from torch_bf16.formats import FP32, Format
+from torch_bf16.formats import FP32, INT8, Format
 from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule, State
-from torch_bf16.sharding import Shard
+from torch_bf16.sharding import Shard, local
 
-from .placement import check_shape, place_states, take_states
 from .recoding import Changes, recode, recode_weight, stored_format
 from .views import masters_in
 
-__all__ = ["complete_master", "complete_moment", "complete_state"]
+__all__ = ["complete_master", "complete_moment", "complete_state", "place_states"]
+
+(_SCALE,) = (plane for plane in INT8.planes if plane.suffix)
 
 
 def complete_state(
@@ -58,7 +59,7 @@ def complete_state(
         StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
             parameter that is fp32 now.
     """
-    given, state = state, take_states(state, shard, label)
+    given, state = state, _take_states(state, shard, label)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -98,20 +99,20 @@ def complete_moment(
             torch.zeros(plane.shape(parameter.shape), dtype=plane.dtype, device=parameter.device)
             for plane in format_.planes
         )
-    saved = [state.get(key) for key in format_.plane_names(name)]
-    if [getattr(each, "dtype", None) for each in saved] == [p.dtype for p in format_.planes]:
-        return _fitting_planes(state, format_, parameter, name, label)
-    first = _fitting(state[name], parameter, name, label)
-    source = stored_format(state, name, None)
-    if source is not None:
-        x = source.decode(_fitting_planes(state, source, parameter, name, label))
-    elif first.is_floating_point():
-        source, x = FP32, first.float()
-    else:
+    # What is in no format may still be numbers, which are read as those of fp32 are.
+    source = stored_format(state, name) or FP32
+    saved = tuple(
+        _fitting(state[key], plane.shape(parameter.shape), parameter.device, key, label)
+        for key, plane in zip(source.plane_names(name), source.planes, strict=True)
+    )
+    if [each.dtype for each in saved] == [plane.dtype for plane in format_.planes]:
+        return saved
+    if source is FP32 and not saved[0].is_floating_point():
         raise StateMismatchError(
-            f"{name} of {label} is {first.dtype} and must be floating-point; the state is damaged, "
-            "load it as it was saved"
+            f"{name} of {label} is {saved[0].dtype} and must be floating-point; the state is "
+            "damaged, load it as it was saved"
         )
+    x = source.decode(saved)
     planes = recode(x, format_)
     changes.add(name, source, format_, x.numel(), _differing(format_.decode(planes), x))
     return planes
@@ -141,14 +142,16 @@ def complete_master(
             "parameter is fp32 now. Cast the model (torch_bf16.cast_model) before loading, or "
             "export the checkpoint to fp32: torch_bf16.fp32_state_dict"
         )
-    source = stored_format(saved, "", torch.bfloat16)
+    source = stored_format(saved, "")
     if source is None or len(source.planes) != len(saved) + 1:
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
             f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
             "load the state dict as it was saved"
         )
-    planes = [_fitting(each, memory, key, label) for key, each in saved.items()]
+    planes = [
+        _fitting(each, memory.shape, memory.device, key, label) for key, each in saved.items()
+    ]
     if source == weights:
         return dict(zip(keys, planes, strict=True))
     visible = memory.contiguous()
@@ -159,25 +162,41 @@ def complete_master(
     return dict(zip(keys, rest, strict=True))
 
 
+def _take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str, Any]:
+    """This rank's part of each entry of a state, which may be whole or placed in any way.
+
+    Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. What is no
+    tensor stays as it is, and so does ``step``.
+    """
+    taken = dict(state)
+    for key, saved in state.items():
+        if key == "step" or not isinstance(saved, Tensor):
+            continue
+        if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
+            _check_shape(saved, _whole_shape(key, shard), key, label)
+        taken[key] = shard.take(saved)
+    return taken
+
+
 def _differing(new: Tensor, old: Tensor) -> int:
     # By bits: a NaN is what it was, and 0.0 is not -0.0.
     return int((new.view(torch.int32) != old.view(torch.int32)).sum())
 
 
-def _fitting_planes(
-    state: Mapping[str, Any], format_: Format, parameter: Tensor, name: str, label: str
-) -> tuple[Tensor, ...]:
-    return tuple(
-        _fitting(state[key], parameter, key, label, plane.shape(parameter.shape))
-        for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
-    )
+def _check_shape(saved: Any, shape: Sequence[int], key: str, label: str) -> None:
+    if not isinstance(saved, Tensor) or tuple(saved.shape) != tuple(shape):
+        found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
+        raise StateMismatchError(
+            f"{key} of {label} has shape {found} in the state dict and must have shape "
+            f"{tuple(shape)}; it was saved from another model"
+        )
 
 
 def _fitting(
-    saved: Any, parameter: Tensor, key: str, label: str, shape: tuple[int, ...] | None = None
+    saved: Any, shape: Sequence[int], device: torch.device, key: str, label: str
 ) -> Tensor:
-    check_shape(saved, parameter.shape, key, label, shape)
-    return saved.to(parameter.device).contiguous()
+    _check_shape(saved, shape, key, label)
+    return saved.to(device).contiguous()
 
 
 def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
@@ -206,12 +225,7 @@ def _factor(saved: Any, state: State, parameter: Tensor, label: str) -> Tensor:
     shape = state.shape(tuple(parameter.shape))  # pyright: ignore[reportOptionalCall]
     if saved is None:
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    if tuple(saved.shape) != shape:
-        raise StateMismatchError(
-            f"{state.name} of {label} has shape {tuple(saved.shape)} in the state dict and must "
-            f"have {shape}; it was saved from another model"
-        )
-    return saved.to(parameter.device, torch.float32).contiguous()
+    return _fitting(saved, shape, parameter.device, state.name, label).float()
 
 
 def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:
@@ -223,3 +237,26 @@ def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(memory.shape, dtype=dtype, device=memory.device)
     return memory.to(dtype).contiguous()
+
+
+def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """This rank's parts of a state, placed like the parameter.
+
+    Args:
+        here: by name; what is no tensor stays as it is, and so does ``step``.
+        given: what they were made from: what is in place already stays the tensor it is.
+        shard: of the parameter.
+    """
+    return {
+        key: each
+        if key == "step" or not isinstance(each, Tensor)
+        else given[key]
+        if key in given and local(given[key]) is each
+        else shard.place(each, _whole_shape(key, shard))
+        for key, each in here.items()
+    }
+
+
+def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
+    """The shape of a state of the whole parameter: scales are fewer than numbers."""
+    return _SCALE.shape(shard.shape) if key.endswith(f"_{_SCALE.suffix}") else shard.shape

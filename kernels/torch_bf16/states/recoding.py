@@ -6,17 +6,16 @@ exactly and rounded once, to the nearest that the new format holds; what differs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bf16.formats import FORMATS, Format
-from torch_bf16.numerics.rounding import bf16_nearest
+from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, Format
 
-__all__ = ["Changes", "encode_nearest", "recode", "recode_weight", "stored_format"]
+__all__ = ["Changes", "recode", "recode_weight", "stored_format"]
 
 
 @dataclass
@@ -43,22 +42,17 @@ class Changes:
     def __str__(self) -> str:
         return "; ".join(
             f"{name} {old} -> {new}: "
-            + (
-                f"{lost:,} of {numbers:,} numbers rounded"
-                if lost
-                else f"{numbers:,} numbers, exact"
-            )
-            for (name, old, new), (numbers, lost) in self.counts.items()
+            + (f"{lost:,} of {n:,} numbers rounded" if lost else f"{n:,} numbers, exact")
+            for (name, old, new), (n, lost) in self.counts.items()
         )
 
 
-def stored_format(state: Mapping[str, Any], name: str, first: torch.dtype | None) -> Format | None:
+def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
     """The format that a number is stored in, told by the names and dtypes of its planes.
 
     Args:
         state: of one parameter.
-        name: the number's; ``""`` for the weight.
-        first: dtype of the first plane where that is not in ``state``: the parameter's.
+        name: the number's; ``""`` for the weight, a bf16 parameter that is not in ``state``.
 
     Returns:
         None where no format has such planes.
@@ -66,35 +60,29 @@ def stored_format(state: Mapping[str, Any], name: str, first: torch.dtype | None
 
     def fits(format_: Format) -> bool:
         dtypes = [getattr(state.get(key), "dtype", None) for key in format_.plane_names(name)]
-        if first is not None:
-            dtypes[0] = first
+        if not name:
+            dtypes[0] = torch.bfloat16
         return dtypes == [plane.dtype for plane in format_.planes]
 
     return max(filter(fits, FORMATS.values()), key=lambda each: len(each.planes), default=None)
 
 
 def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
-    """New planes with fp32 numbers, rounded to nearest.
+    """New planes with fp32 numbers, rounded to nearest; bf16+8 and uint8 by their middle draw.
 
     Args:
         x: fp32, contiguous.
         new: their format.
     """
+    if new is BF16_STOCHASTIC:
+        new = BF16_NEAREST
     planes = tuple(
         torch.empty(plane.shape(x.shape), dtype=plane.dtype, device=x.device)
         for plane in new.planes
     )
-    encode_nearest(new, x, planes)
-    return planes
-
-
-def encode_nearest(format_: Format, x: Tensor, planes: Sequence[Tensor]) -> None:
-    """Write fp32 numbers into planes without noise: a stochastic format takes its middle draw."""
-    if [plane.dtype for plane in format_.planes] == [torch.bfloat16]:
-        planes[0].copy_(bf16_nearest(x))
-        return
     middle = torch.full(x.shape, 0x8000, dtype=torch.int32, device=x.device)
-    format_.encode(x, middle if format_.stochastic else None, planes)
+    new.encode(x, middle if new.stochastic else None, planes)
+    return planes
 
 
 def recode_weight(x: Tensor, parameter: Tensor, new: Format) -> tuple[Tensor, ...]:

@@ -10,22 +10,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from torch_bf16.errors import StateMismatchError
 from torch_bf16.recipe import Recipe
 
-from .recoding import Changes
-
 __all__ = [
     "HEADER",
-    "check_has_memory",
     "check_header",
     "check_hyperparameters",
     "check_names",
     "check_whole",
     "header",
-    "notice",
 ]
 
 HEADER = "torch_bf16"
@@ -62,20 +56,6 @@ def check_whole(state_dict: Any) -> None:
         raise StateMismatchError(
             "this is no optimizer's state dict: it needs a dict 'state' and a list 'param_groups' "
             f"and has {found}. Pass what optimizer.state_dict() returned"
-        )
-
-
-def check_has_memory(parameter: Tensor, label: str) -> None:
-    """Refuse to load into a parameter without memory, where nothing would be kept.
-
-    Raises:
-        StateMismatchError: it is on the meta device.
-    """
-    if parameter.device.type == "meta":
-        raise StateMismatchError(
-            f"{label} is on the meta device, where a state would be lost. Give the model memory "
-            "first (model.to_empty(device=...)), make the optimizer of its parameters, and load "
-            "the weights, then the state dict"
         )
 
 
@@ -122,15 +102,6 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             "recipe; it is damaged. Delete it to load the rest as it is"
         )
     return dataclasses.replace(recipe, seed=other["seed"])
-
-
-def notice(saved: Mapping[str, Any] | None, recipe: Recipe, changes: Changes) -> str:
-    """One line for a load that changed formats."""
-    source = repr(saved["recipe"]["name"]) if saved else "none of torch_bf16"
-    return (
-        f"loaded a state dict of recipe {source} into recipe {recipe.name!r}: {changes}. Keep the "
-        "file, if what was rounded is needed again"
-    )
 
 
 def check_names(saved: Sequence[Sequence[Any]], live: Sequence[Sequence[Any]]) -> None:

@@ -1,11 +1,11 @@
-"""Bits that are no number, as a state dict shows them: the same memory, under another name.
+"""A parameter's state as state dicts show it: bits that are no number, and numbers in fp32.
 
 Kernels read 16 bits that are no number, as int16. torch's collectives (gloo, NCCL) know no 16-bit
-integers, so that nothing could gather, scatter or broadcast such a state. What only moves tensors
-keeps all patterns of a bf16 tensor, NaNs included. A key says which bits it holds, because
-``torch.distributed.checkpoint`` copies into what is there and converts numbers where dtypes differ.
-Codes of moments go by the moment's key, which other formats have, too: there a dimension more says
-it, for shapes it does compare.
+integers, so that nothing could gather, scatter or broadcast such a state. It is shown as bf16, in
+the same memory: what only moves tensors keeps all patterns, NaNs included. A key says which bits it
+holds, because ``torch.distributed.checkpoint`` copies into what is there and converts numbers where
+dtypes differ. Codes of moments go by the moment's key, which other formats have, too: there a
+dimension more says it, for shapes it does compare.
 """
 
 from __future__ import annotations
@@ -17,43 +17,36 @@ import torch
 from torch import Tensor
 
 from torch_bf16.formats import INT8, ROLES, UINT8
+from torch_bf16.recipe import Recipe
 from torch_bf16.sharding import local, place_like
 
-__all__ = [
-    "AS_NUMBERS",
-    "MASTERS",
-    "from_view",
-    "masters_in",
-    "to_view",
-]
+from .recoding import stored_format
+
+__all__ = ["MASTERS", "fp32_numbers", "from_view", "gatherable", "masters_in", "to_view"]
 
 _PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
 _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
+# Remainders as integers in fp32, which FSDP1 can gather beside fp32 moments.
+_AS_NUMBERS = {
+    suffix: f"{suffix}_fp32" for suffix, dtype in _PLANES.items() if not dtype.is_floating_point
+}
 
 _CODES = {INT8.planes[0].dtype, UINT8.planes[0].dtype}
 _SCALE = INT8.planes[1].suffix
 
-AS_NUMBERS = {
-    suffix: f"{suffix}_fp32" for suffix, dtype in _PLANES.items() if not dtype.is_floating_point
-}
-"""The keys of remainders as integers in fp32, which FSDP1 can gather beside fp32 moments."""
-
-MASTERS = sorted([*_PLANES, *AS_NUMBERS.values()])
+MASTERS = sorted([*_PLANES, *_AS_NUMBERS.values()])
 """The keys under which a state may hold what a weight has beyond the parameter."""
 
 
-def to_view(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def to_view(state: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state as state dicts show it; no bit is copied."""
-    if not any(key in _BITS or _is_code(state, key) for key in state):
-        return state
-    return {
-        key: _as_bf16(v)
-        if key in _BITS
-        else _reshaped(v, (*v.shape, 1))
-        if _is_code(state, key)
-        else v
-        for key, v in state.items()
-    }
+    shown = dict(state)
+    for key, value in state.items():
+        if key in _BITS and getattr(value, "dtype", None) == torch.int16:
+            shown[key] = place_like(value, local(value).view(torch.bfloat16))
+        elif _is_code(state, key):
+            shown[key] = place_like(value, local(value).unsqueeze(-1), (*value.shape, 1))
+    return shown
 
 
 def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
@@ -63,10 +56,15 @@ def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
         state: as it was saved.
         dims: how many dimensions the parameter has.
     """
-    return {
-        key: _reshaped(v, v.shape[:-1]) if _is_code(state, key) and v.ndim == dims + 1 else v
-        for key, v in state.items()
-    }
+    found = dict(state)
+    for key, value in state.items():
+        if _is_code(state, key) and value.ndim == dims + 1:
+            found[key] = place_like(value, local(value).squeeze(-1), value.shape[:-1])
+    return found
+
+
+def _is_code(state: Mapping[str, Any], key: str) -> bool:
+    return getattr(state[key], "dtype", None) in _CODES and f"{key}_{_SCALE}" in state
 
 
 def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,34 +74,58 @@ def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
         state: in memory or as it was saved; of plain tensors.
     """
     found = {}
-    for key in MASTERS:
-        value = state.get(key)
-        if value is None:
-            continue
-        dtype = getattr(value, "dtype", None)
-        if key in AS_NUMBERS.values():
-            # NaN stands for a format that has none.
-            if not value.isnan().any():
-                suffix = key.removesuffix("_fp32")
-                found[suffix] = value.to(_PLANES[suffix])
-            continue
-        if key in _BITS and dtype == torch.bfloat16:
-            value = value.view(torch.int16)
-        found[key] = value
+    for key, dtype in _PLANES.items():
+        value: Any = state.get(key)
+        number = state.get(_AS_NUMBERS.get(key, ""))
+        if key in _BITS and getattr(value, "dtype", None) == torch.bfloat16:
+            value = value.view(dtype)
+        # NaN stands for a format that has none.
+        if number is not None and not number.isnan().any():
+            value = number.to(dtype)
+        if value is not None:
+            found[key] = value
     return found
 
 
-def _as_bf16(tensor: Any) -> Any:
-    if getattr(tensor, "dtype", None) != torch.int16:
-        return tensor
-    return place_like(tensor, local(tensor).view(torch.bfloat16))
+def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """New fp32 tensors with the numbers that a state holds, exactly; masters are left out."""
+    formats = {k: known for k in state if k not in MASTERS and (known := stored_format(state, k))}
+    planes = {key: each.plane_names(key) for key, each in formats.items()}
+    left_out = {*MASTERS, *(name for _, *rest in planes.values() for name in rest)}
+    # Copies: torch's load_state_dict would go on with this optimizer's own tensors.
+    numbers = {
+        key: formats[key].decode([state[name] for name in names]).clone()
+        for key, names in planes.items()
+    }
+    return {key: numbers.get(key, each) for key, each in state.items() if key not in left_out}
 
 
-def _is_code(state: Mapping[str, Any], key: str) -> bool:
-    return getattr(state[key], "dtype", None) in _CODES and f"{key}_{_SCALE}" in state
+def gatherable(
+    state: Mapping[str, Any],
+    parameter: Tensor,
+    shapes: Sequence[Sequence[int]],
+    recipe: Recipe,
+) -> dict[str, Any]:
+    """The state of a parameter that FSDP1 has flattened, as FSDP1 can gather it.
 
+    FSDP1 gathers the states of a unit's parameters as if they were one tensor: all of one dtype,
+    and each name with every parameter. So all numbers are fp32, and what one format has beyond the
+    parameter stands beside all, NaN where there is none. No bit is lost.
 
-def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    memory = local(tensor)
-    memory = memory.unsqueeze(-1) if len(shape) > tensor.ndim else memory.squeeze(-1)
-    return place_like(tensor, memory, torch.Size(shape))
+    Args:
+        state: of the parameter.
+        parameter: what FSDP1 has left of it on this rank.
+        shapes: of all parameters of the unit.
+        recipe: decides formats.
+    """
+    found = fp32_numbers(state)
+    if parameter.dtype != torch.bfloat16:
+        return found
+    formats = [recipe.format_of("weights", shape) for shape in shapes]
+    for key in sorted({name for each in formats for name in each.plane_names("")[1:]}):
+        shown = _AS_NUMBERS.get(key, key)
+        if key in state:
+            found[shown] = state[key].to(torch.float32, copy=True)
+        else:
+            found[shown] = torch.full_like(parameter, torch.nan, dtype=torch.float32)
+    return found

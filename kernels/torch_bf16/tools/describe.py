@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_bf16.backends import choose
-from torch_bf16.optim import BF16Optimizer
+from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import ADAMW, State
 from torch_bf16.sharding import shard_of

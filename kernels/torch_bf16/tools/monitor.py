@@ -16,7 +16,7 @@ from torch_bf16.backends.eager import lift_rule
 from torch_bf16.engine.member import Member
 from torch_bf16.formats import Format
 from torch_bf16.gradients.clipping import total_norm
-from torch_bf16.optim import BF16Optimizer
+from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
 __all__ = ["LayerUpdate", "UpdateMonitor"]
