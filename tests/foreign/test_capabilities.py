@@ -52,7 +52,7 @@ def test_a_subclass_and_options_over_whole_tensors_are_not_elementwise():
     subclass = OWN["adamax"](optimizer.param_groups[0]["params"])
     assert not is_elementwise(type(subclass), group, examine(subclass))
     assert is_elementwise(type(subclass), group, examine(subclass, elementwise=True))
-    assert is_elementwise(type(subclass), group, convert(subclass, elementwise=True)._engine.traits)
+    assert is_elementwise(type(subclass), group, convert(subclass, elementwise=True)._traits)
 
 
 class Draws(torch.optim.SGD):

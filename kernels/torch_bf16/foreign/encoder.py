@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,10 @@ __all__ = ["Encoder"]
 
 
 class Encoder:
-    """Encodes what an optimizer's own step computed; its batches last as long as the planes."""
+    """Encodes what an optimizer's own step computed; its batches last as long as the planes.
+
+    Copies start without batches.
+    """
 
     def __init__(self) -> None:
         self._batches: dict[Any, Batch] = {}
@@ -26,26 +28,23 @@ class Encoder:
         self._jobs: list[tuple[Job, Tensor, int]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
 
+    def __reduce__(self) -> Any:
+        return Encoder, ()
+
     def add(
-        self,
-        format_: Format,
-        planes: Sequence[Tensor],
-        x: Tensor,
-        span: Span,
-        suffix: str,
-        step: int,
+        self, format_: Format, planes: Sequence[Tensor], x: Tensor, span: Span, step: int
     ) -> None:
-        """Have a tensor encoded.
+        """Have ``x``, of any floating-point dtype, encoded into this rank's ``planes``.
 
         Args:
-            format_: of the numbers.
-            planes: this rank's, written by :meth:`run`.
-            x: the numbers; any floating-point dtype.
-            span: which elements of the whole tensor they are.
-            suffix: goes behind the span's name, to key the noise.
-            step: the number of the draw.
+            format_: of the planes.
+            planes: written by :meth:`run`.
+            x: as many numbers as ``span`` has.
+            span: its name and ``step``, the number of the draw, key the noise.
+            step: 1-based.
         """
         memory = [each.contiguous() for each in planes]
+        named = dict(zip(format_.plane_names(""), memory, strict=True))
         self._copies += [
             (old, new)
             for old, new in zip(planes, memory, strict=True)
@@ -53,21 +52,11 @@ class Encoder:
         ]
         x = x.float().contiguous()
         for piece in span.pieces() if span.numel else ():
-            part = tuple(
-                piece.of(each, plane.block)
-                for each, plane in zip(memory, format_.planes, strict=True)
-            )
-            named = replace(piece, name=piece.name + suffix)
-            job = Job(named, STORE, (format_,), (part,), torch.float32)
+            job = Job.of(piece, STORE, (format_,), named, torch.float32)
             self._jobs.append((job, piece.of(x), step))
 
     def run(self, seed: int, backend: str | None) -> None:
-        """Encode all that was added.
-
-        Args:
-            seed: of the noise.
-            backend: name of the backend; None for the best that works.
-        """
+        """Encode all that was added."""
         for numbers in by_variant([job for job, _, _ in self._jobs]):
             jobs, xs, steps = zip(*(self._jobs[n] for n in numbers), strict=True)
             planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]

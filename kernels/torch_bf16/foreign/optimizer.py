@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
-from torch_bf16.engine.engine import Engine, Observer
+from torch_bf16.engine.engine import Observer
 from torch_bf16.engine.member import Snapshot
-from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.errors import prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
@@ -34,7 +33,7 @@ from .encoder import Encoder
 from .runner import Runner
 from .working_copy import COUNTER, WorkingCopy, is_like
 
-__all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
+__all__ = ["BUCKET_BYTES", "ROLES", "ForeignOptimizer", "foreign_class"]
 
 BUCKET_BYTES = 64 << 20
 """Memory that a step takes for fp32 copies at a time; one tensor may be larger than that."""
@@ -60,28 +59,6 @@ _MOMENTS = {*FORMATS["exp_avg"].values(), *FORMATS["exp_avg_sq"].values()}
 _logger = logging.getLogger("torch_bf16")
 
 
-class ForeignEngine(Engine):
-    """What a converted optimizer without a fused rule keeps between steps, too.
-
-    Attributes:
-        traits: what is known about the class's own step; copies keep them.
-        encoder: encodes what that computed.
-    """
-
-    traits: Traits
-
-    def __init__(self, names: ParameterNames | None = None) -> None:
-        super().__init__(names)
-        self.encoder = Encoder()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "traits": self.traits}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.traits = state["traits"]
-
-
 class ForeignOptimizer(BF16Optimizer):
     """Base of what :func:`convert` makes of a class that has no fused rule.
 
@@ -99,14 +76,12 @@ class ForeignOptimizer(BF16Optimizer):
 
     roles: dict[str, str]
     bucket_bytes: int = BUCKET_BYTES
-    _engine: ForeignEngine
+    _traits: Traits
+    _encoder: Encoder
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
         return STORE
-
-    def _new_engine(self) -> Engine:
-        return ForeignEngine()
 
     @torch.no_grad()
     def _update(
@@ -135,7 +110,7 @@ class ForeignOptimizer(BF16Optimizer):
         for bucket in self._buckets(members):
             self._run(runner, bucket, float(told.multiplier))
         runner.finish()
-        self._engine.encoder.finish()
+        self._encoder.finish()
         for observer in observers:
             observer.after_update()
 
@@ -159,13 +134,13 @@ class ForeignOptimizer(BF16Optimizer):
         """Whether the step must see the whole of a parameter that ranks hold parts of."""
         if not shard.groups():
             return False
-        if self._engine.traits.draws:
+        if self._traits.draws:
             raise NotImplementedError(f"is sharded, and {_DRAWS}")
         for role in set(self.roles.values()):
             block = self.recipe.format_of(role, shard.shape, shard.parameter.dtype).block
             if block > 1:
                 shard.check_blocks(block)
-        if is_elementwise(self.torch_class, self.param_groups[number], self._engine.traits):
+        if is_elementwise(self.torch_class, self.param_groups[number], self._traits):
             return False
         if not shard.can_gather:
             raise NotImplementedError(
@@ -178,16 +153,15 @@ class ForeignOptimizer(BF16Optimizer):
 
     def _why_whole(self) -> str:
         couples = "couples all parameters"
-        return couples if self._engine.traits.couples else "is not known to be elementwise"
+        return couples if self._traits.couples else "is not known to be elementwise"
 
     def _warn_of_gathering(self, members: Sequence[WorkingCopy]) -> None:
         gathered = [each for each in members if each.gathers]
         if not gathered or any(each.step for each in members):
             return
-        sizes, total = [each.bytes for each in gathered], sum(each.bytes for each in gathered)
-        at_once = (
-            total if self._engine.traits.couples else max(*sizes, min(total, self.bucket_bytes))
-        )
+        sizes = [each.bytes for each in gathered]
+        total = sum(sizes)
+        at_once = total if self._traits.couples else max(*sizes, min(total, self.bucket_bytes))
         _logger.warning(
             "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
             "time; convert(..., elementwise=True) if it updates each element by its own numbers "
@@ -202,7 +176,7 @@ class ForeignOptimizer(BF16Optimizer):
         bucket, size = [], 0
         for each in members:
             more = each.bytes
-            if bucket and size + more > self.bucket_bytes and not self._engine.traits.couples:
+            if bucket and size + more > self.bucket_bytes and not self._traits.couples:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(each)
@@ -218,9 +192,9 @@ class ForeignOptimizer(BF16Optimizer):
         if runner.draws and any(each.shard.groups() for each in bucket):
             raise NotImplementedError(f"a parameter is sharded, and {_DRAWS}")
         for each, made, state in zip(bucket, copies, states, strict=True):
-            each.encode(made.detach(), state, self._engine.encoder)
+            each.encode(made.detach(), state, self._encoder)
             self.state[each.parameter] = each.state
-        self._engine.encoder.run(self.recipe.seed, self.backend)
+        self._encoder.run(self.recipe.seed, self.backend)
         for each in bucket:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
@@ -228,7 +202,7 @@ class ForeignOptimizer(BF16Optimizer):
 
     def _format_of(self, key: str, shard: Shard) -> Format | None:
         role = self.roles.get(key)
-        if role is None or key in self._engine.traits.halves:
+        if role is None or key in self._traits.halves:
             return None
         return self.recipe.format_of(role, shard.shape, shard.parameter.dtype)
 
@@ -236,6 +210,7 @@ class ForeignOptimizer(BF16Optimizer):
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
     ) -> dict[str, Any]:
         complete: dict[str, Any] = {}
+        here: dict[str, Any] = {}
         done = {COUNTER, *MASTERS}
         for key, value in state.items():
             if key in done:
@@ -244,32 +219,27 @@ class ForeignOptimizer(BF16Optimizer):
                 # Of another shape than the parameter it is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
                 complete[key] = self._moved(key, whole(value), shard) if moves else value
-                continue
-            format_ = self._format_of(key, shard)
-            if format_ is None:
-                moved = self._moved(key, shard.take(value), shard)
-                complete |= place_states({key: moved}, state, shard)
-                continue
-            known = {n for each in _MOMENTS for n in each.plane_names(key)}
-            here = {k: shard.take(each) for k, each in state.items() if k in known}
-            made = complete_moment(here, key, format_, shard.memory, label, changes)
-            keys = format_.plane_names(key)
-            complete |= place_states(dict(zip(keys, made, strict=True)), state, shard)
-            done |= known
+            elif (format_ := self._format_of(key, shard)) is None:
+                here[key] = self._moved(key, shard.take(value), shard)
+            else:
+                known = {n for each in _MOMENTS for n in each.plane_names(key)}
+                saved = {k: shard.take(each) for k, each in state.items() if k in known}
+                planes = complete_moment(saved, key, format_, shard.memory, label, changes)
+                here.update(zip(format_.plane_names(key), planes, strict=True))
+                done |= known
         complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)
         masters = {k: shard.take(each) for k, each in state.items() if k in MASTERS}
-        made = complete_master(masters, shard, self.recipe, label, changes)
-        return complete | place_states(made, state, shard)
+        here |= complete_master(masters, shard, self.recipe, label, changes)
+        return complete | place_states(here, state, shard)
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
 
     def _moved(self, key: str, value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
-        like_parameter = (
-            value.dtype in (torch.bfloat16, torch.float16) and key not in self._engine.traits.halves
-        )
-        return value.to(shard.parameter.device, torch.float32 if like_parameter else value.dtype)
+        made_like_it = value.dtype in (torch.bfloat16, torch.float16)
+        widens = made_like_it and key not in self._traits.halves
+        return value.to(shard.parameter.device, torch.float32 if widens else value.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         left = {"step", "observers"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +29,9 @@ def is_like(value: Any, parameter: Tensor) -> bool:
 
 @dataclass
 class WorkingCopy:
-    """A parameter, and the making of what takes its place in the step.
+    """A bf16 or fp32 parameter with a gradient, and the making of what takes its place in the step.
 
     Attributes:
-        shard: of a bf16 or fp32 parameter with a gradient.
         group: number of its parameter group.
         state: ``optimizer.state[parameter]``, complete.
         snapshot: what the optimizer remembers of it.
@@ -93,17 +92,11 @@ class WorkingCopy:
         return decoded
 
     def encode(self, weight: Tensor, state: Mapping[str, Any], encoder: Encoder) -> None:
-        """Hand over what the step made of :meth:`make` and :meth:`decode_states`.
-
-        Args:
-            weight: the new weight; its shape is that of new states.
-            state: the new state.
-            encoder: writes it when it runs; :attr:`state` is complete now.
-        """
+        """Hand what the step made of both to the encoder; :attr:`state` is complete now."""
         masters = {key: self.state[key] for key in self.weights.plane_names("")[1:]}
-        step = self.step + 1
+        step, span = self.step + 1, self.shard.span
         planes = [local(each).detach() for each in (self.parameter, *masters.values())]
-        encoder.add(self.weights, planes, self._own_part(weight), self.shard.span, "", step)
+        encoder.add(self.weights, planes, self._own_part(weight), span, step)
         kept: dict[str, Any] = {}
         for key, value in state.items():
             if not is_like(value, weight):
@@ -111,25 +104,20 @@ class WorkingCopy:
                 continue
             format_, value = self.format_of(key), self._own_part(value)
             if format_ is None or format_ is FP32:
-                kept[key] = self._place(key, value)
+                old = self.state.get(key)
+                there = isinstance(old, Tensor) and local(old) is value
+                kept[key] = old if there else self.shard.place(value)
                 continue
-            planes = []
-            for name, plane in zip(format_.plane_names(key), format_.planes, strict=True):
-                old = self.state.get(name)
-                if old is None:
+            names = format_.plane_names(key)
+            for name, plane in zip(names, format_.planes, strict=True):
+                kept[name] = self.state.get(name)
+                if kept[name] is None:
                     shape = plane.shape(value.shape)
                     memory = torch.empty(shape, dtype=plane.dtype, device=value.device)
-                    old = self.shard.place(memory, plane.shape(self.shard.shape))
-                kept[name] = old
-                planes.append(local(old))
-            encoder.add(format_, planes, value, self.shard.span, f"/{key}", step)
+                    kept[name] = self.shard.place(memory, plane.shape(self.shard.shape))
+            named = replace(span, name=f"{span.name}/{key}")
+            encoder.add(format_, [local(kept[name]) for name in names], value, named, step)
         self.state = {**kept, COUNTER: step, **masters}
-
-    def _place(self, key: str, value: Tensor) -> Tensor:
-        old = self.state.get(key)
-        if isinstance(old, Tensor) and local(old) is value:
-            return old
-        return self.shard.place(value)
 
     def _whole(self, memory: Tensor) -> Tensor:
         return self.shard.gather(memory.contiguous()) if self.gathers else memory

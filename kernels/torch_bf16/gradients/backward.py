@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = [
-    "ForwardOutputs",
-    "at_end_of_backward",
-    "own_parameters",
-    "released",
-    "sharded_modules",
-]
+__all__ = ["at_end_of_backward", "at_outputs_of", "own_parameters", "released", "sharded_modules"]
 
 released: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The parameters whose gradients die within the backward pass."""
@@ -67,26 +61,12 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-class ForwardOutputs:
-    """Calls a function each time that a backward pass arrives at a module's outputs."""
+def at_outputs_of(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call each time that a backward pass arrives at what a module returned until then."""
 
-    def __init__(self, module: nn.Module, call: Callable[[], None]) -> None:
-        self._call = call
-        self._hook = module.register_forward_hook(self._guard)
-
-    def remove(self) -> None:
-        """Stop watching."""
-        self._hook.remove()
-        self._call = _nothing
-
-    def _guard(self, module: nn.Module, arguments: Any, outputs: Any) -> None:
+    def hook_outputs(module: nn.Module, arguments: Any, outputs: Any) -> None:
         for each in _pytree.tree_leaves(outputs):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(functools.partial(self._arrived))
+                each.register_hook(lambda _: call())
 
-    def _arrived(self, gradient: Tensor) -> None:
-        self._call()
-
-
-def _nothing() -> None:
-    pass
+    return module.register_forward_hook(hook_outputs)

@@ -80,12 +80,9 @@ class BF16Optimizer(torch.optim.Optimizer):
             raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
         self.backend = backend
         self.observers = []
-        self._engine = self._new_engine()
+        self._engine = Engine()
         check_formats(self)
         accumulate_as(self.recipe, self)
-
-    def _new_engine(self) -> Engine:
-        return Engine()
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
