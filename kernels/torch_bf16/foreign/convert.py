@@ -29,8 +29,8 @@ from torch_bf16.sharding.zero import Whole, is_zero
 from torch_bf16.states.recoding import Changes
 
 from .capabilities import examine
-from .encoder import Encoder
 from .optimizer import ROLES, foreign_class
+from .working_copy import Encoder
 
 __all__ = ["CONVERTIBLE", "convert"]
 
@@ -64,20 +64,18 @@ def convert(
 
     The object stays the same, and so do its parameter groups, hooks and LR schedulers. Moments that
     it already has are rounded into the recipe's formats at once. Of a
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted; its noise
-    is keyed by the places that parameters have in the whole, whichever rank updates them.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted.
 
     Args:
         optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        model: the module that owns the parameters: their names then key the rounding noise, so
-            that it does not depend on the order of the parameters.
+        model: the module that owns the parameters: their names, and not their order, then key the
+            rounding noise.
         backend: name of the backend that takes the steps; None for the best that works.
         roles: for a class without a kernel, states whose meaning their name does not say:
             ``{"z": "exp_avg"}`` has ``state["z"]`` stored as a first moment, None keeps it in fp32.
         elementwise: for a class without a kernel, whether each element is updated by its own
-            weight, gradient, states and the options alone, so that parts of a sharded tensor can
-            step by themselves; nothing checks it.
+            weight, gradient, states and the options alone; nothing checks it.
 
     Returns:
         ``optimizer`` itself.
@@ -105,9 +103,8 @@ def convert(
             )
         if isinstance(local, BF16Optimizer):
             raise ValueError(
-                f"this ZeroRedundancyOptimizer was converted before, or made with "
-                f"{type(local).__name__} of torch_bf16, which does not see the parameters of other "
-                "ranks: make it with a class of torch.optim and convert it once"
+                f"this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
+                f"{type(local).__name__}: make it with a class of torch.optim and convert it once"
             )
         convert(local, recipe, model=model, backend=backend, roles=roles, elementwise=elementwise)
         local._engine.names.whole = Whole(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
@@ -115,8 +112,8 @@ def convert(
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
-            f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its "
-            "state. To change the recipe, make a new torch.optim optimizer and convert that one"
+            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer and "
+            "convert that one"
         )
     if model is not None:
         check_module("convert", model)
@@ -190,10 +187,8 @@ def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
 
 
 def _names(optimizer: Any, model: nn.Module) -> dict[tuple[int, int], str]:
-    known: dict[Any, str] = {}
-    for name, parameter in _named_parameters(model):
-        # The first name of a tied parameter counts, as in model.named_parameters().
-        known.setdefault(parameter, name)
+    # The first name of a tied parameter counts, as in model.named_parameters().
+    known = {parameter: name for name, parameter in reversed([*_named_parameters(model)])}
     return {
         (number, position): known[parameter]
         for number, group in enumerate(optimizer.param_groups)

@@ -29,9 +29,8 @@ from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
 from .capabilities import Traits, is_elementwise
-from .encoder import Encoder
 from .runner import Runner
-from .working_copy import COUNTER, WorkingCopy, is_like
+from .working_copy import COUNTER, Encoder, WorkingCopy, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignOptimizer", "foreign_class"]
 
@@ -63,11 +62,9 @@ class ForeignOptimizer(BF16Optimizer):
     """Base of what :func:`convert` makes of a class that has no fused rule.
 
     A step decodes some parameters, gradients and states to fp32, runs the class's own ``step`` on
-    them, and encodes weights and known states by the recipe, some tensors at a time. What it keeps
-    beside tensors shaped like the parameter stays as it is.
-
-    Of sharded parameters an elementwise class steps on this rank's parts. For any other every rank
-    gathers some whole tensors at a time, takes their step, and keeps its parts.
+    them, and encodes weights and known states by the recipe, some tensors at a time. Of sharded
+    parameters an elementwise class steps on this rank's parts; for any other every rank gathers
+    whole tensors, takes their step, and keeps its parts.
 
     Attributes:
         roles: which of the recipe's formats a state takes, by its name.
@@ -152,8 +149,8 @@ class ForeignOptimizer(BF16Optimizer):
         return True
 
     def _why_whole(self) -> str:
-        couples = "couples all parameters"
-        return couples if self._traits.couples else "is not known to be elementwise"
+        couples = self._traits.couples
+        return "couples all parameters" if couples else "is not known to be elementwise"
 
     def _warn_of_gathering(self, members: Sequence[WorkingCopy]) -> None:
         gathered = [each for each in members if each.gathers]
@@ -166,9 +163,7 @@ class ForeignOptimizer(BF16Optimizer):
             "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
             "time; convert(..., elementwise=True) if it updates each element by its own numbers "
             "alone",
-            self.torch_class.__name__,
-            self._why_whole(),
-            at_once / 1e9,
+            *(self.torch_class.__name__, self._why_whole(), at_once / 1e9),
         )
 
     def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.engine.batch import Batch, Job, by_variant
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.formats import FP32, Format
-from torch_bf16.sharding import Shard, local
+from torch_bf16.rules import STORE
+from torch_bf16.sharding import Shard, Span, local
 from torch_bf16.states.views import MASTERS
 
-from .encoder import Encoder
-
-__all__ = ["COUNTER", "WorkingCopy", "is_like"]
+__all__ = ["COUNTER", "Encoder", "WorkingCopy", "is_like"]
 
 COUNTER = "noise_step"
 """The state that says which draw comes next, an int."""
@@ -25,6 +25,63 @@ COUNTER = "noise_step"
 def is_like(value: Any, parameter: Tensor) -> bool:
     """Whether a state has a number for each of the parameter's."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+
+
+class Encoder:
+    """Encodes what an optimizer's own step computed; its batches last as long as the planes.
+
+    Copies start without batches.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[Any, Batch] = {}
+        self._used: dict[Any, Batch] = {}
+        self._jobs: list[tuple[Job, Tensor, int]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def __reduce__(self) -> Any:
+        return Encoder, ()
+
+    def add(
+        self, format_: Format, planes: Sequence[Tensor], x: Tensor, span: Span, step: int
+    ) -> None:
+        """Have ``x``, of any floating-point dtype, encoded into this rank's ``planes``.
+
+        Args:
+            format_: of the planes.
+            planes: written by :meth:`run`.
+            x: as many numbers as ``span`` has.
+            span: its name and ``step``, the number of the draw, key the noise.
+            step: 1-based.
+        """
+        memory = [each.contiguous() for each in planes]
+        named = dict(zip(format_.plane_names(""), memory, strict=True))
+        self._copies += [
+            (old, new)
+            for old, new in zip(planes, memory, strict=True)
+            if old.data_ptr() != new.data_ptr()
+        ]
+        x = x.float().contiguous()
+        for piece in span.pieces() if span.numel else ():
+            job = Job.of(piece, STORE, (format_,), named, torch.float32)
+            self._jobs.append((job, piece.of(x), step))
+
+    def run(self, seed: int, backend: str | None) -> None:
+        """Encode all that was added."""
+        for numbers in by_variant([job for job, _, _ in self._jobs]):
+            jobs, xs, steps = zip(*(self._jobs[n] for n in numbers), strict=True)
+            planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
+            key = (jobs[0].variant, seed, backend, *planes)
+            batch = self._batches.get(key) or Batch(jobs, seed, backend)
+            self._used[key] = batch
+            batch.run_alike(xs, steps)
+        for old, new in self._copies:
+            old.copy_(new)
+        self._jobs, self._copies = [], []
+
+    def finish(self) -> None:
+        """End a step: batches that it did not use are of planes that are gone."""
+        self._batches, self._used = self._used, {}
 
 
 @dataclass

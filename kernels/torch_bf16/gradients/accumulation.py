@@ -1,7 +1,7 @@
 """Summing the gradients of several micro-batches without losing the small ones.
 
 torch sums them in ``p.grad``, in bf16 and to the nearest: beside a sum of 0.5, a gradient of 0.001
-changes nothing. Two other formats of the sum are offered here, and ``p.grad`` stays where it is.
+changes nothing.
 """
 
 from __future__ import annotations
@@ -184,11 +184,10 @@ class GradientAccumulation:
             optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
-        """Hook the parameters that are new, or no longer frozen."""
+        """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook."""
         optimizer: Any = self._optimizer()
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                # A frozen parameter takes no hook; it is looked at again after each step.
                 if parameter.requires_grad:
                     if parameter not in self._hooked:
                         self._hook(parameter)
@@ -249,7 +248,7 @@ class GradientAccumulation:
         new = parameter.grad
         if total is None:
             self._numbers[parameter] = 0
-            if self.format == "fp32" and new.dtype != torch.float32:
+            if self.format == "fp32":
                 parameter.grad = new.float()
             return
         if not self._hooked or new.requires_grad or not _alike(new, total, parameter):
@@ -262,10 +261,9 @@ class GradientAccumulation:
                 parameter.grad = total
                 raise RuntimeError(
                     "a CUDA graph cannot record the sum of a second micro-batch in "
-                    "'bf16_stochastic': the number of the micro-batch is counted on the host, and "
-                    "every replay would draw the same noise. Accumulate in 'fp32', or capture "
-                    "passes with one micro-batch each. The sum so far is in p.grad; this gradient "
-                    "was not added"
+                    "'bf16_stochastic': every replay would draw the same noise. Accumulate in "
+                    "'fp32', or capture passes with one micro-batch each. The sum so far is in "
+                    "p.grad; this gradient was not added"
                 )
             else:
                 self._add(parameter, local(total), local(new))

@@ -204,7 +204,8 @@ class GradientRelease:
             )
         if self._setting is None:
             self._setting = optimizer._setting()
-        told = StepInputs(self._coefficient(parameter))
+        bound = self._max_norm
+        told = StepInputs(1.0 if bound is None else self._coefficient(parameter, bound))
         self._stepped.add(parameter)
         self._plans[parameter] = optimizer._update(
             [parameter], self._plans.get(parameter), self._setting, told
@@ -212,9 +213,7 @@ class GradientRelease:
         parameter.grad = None
 
     @torch.no_grad()
-    def _coefficient(self, parameter: Tensor) -> float | Tensor:
-        if (max_norm := self._max_norm) is None:
-            return 1.0
+    def _coefficient(self, parameter: Tensor, max_norm: float) -> Tensor:
         shard = shard_of(parameter)
         groups = tuple(shard.groups())
         norm = torch.linalg.vector_norm(shard.gradient(), dtype=torch.float32)

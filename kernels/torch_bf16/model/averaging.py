@@ -174,9 +174,8 @@ class EMA(AveragedModel):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
         if any(map(unit_shapes, model.parameters())):
             raise NotImplementedError(
-                f"EMA was given a {type(model).__name__} that FullyShardedDataParallel (FSDP1) has "
-                "flattened, which cannot be copied: its process groups cannot. Shard with "
-                "torch.distributed.fsdp.fully_shard (FSDP2)"
+                f"EMA was given a {type(model).__name__} inside FullyShardedDataParallel (FSDP1), "
+                "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         _refuse_sharded(model.parameters())
         super().__init__(model, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]

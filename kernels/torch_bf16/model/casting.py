@@ -183,11 +183,18 @@ def _check_wrappers(module: nn.Module) -> None:
 
 def _check_groups(module: nn.Module, cast: set[int]) -> None:
     # FSDP2 says it in its first forward, without names.
+    groups: dict[str, Any] = {}
     first: dict[Any, dict[torch.dtype, str]] = {}
-    for name, parameter, group in _in_groups(module):
-        if parameter.requires_grad and parameter.is_floating_point():
-            dtype = torch.bfloat16 if id(parameter) in cast else parameter.dtype
-            first.setdefault(group, {}).setdefault(dtype, name)
+    for path, sub in module.named_modules():
+        # A module is gathered and reduced with the nearest one around it that was sharded.
+        state = getattr(sub, "_get_fsdp_state", None)
+        around = groups.get(path.rpartition(".")[0])
+        groups[path] = group = around if state is None else state()
+        for name, p in sub.named_parameters(path, recurse=False):
+            trained = p.requires_grad and p.is_floating_point()
+            if trained and group is not None and shard_of(p).sharded:
+                dtype = torch.bfloat16 if id(p) in cast else p.dtype
+                first.setdefault(group, {}).setdefault(dtype, name)
     for names in first.values():
         if len(names) > 1:
             held = " and ".join(f"{name!r} in {dtype}" for dtype, name in names.items())
@@ -197,19 +204,6 @@ def _check_groups(module: nn.Module, cast: set[int]) -> None:
                 "in float32). Give each module that stays a group of its own: fully_shard(norm) "
                 "before the module around it. Nothing was changed"
             )
-
-
-def _in_groups(
-    module: nn.Module, prefix: str = "", group: Any = None
-) -> Iterator[tuple[str, nn.Parameter, Any]]:
-    """What ``fully_shard`` has sharded, each with the group that it is gathered and reduced in."""
-    state = getattr(module, "_get_fsdp_state", None)
-    group = group if state is None else state()
-    for name, parameter in module.named_parameters(recurse=False):
-        if group is not None and shard_of(parameter).sharded:
-            yield prefix + name, parameter, group
-    for name, child in module.named_children():
-        yield from _in_groups(child, f"{prefix}{name}.", group)
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -113,8 +113,8 @@ class UpdateMonitor:
             )
         if optimizer._engine.release is not None:
             raise ValueError(
-                "the optimizer's steps run inside the backward pass, one parameter at a time: its "
-                "gradients are released. remove() the release to watch whole steps"
+                "the optimizer's gradients are released: its steps run inside the backward pass, "
+                "one parameter at a time. remove() the release to watch whole steps"
             )
         for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
             if (name, number) != ("every", None) and (not isinstance(number, int) or number < 1):
@@ -198,9 +198,8 @@ class UpdateMonitor:
             self._warn_once()
 
     def _update_of(self, rows: list[tuple[_Sample, list[float]]]) -> LayerUpdate:
-        both, intended, error, unmoved, moving = map(
-            sum, zip(*(row for _, row in rows), strict=True)
-        )
+        columns = zip(*(row for _, row in rows), strict=True)
+        both, intended, error, unmoved, moving = map(sum, columns)
         n = sum(len(sample.where) for sample, _ in rows)
         return LayerUpdate(
             survived=both / intended if intended else 1.0,
