@@ -112,8 +112,8 @@ def convert(
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
-            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer and "
-            "convert that one"
+            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer "
+            "and convert that one"
         )
     if model is not None:
         check_module("convert", model)

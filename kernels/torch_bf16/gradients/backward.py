@@ -30,33 +30,28 @@ def sharded_modules(model: nn.Module, format: str) -> Iterator[nn.Module]:
     Raises:
         ValueError: one of them reduces gradients in bf16, which undoes the format.
     """
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            sharded: Any = module
-            policy = sharded._get_fsdp_state()._mp_policy
-            if policy.reduce_dtype != torch.float32 and any(
-                p.dtype == torch.bfloat16 for p in own_parameters(sharded)
-            ):
-                raise ValueError(
-                    f"gradients cannot be accumulated in {format!r} for {name or 'the model'!r}: "
-                    f"fully_shard reduces its gradients in {policy.reduce_dtype or 'bf16'}, and "
-                    "sums them so without gradient synchronisation. Use fully_shard(module, "
-                    "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
-                )
-            yield sharded
+        # What fully_shard adds to a module's class.
+        state: Any = getattr(module, "_get_fsdp_state", None)
+        if state is None:
+            continue
+        dtype = state()._mp_policy.reduce_dtype
+        reduces_bf16 = any(p.dtype == torch.bfloat16 for p in own_parameters(module))
+        if dtype != torch.float32 and reduces_bf16:
+            raise ValueError(
+                f"gradients cannot be accumulated in {format!r} for {name or 'the model'!r}: "
+                f"fully_shard reduces its gradients in {dtype or 'bf16'}, and sums them so without "
+                "gradient synchronisation. Use fully_shard(module, "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+        yield module
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those that a sharded module gathers and reduces itself, not a sharded module in it."""
-    from torch.distributed.fsdp import FSDPModule
-
     found = list(module.parameters(recurse=False))
     for child in module.children():
-        if not isinstance(child, FSDPModule):
+        if not hasattr(child, "_get_fsdp_state"):
             found += own_parameters(child)
     return found
 

@@ -32,14 +32,14 @@ def param_groups(
     class, which stands for the parameters that its modules hold themselves.
 
     Args:
-        model: its parameters are not changed. A tied one counts where it comes first.
+        model: only read. A tied parameter counts where it comes first.
         weight_decay: of the parameters that are decayed; None leaves it to the optimizer.
         no_decay: keys of further parameters that are not decayed.
-        groups: key -> options of a group (``lr``, ``betas`` ...); the first key that fits counts.
-            An option ``weight_decay`` goes before what is said above.
-        muon: say for each group whether :class:`torch_bf16.Muon` orthogonalises its updates
-            (``use_muon``): those of matrices outside of embeddings. Put the output layer into
-            ``groups`` with ``{"use_muon": False}``.
+        groups: key -> options of a group (``lr``, ``betas`` ...), which go before the other
+            arguments; the first key that fits counts.
+        muon: give each group ``use_muon``, whether :class:`torch_bf16.Muon` orthogonalises its
+            updates: True for matrices outside of embeddings. Put the output layer into ``groups``
+            with ``{"use_muon": False}``.
 
     Returns:
         Groups with different options, for any optimizer of torch 2.6 or newer.

@@ -51,8 +51,7 @@ class Description:
 
 
 def describe(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer_or_recipe: BF16Optimizer | Recipe | str,
+    model: nn.Module | Iterable[nn.Module], optimizer_or_recipe: BF16Optimizer | Recipe | str
 ) -> Description:
     """Recipe, dtypes, bytes per parameter and backend.
 
