@@ -124,7 +124,8 @@ def ema_multi_avg_fn(
 
     def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
         _refuse_sharded([*averages, *values])
-        ours, theirs = ({f"#{n}": each for n, each in enumerate(all)} for all in (averages, values))
+        ours = {f"#{n}": each for n, each in enumerate(averages)}
+        theirs = {f"#{n}": each for n, each in enumerate(values)}
         kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
     return move

@@ -113,8 +113,8 @@ class UpdateMonitor:
             )
         if optimizer._engine.release is not None:
             raise ValueError(
-                "the optimizer's gradients are released: its steps run inside the backward pass, "
-                "one parameter at a time. remove() the release to watch whole steps"
+                "the optimizer's steps run inside the backward pass, one parameter at a time: its "
+                "gradients are released. remove() the release to watch whole steps"
             )
         for name, number in (("every", every), ("sample", sample), ("horizon", horizon)):
             if (name, number) != ("every", None) and (not isinstance(number, int) or number < 1):
