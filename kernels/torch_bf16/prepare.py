@@ -20,9 +20,8 @@ from .sharding.zero import is_zero
 
 __all__ = ["prepare"]
 
+# What a cast, and what an optimizer follows from.
 _CAST = ("weights", "keep_fp32")
-"""What a cast follows from."""
-
 _FORMATS = tuple(field.name for field in dataclasses.fields(Recipe) if field.name != "name")
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -38,9 +37,8 @@ def prepare(
 ) -> tuple[_M, _O]:
     """Cast a model and let its optimizer store by the same recipe, both in place.
 
-    What :func:`cast_model` and :func:`convert` do in two calls, which could be given two recipes.
-    Parameters, groups, states and LR schedulers stay the objects that they were. Call it before DDP
-    or FSDP1 wraps the model, before or after ``fully_shard``.
+    What :func:`cast_model` and :func:`convert` do in two calls; the same objects stay. Call it
+    before DDP or FSDP1 wraps the model, before or after ``fully_shard``.
 
     Args:
         model: cast to bf16; its parameters' names key the rounding noise.

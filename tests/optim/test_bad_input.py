@@ -274,7 +274,7 @@ def test_wrong_arguments_of_convert_leave_the_optimizer_torchs():
     optimizer = torch.optim.AdamW([parameter()], lr=0.1)
     with pytest.raises(ValueError, match="unknown backend 'cuda'; known backends: cpu, eager"):
         torch_bf16.convert(optimizer, backend="cuda")
-    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, not list"):
+    with pytest.raises(ValueError, match=r"convert was given a list and takes a torch.nn.Module"):
         torch_bf16.convert(optimizer, model=[parameter()])
     assert type(optimizer) is torch.optim.AdamW
     assert_steps(optimizer)

@@ -26,6 +26,22 @@ class Observer(Protocol):
         """Everything is updated."""
 
 
+class Accumulation(Protocol):
+    """How gradients are summed; see :mod:`torch_bf16.gradients.accumulation`."""
+
+    format: str
+
+    def hook_parameters(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+class Release(Protocol):
+    """Steps inside the backward pass; see :mod:`torch_bf16.gradients.release`."""
+
+    def finish(self) -> None: ...
+    def remove(self) -> None: ...
+
+
 class Engine:
     """What one optimizer keeps between steps; copies and pickles of it keep the names alone.
 
@@ -38,15 +54,15 @@ class Engine:
         plan: that of the last step.
         snapshots: what parameters were when the last step had updated them.
         captured: plans that CUDA graphs refer to as long as they live.
-        accumulation: a ``GradientAccumulation``, where torch does not sum the gradients.
-        release: a ``GradientRelease``, where steps are taken inside the backward pass.
+        accumulation: how gradients are summed, where not by torch.
+        release: of gradients inside the backward pass.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
         self.names = ParameterNames() if names is None else names
         self.captured: list[Plan] = []
-        self.accumulation: Any = None
-        self.release: Any = None
+        self.accumulation: Accumulation | None = None
+        self.release: Release | None = None
         self.invalidate()
 
     def invalidate(self) -> None:

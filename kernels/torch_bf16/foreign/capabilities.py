@@ -78,8 +78,8 @@ def examine(optimizer: torch.optim.Optimizer, elementwise: bool = False) -> Trai
         raise NotImplementedError(_refusal(kind, why))
     before = random.getstate()
     try:
-        together, draws = _try_steps(_copy(optimizer), kind, at_once=True)
-        alone, _ = _try_steps(_copy(optimizer), kind, at_once=False)
+        together, draws = _try_steps(optimizer, at_once=True)
+        alone, _ = _try_steps(optimizer, at_once=False)
         couples = not _same(together, alone)
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0]
@@ -99,13 +99,7 @@ def examine(optimizer: torch.optim.Optimizer, elementwise: bool = False) -> Trai
 def is_elementwise(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], traits: Traits
 ) -> bool:
-    """Whether parts of a tensor can step by themselves, as far as the user said or is known.
-
-    Args:
-        kind: the optimizer's own class.
-        group: a parameter group, whose options may change that.
-        traits: what :func:`examine` returned.
-    """
+    """Whether parts of a tensor can step by themselves, as far as the user said or is known."""
     known = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE and not traits.couples
     return traits.elementwise or (known and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
 
@@ -122,13 +116,9 @@ def _copy(optimizer: torch.optim.Optimizer) -> Any:
     return tried
 
 
-def _try_steps(tried: Any, kind: type, at_once: bool) -> tuple[dict[str, Any], bool]:
-    """Take some steps, of all made-up parameters in one call or of each in its own.
-
-    Returns:
-        All that is left afterwards, and whether random numbers were drawn.
-    """
-    generator = torch.Generator().manual_seed(0)
+def _try_steps(optimizer: torch.optim.Optimizer, at_once: bool) -> tuple[dict[str, Any], bool]:
+    """What some steps leave, of all parameters in one call or of each in its own; if any drew."""
+    tried, generator = _copy(optimizer), torch.Generator().manual_seed(0)
     members: list[tuple[int, nn.Parameter]] = []
     for number, group in enumerate(tried.param_groups):
         # Two for each number of dimensions, which is what steps tell tensors apart by.
@@ -145,20 +135,24 @@ def _try_steps(tried: Any, kind: type, at_once: bool) -> tuple[dict[str, Any], b
         for step in range(_TRIAL_STEPS):
             for _, parameter in members:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
-            runner = Runner(tried, kind)
+            runner = Runner(tried, type(optimizer))
             for call in calls:
                 torch.manual_seed(step)
                 found = runner.step([(*members[n], states[n]) for n in call])
                 for n, state in zip(call, found, strict=True):
                     states[n] = state
-            if kept := _holding_tensors(runner.attributes):
-                raise ValueError(f"it keeps tensors in its attribute {kept}, outside `state`")
+            for name, each in runner.attributes.items():
+                if any(isinstance(found, Tensor) for found in _within(each)):
+                    raise ValueError(f"it keeps tensors in its attribute {name}, outside `state`")
             runner.finish()
             draws |= runner.draws
-    options = [{k: v for k, v in group.items() if k != "params"} for group in tried.param_groups]
-    weights = [parameter.detach() for _, parameter in members]
-    left = {"weights": weights, "states": states, "options": options}
-    return left | {"attributes": own_attributes(tried)}, draws
+    left = {
+        "weights": [parameter.detach() for _, parameter in members],
+        "states": states,
+        "options": [{**group, "params": None} for group in tried.param_groups],
+        "attributes": own_attributes(tried),
+    }
+    return left, draws
 
 
 def _same(one: Any, other: Any, depth: int = 8) -> bool:
@@ -216,15 +210,6 @@ def _within(value: Any, depth: int = 4) -> Iterable[Any]:
             yield from _within(each, depth - 1)
     elif depth and hasattr(value, "__dict__") and not inspect.isroutine(value):
         yield from () if isinstance(value, type) else _within(vars(value), depth - 1)
-
-
-def _holding_tensors(attributes: Mapping[str, Any]) -> str:
-    names = [
-        name
-        for name, each in attributes.items()
-        if any(isinstance(found, Tensor) for found in _within(each))
-    ]
-    return ", ".join(names)
 
 
 def _refusal(kind: type, why: str) -> str:

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
@@ -24,7 +25,7 @@ from torch_bf16.sharding.zero import Whole, is_zero
 from torch_bf16.states.recoding import Changes
 
 from .capabilities import examine
-from .optimizer import ROLES, ForeignOptimizer, foreign_class
+from .optimizer import ROLES, foreign_class
 
 __all__ = ["CONVERTIBLE", "convert"]
 
@@ -49,32 +50,27 @@ def convert(
     """Make an optimizer store its numbers by a recipe, in place.
 
     For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class takes
-    its own, on fp32 copies of some tensors at a time (64 MB of them, or one tensor); then weights
-    and the states it is known to keep (:data:`ROLES`) are encoded by the recipe, and whatever
-    else it keeps stays as it is, in fp32. Its step is first tried on small made-up parameters: an
-    optimizer that couples its parameters, by a norm over all of them, say, steps on all at once.
-    Where ranks hold parts of a parameter, a class that is elementwise steps on the parts: those in
-    ``torch_bf16.foreign.capabilities.ELEMENTWISE`` and what ``elementwise=True`` vouches for. For
-    any other every rank gathers whole tensors.
+    its own, on fp32 copies of 64 MB of tensors at a time, or of one; then weights and states with a
+    known name (:data:`ROLES`) are encoded by the recipe, and whatever else it keeps stays in fp32.
+    Its step is first tried on small made-up parameters: an optimizer that couples its parameters,
+    by a norm over all of them, say, steps on all at once. Where ranks hold parts of a parameter, a
+    class in ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or that ``elementwise=True`` vouches
+    for, steps on the parts; for any other every rank gathers whole tensors.
 
-    The object stays the same, and so do its parameter groups, hooks, and the LR schedulers that
-    were built on it before or will be after. State it already has is taken over: moments are
-    rounded into the recipe's formats at once.
-
-    Of a ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted; its
-    noise is keyed by the places that parameters have in the whole, whichever rank updates them.
+    The object stays the same, and so do its parameter groups, hooks and LR schedulers. Moments that
+    it already has are rounded into the recipe's formats at once. Of a
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted.
 
     Args:
         optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        model: the module that owns the parameters: their names then key the rounding noise, so
-            that it does not depend on the order of the parameters.
+        model: the module that owns the parameters: their names, and not their order, then key the
+            rounding noise.
         backend: name of the backend that takes the steps; None for the best that works.
         roles: for a class without a kernel, states whose meaning their name does not say:
             ``{"z": "exp_avg"}`` has ``state["z"]`` stored as a first moment, None keeps it in fp32.
         elementwise: for a class without a kernel, whether each element is updated by its own
-            weight, gradient, states and the options alone, so that parts of a sharded tensor can
-            step by themselves; nothing checks it.
+            weight, gradient, states and the options alone; nothing checks it.
 
     Returns:
         ``optimizer`` itself.
@@ -93,33 +89,43 @@ def convert(
     """
     recipe = get_recipe(recipe)
     if is_zero(optimizer):
-        local: Any = _local_optimizer(optimizer)
+        local: Any = getattr(optimizer, "optim", None)
+        if not isinstance(local, torch.optim.Optimizer):
+            raise NotImplementedError(
+                "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True: it steps inside "
+                "the backward pass by functions of torch that store fp32 numbers as they are. Make "
+                "it with overlap_with_ddp=False. Nothing was changed"
+            )
         if isinstance(local, BF16Optimizer):
             raise ValueError(
-                f"this ZeroRedundancyOptimizer was converted before, or made with "
-                f"{type(local).__name__} of torch_bf16, which does not see the parameters of other "
-                "ranks: make it with a class of torch.optim and convert it once"
+                f"this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
+                f"{type(local).__name__}: make it with a class of torch.optim and convert it once"
             )
         convert(local, recipe, model=model, backend=backend, roles=roles, elementwise=elementwise)
-        local._engine.names.whole = Whole(optimizer)
+        local._engine.names.whole = Whole(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
         return optimizer
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
-            f"{optimizer.recipe.name!r}; converting it again would change nothing or lose its "
-            "state. To change the recipe, make a new torch.optim optimizer and convert that one"
+            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer "
+            "and convert that one"
         )
-    if model is not None and not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if model is not None:
+        check_module("convert", model)
         register(model)
     if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
         raise ValueError(
             f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
             "None for fp32"
         )
-    target = _target(optimizer)
-    traits = examine(optimizer, elementwise) if issubclass(target, ForeignOptimizer) else None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
+        raise ValueError(
+            f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
+        )
+    target, traits = CONVERTIBLE.get(type(optimizer)), None
+    if target is None:
+        target, traits = foreign_class(type(optimizer)), examine(optimizer, elementwise)
     if traits is None and (roles or elementwise):
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
@@ -141,7 +147,7 @@ def convert(
             converted._engine.traits = traits
         if model is not None:
             converted._engine.names.given = _names(optimizer, model)
-        taken = _take_over(converted)
+        taken = _take_over(converted, fused=traits is None)
     except Exception:
         engine = engine_of(converted)
         if engine is not None and engine.accumulation is not None:
@@ -161,32 +167,11 @@ def convert(
     return optimizer
 
 
-def _local_optimizer(zero: Any) -> torch.optim.Optimizer:
-    local = getattr(zero, "optim", None)
-    if not isinstance(local, torch.optim.Optimizer):
-        raise NotImplementedError(
-            "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True: it steps inside the "
-            "backward pass by functions of torch that store fp32 numbers as they are. Make it with "
-            "overlap_with_ddp=False. Nothing was changed"
-        )
-    return local
-
-
-def _target(optimizer: torch.optim.Optimizer) -> type[BF16Optimizer]:
-    known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
-        )
-    return CONVERTIBLE.get(type(optimizer)) or foreign_class(type(optimizer))
-
-
-def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
-    taken = {}
+def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
+    taken: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter)
-            fused = not isinstance(optimizer, ForeignOptimizer)
             if fused and state and float(state.get("step", 1)) == 0:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:
@@ -197,10 +182,8 @@ def _take_over(optimizer: Any) -> dict[Any, dict[str, Any]]:
 
 
 def _names(optimizer: Any, model: nn.Module) -> dict[tuple[int, int], str]:
-    known: dict[Any, str] = {}
-    for name, parameter in _named_parameters(model):
-        # The first name of a tied parameter counts, as in model.named_parameters().
-        known.setdefault(parameter, name)
+    # The first name of a tied parameter counts, as in model.named_parameters().
+    known = {parameter: name for name, parameter in reversed([*_named_parameters(model)])}
     return {
         (number, position): known[parameter]
         for number, group in enumerate(optimizer.param_groups)

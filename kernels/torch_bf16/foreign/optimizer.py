@@ -29,9 +29,8 @@ from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
 from .capabilities import Traits, is_elementwise
-from .encoder import Encoder
 from .runner import Runner
-from .working_copy import COUNTER, WorkingCopy, is_like
+from .working_copy import COUNTER, Encoder, WorkingCopy, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
 
@@ -85,11 +84,9 @@ class ForeignOptimizer(BF16Optimizer):
     """Base of what :func:`convert` makes of a class that has no fused rule.
 
     A step decodes some parameters, gradients and states to fp32, runs the class's own ``step`` on
-    them, and encodes weights and known states by the recipe, some tensors at a time. What it keeps
-    beside tensors shaped like the parameter stays as it is.
-
-    Of sharded parameters an elementwise class steps on this rank's parts. For any other every rank
-    gathers some whole tensors at a time, takes their step, and keeps its parts.
+    them, and encodes weights and known states by the recipe, some tensors at a time. Of sharded
+    parameters an elementwise class steps on this rank's parts; for any other every rank gathers
+    whole tensors, takes their step, and keeps its parts.
 
     Attributes:
         roles: which of the recipe's formats a state takes, by its name.
@@ -174,14 +171,15 @@ class ForeignOptimizer(BF16Optimizer):
         return True
 
     def _why_whole(self) -> str:
-        couples = "couples all parameters"
-        return couples if self._engine.traits.couples else "is not known to be elementwise"
+        couples = self._engine.traits.couples
+        return "couples all parameters" if couples else "is not known to be elementwise"
 
     def _warn_of_gathering(self, members: Sequence[WorkingCopy]) -> None:
         gathered = [each for each in members if each.gathers]
         if not gathered or any(each.step for each in members):
             return
-        sizes, total = [each.bytes for each in gathered], sum(each.bytes for each in gathered)
+        sizes = [each.bytes for each in gathered]
+        total = sum(sizes)
         at_once = (
             total if self._engine.traits.couples else max(*sizes, min(total, self.bucket_bytes))
         )
@@ -189,9 +187,7 @@ class ForeignOptimizer(BF16Optimizer):
             "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
             "time; convert(..., elementwise=True) if it updates each element by its own numbers "
             "alone",
-            self.torch_class.__name__,
-            self._why_whole(),
-            at_once / 1e9,
+            *(self.torch_class.__name__, self._why_whole(), at_once / 1e9),
         )
 
     def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
@@ -233,6 +229,7 @@ class ForeignOptimizer(BF16Optimizer):
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
     ) -> dict[str, Any]:
         complete: dict[str, Any] = {}
+        here: dict[str, Any] = {}
         done = {COUNTER, *MASTERS}
         for key, value in state.items():
             if key in done:
@@ -241,32 +238,27 @@ class ForeignOptimizer(BF16Optimizer):
                 # Of another shape than the parameter it is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
                 complete[key] = self._moved(key, whole(value), shard) if moves else value
-                continue
-            format_ = self._format_of(key, shard)
-            if format_ is None:
-                moved = self._moved(key, shard.take(value), shard)
-                complete |= place_states({key: moved}, state, shard)
-                continue
-            known = {n for each in _MOMENTS for n in each.plane_names(key)}
-            here = {k: shard.take(each) for k, each in state.items() if k in known}
-            made = complete_moment(here, key, format_, shard.memory, label, changes)
-            keys = format_.plane_names(key)
-            complete |= place_states(dict(zip(keys, made, strict=True)), state, shard)
-            done |= known
+            elif (format_ := self._format_of(key, shard)) is None:
+                here[key] = self._moved(key, shard.take(value), shard)
+            else:
+                known = {n for each in _MOMENTS for n in each.plane_names(key)}
+                saved = {k: shard.take(each) for k, each in state.items() if k in known}
+                planes = complete_moment(saved, key, format_, shard.memory, label, changes)
+                here.update(zip(format_.plane_names(key), planes, strict=True))
+                done |= known
         complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)
         masters = {k: shard.take(each) for k, each in state.items() if k in MASTERS}
-        made = complete_master(masters, shard, self.recipe, label, changes)
-        return complete | place_states(made, state, shard)
+        here |= complete_master(masters, shard, self.recipe, label, changes)
+        return complete | place_states(here, state, shard)
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
 
     def _moved(self, key: str, value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
-        like_parameter = (
-            value.dtype in (torch.bfloat16, torch.float16) and key not in self._engine.traits.halves
-        )
-        return value.to(shard.parameter.device, torch.float32 if like_parameter else value.dtype)
+        made_like_it = value.dtype in (torch.bfloat16, torch.float16)
+        widens = made_like_it and key not in self._engine.traits.halves
+        return value.to(shard.parameter.device, torch.float32 if widens else value.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         left = {"step", "observers"}

@@ -38,8 +38,7 @@ class Runner:
         kind: its own class.
 
     Attributes:
-        options: what the calls left in the parameter groups, by the group's number.
-        attributes: what they set.
+        attributes: what the calls set.
         draws: whether they drew random numbers.
     """
 
@@ -47,7 +46,7 @@ class Runner:
         self._optimizer, self._kind = optimizer, kind
         self._before = own_attributes(optimizer)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
-        self.options: dict[int, dict[str, Any]] = {}
+        self._options: dict[int, dict[str, Any]] = {}
         self.attributes: dict[str, Any] = {}
         self.draws = False
 
@@ -57,7 +56,7 @@ class Runner:
         """Call the class's own ``step``, without hooks and with gradients switched off.
 
         Args:
-            members: number of the parameter group, parameter with its gradient, its state.
+            members: of each the number of its group, the parameter with its gradient, its state.
 
         Returns:
             The new state of each.
@@ -76,18 +75,15 @@ class Runner:
             unhooked(self._kind.step)(own)
         self.draws |= before != _random_states(members)
         for number, group in zip(numbers, own.param_groups, strict=True):
-            self.options[number] = {k: v for k, v in group.items() if k != "params"}
-        missing = object()
-        self.attributes |= {
-            name: each
-            for name, each in own_attributes(own).items()
-            if self._before.get(name, missing) is not each
-        }
+            self._options[number] = {k: v for k, v in group.items() if k != "params"}
+        for name, each in own_attributes(own).items():
+            if name not in self._before or self._before[name] is not each:
+                self.attributes[name] = each
         return [own.state.get(parameter, {}) for _, parameter, _ in members]
 
     def finish(self) -> None:
         """Put the options and attributes that the calls left into the optimizer."""
-        for number, options in self.options.items():
+        for number, options in self._options.items():
             self._optimizer.param_groups[number].update(options)
         vars(self._optimizer).update(self.attributes)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.engine.batch import Batch, Job, alike
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.formats import FP32, Format
-from torch_bf16.sharding import Shard, local
+from torch_bf16.rules import STORE
+from torch_bf16.sharding import Shard, Span, local
 from torch_bf16.states.views import MASTERS
 
-from .encoder import Encoder
-
-__all__ = ["COUNTER", "WorkingCopy", "is_like"]
+__all__ = ["COUNTER", "Encoder", "WorkingCopy", "is_like"]
 
 COUNTER = "noise_step"
 """The state that says which draw comes next, an int."""
@@ -27,12 +27,63 @@ def is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
 
+class Encoder:
+    """Encodes what an optimizer's own step computed; its batches last as long as the planes."""
+
+    def __init__(self) -> None:
+        self._batches: dict[Any, Batch] = {}
+        self._used: dict[Any, Batch] = {}
+        self._jobs: list[tuple[Job, Tensor, int]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def add(
+        self, format_: Format, planes: Sequence[Tensor], x: Tensor, span: Span, step: int
+    ) -> None:
+        """Have ``x``, of any floating-point dtype, encoded into this rank's ``planes``.
+
+        Args:
+            format_: of the planes.
+            planes: written by :meth:`run`.
+            x: as many numbers as ``span`` has.
+            span: its name and ``step``, the number of the draw, key the noise.
+            step: 1-based.
+        """
+        memory = [each.contiguous() for each in planes]
+        self._copies += [
+            (old, new)
+            for old, new in zip(planes, memory, strict=True)
+            if old.data_ptr() != new.data_ptr()
+        ]
+        x = x.float().contiguous()
+        for piece in span.pieces() if span.numel else ():
+            pairs = zip(memory, format_.planes, strict=True)
+            part = tuple(piece.of(each, plane.block) for each, plane in pairs)
+            job = Job(piece, STORE, (format_,), (part,), torch.float32)
+            self._jobs.append((job, piece.of(x), step))
+
+    def run(self, seed: int, backend: str | None) -> None:
+        """Encode all that was added."""
+        for some in alike(self._jobs, lambda each: each[0].variant):
+            jobs, xs, steps = zip(*some, strict=True)
+            planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
+            key = (jobs[0].variant, seed, backend, *planes)
+            batch = self._batches.get(key) or Batch(jobs, seed, backend)
+            self._used[key] = batch
+            batch.run_alike(xs, steps)
+        for old, new in self._copies:
+            old.copy_(new)
+        self._jobs, self._copies = [], []
+
+    def finish(self) -> None:
+        """End a step: batches that it did not use are of planes that are gone."""
+        self._batches, self._used = self._used, {}
+
+
 @dataclass
 class WorkingCopy:
-    """A parameter, and the making of what takes its place in the step.
+    """A bf16 or fp32 parameter with a gradient, and the making of what takes its place in the step.
 
     Attributes:
-        shard: of a bf16 or fp32 parameter with a gradient.
         group: number of its parameter group.
         state: ``optimizer.state[parameter]``, complete.
         snapshot: what the optimizer remembers of it.
@@ -93,17 +144,11 @@ class WorkingCopy:
         return decoded
 
     def encode(self, weight: Tensor, state: Mapping[str, Any], encoder: Encoder) -> None:
-        """Hand over what the step made of :meth:`make` and :meth:`decode_states`.
-
-        Args:
-            weight: the new weight; its shape is that of new states.
-            state: the new state.
-            encoder: writes it when it runs; :attr:`state` is complete now.
-        """
+        """Hand what the step made of both to the encoder; :attr:`state` is complete now."""
         masters = {key: self.state[key] for key in self.weights.plane_names("")[1:]}
-        step = self.step + 1
+        step, span = self.step + 1, self.shard.span
         planes = [local(each).detach() for each in (self.parameter, *masters.values())]
-        encoder.add(self.weights, planes, self._own_part(weight), self.shard.span, "", step)
+        encoder.add(self.weights, planes, self._own_part(weight), span, step)
         kept: dict[str, Any] = {}
         for key, value in state.items():
             if not is_like(value, weight):
@@ -111,25 +156,20 @@ class WorkingCopy:
                 continue
             format_, value = self.format_of(key), self._own_part(value)
             if format_ is None or format_ is FP32:
-                kept[key] = self._place(key, value)
+                old = self.state.get(key)
+                there = isinstance(old, Tensor) and local(old) is value
+                kept[key] = old if there else self.shard.place(value)
                 continue
-            planes = []
-            for name, plane in zip(format_.plane_names(key), format_.planes, strict=True):
-                old = self.state.get(name)
-                if old is None:
+            names = format_.plane_names(key)
+            for name, plane in zip(names, format_.planes, strict=True):
+                kept[name] = self.state.get(name)
+                if kept[name] is None:
                     shape = plane.shape(value.shape)
                     memory = torch.empty(shape, dtype=plane.dtype, device=value.device)
-                    old = self.shard.place(memory, plane.shape(self.shard.shape))
-                kept[name] = old
-                planes.append(local(old))
-            encoder.add(format_, planes, value, self.shard.span, f"/{key}", step)
+                    kept[name] = self.shard.place(memory, plane.shape(self.shard.shape))
+            named = replace(span, name=f"{span.name}/{key}")
+            encoder.add(format_, [local(kept[name]) for name in names], value, named, step)
         self.state = {**kept, COUNTER: step, **masters}
-
-    def _place(self, key: str, value: Tensor) -> Tensor:
-        old = self.state.get(key)
-        if isinstance(old, Tensor) and local(old) is value:
-            return old
-        return self.shard.place(value)
 
     def _whole(self, memory: Tensor) -> Tensor:
         return self.shard.gather(memory.contiguous()) if self.gathers else memory

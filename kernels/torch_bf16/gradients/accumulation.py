@@ -1,14 +1,13 @@
 """Summing the gradients of several micro-batches without losing the small ones.
 
 torch sums them in ``p.grad``, in bf16 and to the nearest: beside a sum of 0.5, a gradient of 0.001
-changes nothing. Two other formats of the sum are offered here, and ``p.grad`` stays where it is.
+changes nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.rules import ACCUMULATE
 from torch_bf16.sharding import Span, local, shard_of, unit_shapes
 
-from .backward import ForwardOutputs, at_end_of_backward, own_parameters, sharded_modules
+from .backward import at_end_of_backward, at_outputs_of, own_parameters, sharded_modules
 from .reduction import Fp32Reduction
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
@@ -37,27 +36,25 @@ def accumulate_gradients(
 ) -> GradientAccumulation:
     """Sum the gradients of micro-batches in a format of their own.
 
-    Everything else stays as it is in torch: ``backward`` adds to ``p.grad``, ``zero_grad`` resets
-    it, and clipping and the step see the sum. Formats:
+    ``backward`` adds to ``p.grad``, ``zero_grad`` resets it, and clipping and the step see the sum,
+    as in torch. Formats:
 
     - ``"bf16_nearest"``: torch's own, 2 bytes per parameter. Gradients below 2^-9 of the sum are
       lost.
     - ``"bf16_stochastic"``: 2 bytes. A sum is rounded up or down with the right probabilities, in
-      place, when a gradient arrives; only that one gradient exists beside it. The noise is a pure
-      function of seed, step, micro-batch, parameter and element, with no state to be saved.
+      place, when a gradient arrives. The noise is a pure function of seed, step, micro-batch,
+      parameter and element, with no state to be saved.
     - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter.
 
     Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
     ``no_sync``, in bf16 for the first two and in fp32 for the last. Under FSDP2 the sharded
     gradients are summed; with ``set_requires_gradient_sync(False)``, FSDP2 itself sums whole ones,
-    in its ``reduce_dtype``. A recipe with ``accumulate="fp32"`` does all this on its own where no
-    wrapper is involved; call this after wrapping a model with DDP or ``fully_shard``.
+    in its ``reduce_dtype``. Where no wrapper is involved, a recipe's ``accumulate`` is enough.
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
-        optimizer: one of this package, or converted; its parameters get hooks. The format it had
-            before is given up.
-        format: see above; None takes the recipe's ``accumulate``.
+        optimizer: one of this package, or converted; its parameters get hooks.
+        format: see above, in place of the one before; None takes the recipe's ``accumulate``.
 
     Returns:
         A handle; ``remove()`` gives gradients back to torch.
@@ -103,7 +100,7 @@ def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
 
 @dataclass(slots=True)
 class _Sum:
-    """The kernel call that adds to one sum, and what it was made for."""
+    """The kernel call that adds to one sum, what it was made for, and its noise at one step."""
 
     made_for: tuple[Any, ...]
     batch: Batch
@@ -129,8 +126,13 @@ class GradientAccumulation:
     """
 
     def __init__(self, optimizer: Any, format: str, model: nn.Module | None = None) -> None:
-        if format != "bf16_nearest":
-            _check_parts(optimizer, format)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if format != "bf16_nearest" and any(map(unit_shapes, parameters)):
+            raise NotImplementedError(
+                f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "
+                "beside bf16 parameters, and shows a parameter only the sum. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16_nearest'"
+            )
         engine: Engine = optimizer._engine
         if engine.accumulation is not None:
             engine.accumulation.remove()
@@ -152,7 +154,7 @@ class GradientAccumulation:
                     self._reduction = Fp32Reduction.of(model)
                 for module in modules:
                     take = functools.partial(self._take_all, own_parameters(module))
-                    self._hooks.append(ForwardOutputs(module, take))
+                    self._hooks.append(at_outputs_of(module, take))
                 self.hook_parameters()
             except Exception:
                 self.remove()
@@ -182,14 +184,13 @@ class GradientAccumulation:
             optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
-        """Hook the parameters that are new, or no longer frozen."""
+        """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook."""
         optimizer: Any = self._optimizer()
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                # A frozen parameter takes no hook; it is looked at again after each step.
-                if parameter not in self._hooked and parameter.requires_grad:
-                    self._hook(parameter)
                 if parameter.requires_grad:
+                    if parameter not in self._hooked:
+                        self._hook(parameter)
                     self._hooked[parameter] = number, position
 
     def _hook(self, parameter: Tensor) -> None:
@@ -209,13 +210,15 @@ class GradientAccumulation:
                 self._hooks += self._reduction.hook(parameter)
             if not sharded:
                 return
-        # Not called for what FSDP2 shards: see ForwardOutputs.
+        # Not called for what FSDP2 shards, hence the hooks on the modules' outputs.
         reference = weakref.ref(parameter)
         self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._merge))
 
     def _take_all(self, parameters: list[Any]) -> None:
         """Take sums out of ``p.grad``, so that the next gradient is not added but put there."""
+        if not self._hooked:
+            return  # removed, and a graph from before is still there
         for parameter in parameters:
             # What a backward pass that failed has left here is not to be added to another's.
             self._aside.pop(parameter, None)
@@ -245,7 +248,7 @@ class GradientAccumulation:
         new = parameter.grad
         if total is None:
             self._numbers[parameter] = 0
-            if self.format == "fp32" and new.dtype != torch.float32:
+            if self.format == "fp32":
                 parameter.grad = new.float()
             return
         if not self._hooked or new.requires_grad or not _alike(new, total, parameter):
@@ -258,10 +261,9 @@ class GradientAccumulation:
                 parameter.grad = total
                 raise RuntimeError(
                     "a CUDA graph cannot record the sum of a second micro-batch in "
-                    "'bf16_stochastic': the number of the micro-batch is counted on the host, and "
-                    "every replay would draw the same noise. Accumulate in 'fp32', or capture "
-                    "passes with one micro-batch each. The sum so far is in p.grad; this gradient "
-                    "was not added"
+                    "'bf16_stochastic': every replay would draw the same noise. Accumulate in "
+                    "'fp32', or capture passes with one micro-batch each. The sum so far is in "
+                    "p.grad; this gradient was not added"
                 )
             else:
                 self._add(parameter, local(total), local(new))
@@ -271,10 +273,16 @@ class GradientAccumulation:
         number = self._numbers[parameter] = self._numbers.get(parameter, -1) + 1
         target = total.contiguous()
         optimizer: Any = self._optimizer()
-        made_for = (target.data_ptr(), target.numel(), new.dtype, optimizer.recipe.seed)
+        seed = optimizer.recipe.seed
+        made_for = (target.data_ptr(), target.numel(), new.dtype, seed)
         known = self._sums.get(parameter)
         if known is None or known.made_for != made_for:
-            known = self._sums[parameter] = self._make(parameter, target, new.dtype, made_for)
+            name = optimizer._engine.names.key(optimizer.param_groups, *self._hooked[parameter])
+            spans = shard_of(parameter, name).span.pieces()
+            formats = (BF16_STOCHASTIC,)
+            jobs = [Job(s, ACCUMULATE, formats, ((s.of(target),),), new.dtype) for s in spans]
+            batch = Batch(jobs, seed, optimizer.backend)
+            known = self._sums[parameter] = _Sum(made_for, batch, spans)
         known.add(new.resolve_neg().contiguous(), self._step_of(parameter), number)
         if target is not total:
             total.copy_(target)
@@ -282,30 +290,21 @@ class GradientAccumulation:
         # The kernel writes through addresses, which autograd does not see.
         torch.autograd.graph.increment_version(total)
 
-    def _make(
-        self, parameter: Tensor, total: Tensor, dtype: torch.dtype, made_for: tuple[Any, ...]
-    ) -> _Sum:
-        optimizer: Any = self._optimizer()
-        name = optimizer._engine.names.key(optimizer.param_groups, *self._hooked[parameter])
-        spans = shard_of(parameter, name).span.pieces()
-        jobs = [
-            Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((span.of(total),),), dtype) for span in spans
-        ]
-        return _Sum(made_for, Batch(jobs, optimizer.recipe.seed, optimizer.backend), spans)
-
     def _step_of(self, parameter: Tensor) -> int:
         """The number of the step that the sum is for."""
         if self._steps is None:
             optimizer: Any = self._optimizer()
-            counted = [
+            steps = {
                 # A class without a fused rule may count in another way, or not at all.
-                (p, s.get("noise_step", s.get("step")))
-                for p, s in optimizer.state.items()
-                if "noise_step" in s or "step" in s
-            ]
-            # All at once: where they are on a device, reading one waits for it.
-            numbers = _integers([step for _, step in counted])
-            self._steps = dict(zip((p for p, _ in counted), numbers, strict=True))
+                p: state.get("noise_step", state.get("step"))
+                for p, state in optimizer.state.items()
+                if "noise_step" in state or "step" in state
+            }
+            numbers = list(steps.values())
+            if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in numbers):
+                # All at once, because reading one waits for the device.
+                numbers = torch.stack([torch.as_tensor(each) for each in numbers]).tolist()
+            self._steps = dict(zip(steps, map(int, numbers), strict=True))
         return self._steps.get(parameter, 0) + 1
 
     def _after_step(self, *_: Any) -> None:
@@ -316,16 +315,6 @@ class GradientAccumulation:
             self.hook_parameters()
 
 
-def _check_parts(optimizer: Any, format: str) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(map(unit_shapes, parameters)):
-        raise NotImplementedError(
-            f"gradients cannot be accumulated in {format!r}: FSDP1 sums them itself, in bf16 "
-            "beside bf16 parameters, and shows a parameter only the sum. Shard with "
-            "torch.distributed.fsdp.fully_shard (FSDP2), or accumulate in 'bf16_nearest'"
-        )
-
-
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     """Whether a gradient can be added to a sum where both lie in memory."""
     if new.layout != torch.strided or total.layout != torch.strided:
@@ -333,9 +322,3 @@ def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     # Of a tensor that is not sharded the attribute is absent.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
     return placed and local(new).shape == local(total).shape == local(parameter).shape
-
-
-def _integers(steps: list[Any]) -> Iterator[int]:
-    if any(isinstance(step, Tensor) and step.device.type != "cpu" for step in steps):
-        steps = torch.stack([torch.as_tensor(step) for step in steps]).tolist()
-    return (int(step) for step in steps)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = [
-    "ForwardOutputs",
-    "at_end_of_backward",
-    "own_parameters",
-    "released",
-    "sharded_modules",
-]
+__all__ = ["at_end_of_backward", "at_outputs_of", "own_parameters", "released", "sharded_modules"]
 
 released: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The parameters whose gradients die within the backward pass."""
@@ -36,57 +30,38 @@ def sharded_modules(model: nn.Module, format: str) -> Iterator[nn.Module]:
     Raises:
         ValueError: one of them reduces gradients in bf16, which undoes the format.
     """
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            sharded: Any = module
-            policy = sharded._get_fsdp_state()._mp_policy
-            if policy.reduce_dtype != torch.float32 and any(
-                p.dtype == torch.bfloat16 for p in own_parameters(sharded)
-            ):
-                raise ValueError(
-                    f"gradients cannot be accumulated in {format!r} for {name or 'the model'!r}: "
-                    f"fully_shard reduces its gradients in {policy.reduce_dtype or 'bf16'}, and "
-                    "sums them so without gradient synchronisation. Use fully_shard(module, "
-                    "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
-                )
-            yield sharded
+        # What fully_shard adds to a module's class.
+        state: Any = getattr(module, "_get_fsdp_state", None)
+        if state is None:
+            continue
+        dtype = state()._mp_policy.reduce_dtype
+        reduces_bf16 = any(p.dtype == torch.bfloat16 for p in own_parameters(module))
+        if dtype != torch.float32 and reduces_bf16:
+            raise ValueError(
+                f"gradients cannot be accumulated in {format!r} for {name or 'the model'!r}: "
+                f"fully_shard reduces its gradients in {dtype or 'bf16'}, and sums them so without "
+                "gradient synchronisation. Use fully_shard(module, "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+        yield module
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those that a sharded module gathers and reduces itself, not a sharded module in it."""
-    from torch.distributed.fsdp import FSDPModule
-
     found = list(module.parameters(recurse=False))
     for child in module.children():
-        if not isinstance(child, FSDPModule):
+        if not hasattr(child, "_get_fsdp_state"):
             found += own_parameters(child)
     return found
 
 
-class ForwardOutputs:
-    """Calls a function each time that a backward pass arrives at a module's outputs."""
+def at_outputs_of(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call each time that a backward pass arrives at what a module returned until then."""
 
-    def __init__(self, module: nn.Module, call: Callable[[], None]) -> None:
-        self._call = call
-        self._hook = module.register_forward_hook(self._guard)
-
-    def remove(self) -> None:
-        """Stop watching."""
-        self._hook.remove()
-        self._call = _nothing
-
-    def _guard(self, module: nn.Module, arguments: Any, outputs: Any) -> None:
+    def hook_outputs(module: nn.Module, arguments: Any, outputs: Any) -> None:
         for each in _pytree.tree_leaves(outputs):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(functools.partial(self._arrived))
+                each.register_hook(lambda _: call())
 
-    def _arrived(self, gradient: Tensor) -> None:
-        self._call()
-
-
-def _nothing() -> None:
-    pass
+    return module.register_forward_hook(hook_outputs)

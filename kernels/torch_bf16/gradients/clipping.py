@@ -8,7 +8,7 @@ consumes it on the device: it reads the gradients a second time and scales as it
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -24,13 +24,17 @@ from torch_bf16.sharding import local, shard_of
 
 from .backward import released
 
-__all__ = [
-    "clip_grad_norm_",
-    "clip_next_step",
-    "norm_over_ranks",
-    "pending_of",
-    "total_norm",
-]
+__all__ = ["clip_grad_norm_", "clip_next_step", "norm_over_ranks", "pending_of", "total_norm"]
+
+
+_NO_PARAMETER = (
+    "gradients of a {} were asked for; give parameters, for example model.parameters(). "
+    "clip_next_step(optimizer, max_norm) clips those of an optimizer"
+)
+_NO_OPTIMIZER = (
+    "clip_next_step was given a {} for an optimizer; give those that take the step, and what they "
+    "clip as parameters="
+)
 
 
 def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
@@ -38,16 +42,15 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
     torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %; here the
     squares of each tensor are summed in fp32, whose range ends at norms of 1.8e19, and the tensors'
-    norms are combined in fp64. Of sharded parameters (meshes may differ) every rank sums its own
-    part, and the sums are added up over the ranks that hold other parts: call it on all of them.
-    The result is the same on every rank; its last bits depend on how tensors are cut.
+    norms are combined in fp64. Of sharded parameters every rank sums its own part, and the sums are
+    added up over the ranks that hold other parts: call it on all of them. The result is the same on
+    every rank; its last bits depend on how tensors are cut.
 
     Args:
         parameters: those without a gradient are passed over; the gradients are only read.
 
     Returns:
-        0-d fp32 tensor on the gradients' device; 0 where there is no gradient. Nothing waits for
-        the device.
+        0-d fp32 tensor on the gradients' device, not waited for; 0 where there is no gradient.
 
     Raises:
         ValueError: a gradient is sparse or complex.
@@ -56,7 +59,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     Example:
         >>> norm = total_norm(model.parameters())
     """
-    parameters = _parameters_in(parameters)
+    parameters = _listed(parameters)
     # Of one dtype each: torch reads a mixed list tensor by tensor.
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     norms: dict[Any, list[Tensor]] = defaultdict(list)
@@ -90,14 +93,11 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
 
 def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
-    """The norm of whole tensors from those of the parts that this rank holds.
+    """The norm of whole tensors, 0-d fp32, from those of the parts that this rank holds.
 
     Args:
         norms: 0-d fp32 tensors, by the groups of ranks that hold other parts; empty where each rank
             holds all. Replicas of a part do not count.
-
-    Returns:
-        0-d fp32 tensor on the device of the first norm.
     """
     totals = []
     for groups, some in norms.items():
@@ -144,7 +144,7 @@ def clip_grad_norm_(
         >>> norm = torch_bf16.clip_grad_norm_(model.parameters(), 1.0)
     """
     _check(max_norm)
-    parameters = _parameters_in(parameters)
+    parameters = _listed(parameters)
     norm = total_norm(parameters)
     _scale(parameters, _coefficient(norm, max_norm, error_if_nonfinite))
     return norm
@@ -161,11 +161,10 @@ def clip_next_step(
     """Let the next steps see gradients whose common 2-norm is at most ``max_norm``.
 
     Where the parameters are all that one of our optimizers has gradients for, its next step
-    multiplies as it reads, and ``.grad`` stays as it is; if these gradients are replaced or written
-    before that step, it warns and scales nothing. Gradients of parameters that an optimizer owns
-    only in part, that several own, or one of another library, are scaled in place. What
-    ``scale_next_step`` or an earlier clip said counts as done; where another backward pass has
-    added to the gradients since, the earlier clip does not count.
+    multiplies as it reads, and ``.grad`` stays as it is; if that is replaced or written before, the
+    step warns and scales nothing. Other gradients are scaled in place: of a part of an optimizer's
+    parameters, of those that several own, or an optimizer of another library. What
+    ``scale_next_step`` or a clip since the last backward pass said counts as done.
 
     Args:
         optimizers: one or several.
@@ -191,9 +190,12 @@ def clip_next_step(
     _check(max_norm)
     owned = {
         each: [p for group in each.param_groups for p in group["params"]]
-        for each in _optimizers_in(optimizers)
+        for each in _listed(optimizers, Optimizer, _NO_OPTIMIZER)
     }
-    foreign = [type(each).__name__ for each in owned if pending_of(each) is None]
+    told: dict[Any, Pending] = {
+        each: pending for each in owned if (pending := pending_of(each)) is not None
+    }
+    foreign = [type(each).__name__ for each in owned if each not in told]
     if skip_nonfinite and foreign:
         raise ValueError(
             f"clip_next_step: skip_nonfinite=True cannot skip a step of {foreign[0]}, which is no "
@@ -202,43 +204,40 @@ def clip_next_step(
     owners = Counter(id(p) for own in owned.values() for p in own)
     shared = {key for key, count in owners.items() if count > 1}
     every = chain.from_iterable(owned.values())
-    clipped = {id(p): p for p in (every if parameters is None else _parameters_in(parameters))}
-    for optimizer, own in owned.items():
+    clipped = {id(p): p for p in (every if parameters is None else _listed(parameters))}
+    gradients = {each: {id(p): p.grad for p in owned[each] if p.grad is not None} for each in told}
+    for optimizer, pending in told.items():
         # An earlier clip was of these gradients as they were, before another backward(), say.
-        pending, there = pending_of(optimizer), (p.grad for p in own if p.grad is not None)
-        if pending is not None and pending.is_stale(there):
+        if pending.is_stale(gradients[optimizer].values()):
             pending.reset()
-    norm = _norm_as_told(clipped, owned)
+    norm = _norm_as_told(clipped, [(owned[each], told[each].coefficient) for each in told])
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
-    for optimizer, own in owned.items():
-        gradients = {id(p): p.grad for p in own if p.grad is not None}
-        ours: Any = optimizer
-        pending = pending_of(optimizer)
-        if pending is None or gradients.keys().isdisjoint(clipped):
+    for optimizer, pending in told.items():
+        own = gradients[optimizer]
+        if own.keys().isdisjoint(clipped):
             continue
-        alone = gradients.keys() <= clipped.keys() and shared.isdisjoint(gradients)
+        alone = own.keys() <= clipped.keys() and shared.isdisjoint(own)
         if alone:
-            ours.scale_next_step(coefficient * pending.coefficient)
-            for key in gradients:
+            optimizer.scale_next_step(coefficient * pending.coefficient)
+            for key in own:
                 del clipped[key]
         if skip_nonfinite:
-            ours.skip_next_step_where(~norm.isfinite())
+            optimizer.skip_next_step_where(~norm.isfinite())
         if alone or skip_nonfinite:
-            pending.only_for(gradients.values())
+            pending.only_for(own.values())
     _scale(clipped.values(), coefficient)
     return norm
 
 
 def _norm_as_told(
-    parameters: Mapping[int, Tensor], owned: Mapping[Optimizer, list[Tensor]]
+    parameters: Mapping[int, Tensor], told: Sequence[tuple[list[Tensor], float | Tensor]]
 ) -> Tensor:
     """The norm of the gradients times what the next steps of their owners are told already."""
-    told = {each: p.coefficient for each in owned if (p := pending_of(each)) is not None}
-    if all(not isinstance(each, Tensor) and each == 1.0 for each in told.values()):
+    if all(not isinstance(each, Tensor) and each == 1.0 for _, each in told):
         return total_norm(parameters.values())
     left, norms = dict(parameters), []
-    for optimizer, coefficient in told.items():
-        own = [p for p in owned[optimizer] if left.pop(id(p), None) is not None]
+    for owned, coefficient in told:
+        own = [p for p in owned if left.pop(id(p), None) is not None]
         if own:
             norms.append(total_norm(own) * coefficient)
     if left:
@@ -273,26 +272,8 @@ def _check(max_norm: Any) -> None:
         )
 
 
-def _parameters_in(given: Any) -> list[Tensor]:
-    """Parameters, one by one; a module or anything else is an error that says so."""
-    return _listed(
-        given,
-        Tensor,
-        "gradients of a {} were asked for; give parameters, for example model.parameters(). "
-        "clip_next_step(optimizer, max_norm) clips those of an optimizer",
-    )
-
-
-def _optimizers_in(given: Any) -> list[Optimizer]:
-    return _listed(
-        given,
-        Optimizer,
-        "clip_next_step was given a {} for an optimizer; give those that take the step, and what "
-        "they clip as parameters=",
-    )
-
-
-def _listed(given: Any, kind: type, message: str) -> list[Any]:
+def _listed(given: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
+    """What was given, one by one; anything of another kind is an error that says so."""
     alone = isinstance(given, kind) or not isinstance(given, Iterable)
     several = [given] if alone else list(given)
     if wrong := [each for each in several if not isinstance(each, kind)]:

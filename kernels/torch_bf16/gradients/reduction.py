@@ -1,8 +1,7 @@
 """DDP over gradients that are fp32 beside bf16 parameters.
 
-DDP's buckets have the parameters' dtype, and it refuses any other gradient. So it is shown none:
-while a backward pass runs, gradients are kept here, a communication hook reduces them in fp32
-instead of the bucket that it is given, and at the end they are put where they belong.
+DDP refuses gradients of another dtype than the parameters'. So it is shown none: they are kept here
+while a backward pass runs, and a communication hook reduces them instead of the bucket it is given.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ class Fp32Reduction:
         self._parameters = set(module.parameters())
         self._kept: dict[Tensor, Tensor] = {}
         self._task = -1
-        self._active = True
+        self._active = False
 
     @classmethod
     def of(cls, model: nn.Module) -> Fp32Reduction | None:
         """That of the DDP module in ``model``, or None where there is none.
 
         Raises:
-            ValueError: it has an option, or a communication hook, that stands in the way.
+            ValueError: an option or a communication hook of it stands in the way.
         """
         found = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         if not found:
@@ -50,21 +49,20 @@ class Fp32Reduction:
                 "with find_unused_parameters=True DDP reads gradients before the backward pass; "
                 "set it to False, or use static_graph=True"
             )
-        previous: Any = getattr(module, "_torch_bf16_reduction", None)
-        if previous is None and getattr(module, "_comm_hooks", None):
+        # DDP takes one communication hook in its life.
+        reduction: Any = getattr(module, "_torch_bf16_reduction", None)
+        if reduction is None and getattr(module, "_comm_hooks", None):
             why = "its DDP module has a communication hook already; register none"
         if why:
             raise ValueError(
                 f"gradients cannot be accumulated in 'fp32': {why}, or accumulate in "
                 "'bf16_stochastic'"
             )
-        if previous is not None:
-            # DDP takes one communication hook in its life.
-            previous._active = True
-            return previous
-        reduction = cls(module)
-        module.register_comm_hook(None, reduction._reduce)
-        module._torch_bf16_reduction = reduction  # pyright: ignore
+        if reduction is None:
+            reduction = cls(module)
+            module.register_comm_hook(None, reduction._reduce)
+            module._torch_bf16_reduction = reduction  # pyright: ignore
+        reduction._active = True
         return reduction
 
     def hook(self, parameter: Tensor) -> list[Any]:

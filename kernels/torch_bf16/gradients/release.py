@@ -1,7 +1,7 @@
 """Gradient release: the step runs inside the backward pass, and each gradient dies at once.
 
-The idea is that of "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-(Lv et al., 2023, https://arxiv.org/abs/2306.09782): no two gradients need to exist together.
+After "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (Lv et al.,
+2023, https://arxiv.org/abs/2306.09782).
 """
 
 from __future__ import annotations
@@ -40,31 +40,25 @@ def release_gradients(
 
     A gradient is freed before the next one is made, so that gradients cost the largest of them and
     not 2 bytes per parameter. Weights and states are, bit for bit, those of ``optimizer.step()``
-    after the whole backward pass. The training loop stays as it is: ``optimizer.step()`` counts the
-    step, for LR schedulers too, and takes it for parameters whose gradient came by another way; so
-    learning rates must be set before ``backward()``.
-
-    A step that runs before all gradients exist cannot know their norm. Two clips that need not:
-    ``norm="parameter"`` clips each parameter's gradient to ``max_norm`` by its own norm, as with
-    ``clip_grad_norm_([p], max_norm)`` for each ``p``; ``norm="last_step"`` multiplies all by the
-    coefficient that the global norm of the step before asks for (the first step is clipped per
-    parameter).
-
-    With FSDP2, gradients are released group by group, as they are reduced, and the norm of a
-    sharded parameter is one small all-reduce inside the backward pass, which ``"last_step"`` needs
-    in its first step alone. What cannot work:
+    after the whole backward pass. ``optimizer.step()`` still counts the step, for LR schedulers
+    too, and takes it for parameters whose gradient came by another way; so learning rates must be
+    set before ``backward()``. With FSDP2, gradients are released group by group, as they are
+    reduced, and the norm of a sharded parameter is one small all-reduce. What cannot work:
 
     - DDP, whose reducer needs all gradients to the end of the pass: use ``fully_shard``.
     - Accumulation over several backward passes: use larger batches, or an accumulation format.
-    - Clipping by the global norm of this step, ``total_norm``, ``scale_next_step``: see above. What
-      is not ours is not refused: ``torch.nn.utils.clip_grad_norm_`` finds no gradient to clip.
+    - Clipping by the global norm of this step, ``total_norm``, ``scale_next_step``: the step runs
+      before all gradients exist. What is not ours is not refused:
+      ``torch.nn.utils.clip_grad_norm_`` finds no gradient to clip.
     - ``GradScaler``: bf16 has fp32's range and needs no loss scaling.
 
     Args:
         model: the module as it is called: after ``fully_shard`` wrapped it.
         optimizer: one of this package, or converted; its parameters get hooks.
         max_norm: bound of the norm that ``norm`` names; None clips nothing.
-        norm: ``"parameter"`` or ``"last_step"``.
+        norm: ``"parameter"`` clips each gradient by its own norm; ``"last_step"`` multiplies all by
+            the coefficient that the global norm of the step before asks for, and clips as
+            ``"parameter"`` in the first step.
 
     Returns:
         A handle; ``remove()`` returns to ordinary steps.
@@ -89,15 +83,13 @@ def release_gradients(
         raise ValueError(f"norm={norm!r} is unknown; use one of {', '.join(_NORMS)}")
     check_module("release_gradients", model)
     check_max_norm(max_norm)
-    ours: Any = optimizer
-    parameters = [p for group in ours.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     why = None
     # Only a class that has no fused rule says what its states mean.
-    if hasattr(ours, "roles"):
+    if hasattr(optimizer, "roles"):
         why = (
-            f"{type(optimizer).__name__} has no fused rule, and its own step may count or look at "
-            "all parameters together. Use an optimizer of torch_bf16, or step after the backward "
-            "pass"
+            f"{type(optimizer).__name__} has no fused rule, and its own step may look at all "
+            "parameters together. Use an optimizer of torch_bf16, or step after the backward pass"
         )
     elif any(parameter in released for parameter in parameters) and engine.release is None:
         why = "another optimizer has released those of the same parameters. Remove that one first"
@@ -110,15 +102,11 @@ def release_gradients(
         )
     elif (sums := engine.accumulation) is not None and sums.format != "bf16_nearest":
         why = (
-            f"they are accumulated in {sums.format!r}, which is for several backward "
-            "passes per step, and a released gradient is gone after one. Make the recipe with "
-            "accumulate='bf16_nearest', or do not release gradients"
+            f"they are accumulated in {sums.format!r}, and a released gradient is gone after one "
+            "backward pass. Make the recipe with accumulate='bf16_nearest', or do not release them"
         )
-    elif ours.observers:
-        why = (
-            "an UpdateMonitor watches the optimizer, which looks at whole steps. Remove it, or do "
-            "not release gradients"
-        )
+    elif optimizer.observers:  # pyright: ignore[reportAttributeAccessIssue]
+        why = "an UpdateMonitor watches the optimizer, which looks at whole steps. Remove it first"
     if why:
         raise NotImplementedError(f"gradients cannot be released: {why}")
     return GradientRelease(model, optimizer, max_norm, norm)
@@ -216,12 +204,11 @@ class GradientRelease:
             )
         if self._setting is None:
             self._setting = optimizer._setting()
-        coefficient: float | Tensor = 1.0
-        if self._max_norm is not None:
-            coefficient = self._coefficient(parameter, self._max_norm)
+        bound = self._max_norm
+        told = StepInputs(1.0 if bound is None else self._coefficient(parameter, bound))
         self._stepped.add(parameter)
         self._plans[parameter] = optimizer._update(
-            [parameter], self._plans.get(parameter), self._setting, StepInputs(coefficient)
+            [parameter], self._plans.get(parameter), self._setting, told
         )
         parameter.grad = None
 

@@ -56,8 +56,8 @@ class GradScaler(torch.amp.GradScaler):
             found: dict[torch.device, Tensor] = {}
             for (device, _), gradients in alike.items():
                 # The largest magnitude: Inf and NaN are seen, and no sum can overflow.
-                largest = torch._foreach_norm(gradients, float("inf"))  # pyright: ignore[reportPrivateImportUsage]
-                new = (~torch.stack([each.float() for each in largest]).isfinite()).any().float()
+                largest = torch.stack(torch._foreach_norm(gradients, float("inf")))  # pyright: ignore[reportPrivateImportUsage]
+                new = (~largest.isfinite()).any().float()
                 found[device] = torch.maximum(found[device], new) if device in found else new
                 if not allow_fp16:
                     torch._foreach_mul_(gradients, inv_scale.to(device))  # pyright: ignore[reportPrivateImportUsage]

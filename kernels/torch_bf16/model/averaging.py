@@ -1,14 +1,12 @@
 """An exponential moving average of weights that moves.
 
-    average = average + (weight - average) * (1 - decay)
-
 At a decay of 0.9999 an average in bf16, rounded to nearest, never moves at all: a step of bf16 is
 0.4 % of it. Here it is fp32, or bf16 rounded stochastically, which is right in the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -38,66 +36,51 @@ class _Averages:
     def __init__(self, seed: int, backend: str | None) -> None:
         self._seed, self._backend = seed, backend
         self._made_for: list[Any] = []
-        self._batches: list[tuple[Batch, Sequence[int]]] = []
+        self._batches: list[tuple[Batch, Sequence[str]]] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_made_for": [], "_batches": []}
+    def __reduce__(self) -> Any:
+        return _Averages, (self._seed, self._backend)
 
     def move(
-        self,
-        averages: Sequence[Tensor],
-        values: Sequence[Tensor],
-        names: Sequence[str],
-        rate: float,
-        step: int,
+        self, averages: Mapping[str, Tensor], values: Mapping[str, Tensor], rate: float, step: int
     ) -> None:
         """``average = average + (value - average) * rate``, in place.
 
         Args:
-            averages: floating-point tensors; mutated.
-            values: one for each, of the same shape.
-            names: one for each; they key the noise, with ``step``.
+            averages: floating-point tensors by names that key the noise, with ``step``; mutated.
+            values: of the same shapes, by the same names.
             rate: share of the value that enters.
-            step: 1-based number of the update.
+            step: 1-based.
         """
-        known = {n for n in range(len(names)) if _stored(averages[n], values[n])}
-        for n in set(range(len(names))) - known:
-            averages[n].lerp_(values[n].to(averages[n].dtype), rate)
-        # Kernels write through addresses, in row-major order.
-        copies = {n: averages[n].detach().contiguous() for n in sorted(known)}
+        copies = {}
+        for name, average in averages.items():
+            if {average.dtype, values[name].dtype} <= _FORMATS.keys():
+                # Kernels write through addresses, in row-major order.
+                copies[name] = average.detach().contiguous()
+            else:
+                average.lerp_(values[name].to(average.dtype), rate)
         made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
         if made_for != self._made_for:
-            self._make(copies, values, names)
+            self._make(copies, values)
             self._made_for = made_for
-        for batch, numbers in self._batches:
+        for batch, names in self._batches:
             device = batch.variant.device
-            taken = [values[n].detach().to(device).resolve_neg().contiguous() for n in numbers]
+            taken = [values[n].detach().to(device).resolve_neg().contiguous() for n in names]
             batch.run_alike(taken, step, (rate,))
-        for n, copy in copies.items():
-            if copy.data_ptr() != averages[n].data_ptr():
-                averages[n].copy_(copy)
+        for name, copy in copies.items():
+            if copy.data_ptr() != averages[name].data_ptr():
+                averages[name].copy_(copy)
 
-    def _make(
-        self, copies: dict[int, Tensor], values: Sequence[Tensor], names: Sequence[str]
-    ) -> None:
+    def _make(self, copies: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        spans = [Span.of_whole(f"average of {name}", each.shape) for name, each in copies.items()]
         jobs = [
-            Job(
-                Span.of_whole(f"average of {names[n]}", copy.shape),
-                AVERAGE,
-                (_FORMATS[copy.dtype],),
-                ((copy,),),
-                values[n].dtype,
-            )
-            for n, copy in copies.items()
+            Job(span, AVERAGE, (_FORMATS[copy.dtype],), ((copy,),), values[name].dtype)
+            for span, (name, copy) in zip(spans, copies.items(), strict=True)
         ]
         self._batches = []
         for pairs in alike(zip(copies, jobs, strict=True), lambda pair: pair[1].variant):
-            numbers, some = zip(*pairs, strict=True)
-            self._batches.append((Batch(some, self._seed, self._backend), numbers))
-
-
-def _stored(average: Tensor, value: Tensor) -> bool:
-    return average.dtype in _FORMATS and value.dtype in _FORMATS
+            names, some = zip(*pairs, strict=True)
+            self._batches.append((Batch(some, self._seed, self._backend), names))
 
 
 def _check_decay(decay: float, seed: int) -> None:
@@ -111,10 +94,9 @@ def _check_decay(decay: float, seed: int) -> None:
 def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
     if any(shard_of(each).sharded for each in tensors):
         raise NotImplementedError(
-            "an average of sharded parameters cannot be kept: each rank has a part of them. What "
-            "works: an EMA of a whole copy of the model, made before it is sharded, and "
-            "update_parameters() with another whole copy, into which "
-            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "an average of sharded parameters cannot be kept: each rank has a part of them. Make "
+            "an EMA of a whole copy before sharding, and call update_parameters() with another "
+            "one, into which torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True)) was loaded. Nothing was averaged"
         )
 
@@ -124,8 +106,9 @@ def ema_multi_avg_fn(
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor], Any], None]:
     """What ``torch.optim.swa_utils.AveragedModel`` takes as ``multi_avg_fn``.
 
-    Like ``get_ema_multi_avg_fn`` of torch, with averages in bf16 rounded stochastically. The noise
-    depends on seed, number of the update, position and element: the same on every replica.
+    Like ``get_ema_multi_avg_fn`` of torch, ``average + (value - average) * (1 - decay)``, with
+    averages in bf16 rounded stochastically. The noise depends on seed, number of the update,
+    position and element: the same on every replica.
 
     Raises:
         ValueError: ``decay`` is not between 0 and 1.
@@ -140,8 +123,9 @@ def ema_multi_avg_fn(
 
     def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
         _refuse_sharded([*averages, *values])
-        names = [f"#{number}" for number in range(len(averages))]
-        kept.move(averages, values, names, 1.0 - decay, int(n_averaged))
+        ours = {f"#{n}": each for n, each in enumerate(averages)}
+        theirs = {f"#{n}": each for n, each in enumerate(values)}
+        kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
     return move
 
@@ -150,15 +134,14 @@ class EMA(AveragedModel):
     """An exponential moving average of a module's weights, as a module of its own.
 
     A ``torch.optim.swa_utils.AveragedModel``: ``update_parameters(model)`` after each step,
-    ``ema(x)`` to compute with the average, ``state_dict()`` to save it, ``update_bn`` for it.
-    The first update copies. Buffers are copied at each update, or averaged with ``use_buffers``.
+    ``ema(x)`` to compute with the average, ``state_dict()`` to save it. The first update copies.
 
     Args:
         model: what is averaged; copied, not changed.
         decay: share of the average that an update keeps.
         format: of the averages: ``"fp32"`` (4 bytes per element), ``"bf16_stochastic"`` (2), or
             None for the one that each parameter's dtype can hold.
-        use_buffers: average floating-point buffers too.
+        use_buffers: average floating-point buffers too; else they are copied at each update.
         device: where the average is kept; None for the model's.
         seed: of the rounding noise, which parameters' names key; the same on every replica.
         backend: name of the backend; None for the best that works.
@@ -191,13 +174,11 @@ class EMA(AveragedModel):
             raise ValueError(f"format={format!r} must be one of {', '.join(_DTYPES)}, or None")
         if any(map(unit_shapes, model.parameters())):
             raise NotImplementedError(
-                f"EMA was given a {type(model).__name__} that FullyShardedDataParallel (FSDP1) has "
-                "flattened, which cannot be copied: its process groups cannot. Shard with "
-                "torch.distributed.fsdp.fully_shard (FSDP2)"
+                f"EMA was given a {type(model).__name__} inside FullyShardedDataParallel (FSDP1), "
+                "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
         _refuse_sharded(model.parameters())
-        move = ema_multi_avg_fn(decay, seed=seed, backend=backend)
-        super().__init__(model, device, multi_avg_fn=move, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
+        super().__init__(model, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend
         self._averages = _Averages(seed, backend)
         if format is not None:
@@ -213,24 +194,18 @@ class EMA(AveragedModel):
         ours, theirs = dict(self.module.named_parameters()), dict(model.named_parameters())
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
         if self.use_buffers:
-            ours, theirs = {**ours, **buffers}, {**theirs, **others}
+            ours, theirs = ours | buffers, theirs | others
         if ours.keys() != theirs.keys():
             missing = sorted(ours.keys() ^ theirs.keys())
             raise ValueError(
                 f"update_parameters: the model given and the averaged one differ in {missing[:4]}; "
                 "give the module that EMA was made of, not a wrapper around it"
             )
-        number = int(self.n_averaged) + 1
-        names = list(ours)
-        if number == 1:
-            for name in names:
-                ours[name].copy_(theirs[name])
+        if self.n_averaged == 0:
+            for name, average in ours.items():
+                average.copy_(theirs[name])
         else:
-            self._averages.move(
-                [ours[name] for name in names],
-                [theirs[name] for name in names],
-                *(names, 1.0 - self.decay, number),
-            )
+            self._averages.move(ours, theirs, 1.0 - self.decay, int(self.n_averaged) + 1)
         if not self.use_buffers:
             for name, buffer in buffers.items():
                 buffer.copy_(others[name])

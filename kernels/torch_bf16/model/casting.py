@@ -1,9 +1,7 @@
 """Casting a model to bf16 without ruining what must stay as it is.
 
 ``model.to(torch.bfloat16)`` rounds rotary frequencies, drops the imaginary part of complex buffers
-and makes metrics stop counting at 256. :func:`cast_model` casts parameters only, leaves islands of
-fp32 where they are needed, and has the bits that fp32 weights lose kept, so that exact masters
-start from the weights the user had.
+and makes metrics stop counting at 256. :func:`cast_model` casts parameters only.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, shard_of, without_wrappers
 
-from .cpu_autocast import fill_gaps
+from .cpu_autocast import fill_gaps, widened
 
 __all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
 
@@ -44,15 +42,13 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     """Cast the fp32 parameters of a model to bf16, in place.
 
     Parameters keep their identity, so tied weights stay tied and optimizers made before keep
-    working. What stays as it was: every buffer (rotary frequencies, complex ones, batch-norm
-    statistics), metrics of torchmetrics, modules with running statistics (batch norm; torch cannot
-    mix bf16 gains with fp32 statistics on CPUs), modules named by ``recipe.keep_fp32`` (which
-    compute in fp32, their inputs upcast), and parameters that are not fp32 or not plain tensors
-    (quantised weights).
+    working. What stays as it was: every buffer, metrics of torchmetrics, modules with running
+    statistics (batch norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), modules named
+    by ``recipe.keep_fp32`` (which compute in fp32, their inputs upcast), and parameters that are
+    not fp32 or not plain tensors (quantised weights).
 
-    Call it before the model is wrapped by DDP or FSDP1: afterwards a change of dtype would cut the
-    hooks that reduce gradients. Modules sharded by ``fully_shard`` or tensor parallelism can be
-    cast before or after that, but before their first forward; on the meta device too.
+    Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
+    parallelism, but before the first forward; on the meta device too.
 
     Args:
         model: mutated.
@@ -77,20 +73,22 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     check_module("cast_model", model)
     islands, asked = _islands(model, recipe.keep_fp32)
     kept = _staying(model, asked)
-    named = [(n, p) for n, p in model.named_parameters() if id(p) not in kept and _is_plain(p)]
-    for name, parameter in named:
-        if parameter.dtype in (torch.float16, torch.float64):
-            raise ValueError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-                "cast_model starts from float32. Call model.float() first"
-            )
-    chosen = {id(p): p for _, p in named if p.dtype == torch.float32}
+    chosen = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
                 f"parameter {name!r} is not initialised yet and would come out as float32; run the "
                 "model once, then call cast_model"
             )
+        if id(parameter) in kept or not _is_plain(parameter):
+            continue
+        if parameter.dtype in (torch.float16, torch.float64):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
+                "cast_model starts from float32. Call model.float() first"
+            )
+        if parameter.dtype == torch.float32:
+            chosen[id(parameter)] = parameter
     if chosen:
         _check_wrappers(model)
     _check_groups(model, set(chosen))
@@ -103,7 +101,9 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     def cast(t: Tensor) -> Tensor:
         if id(t) not in chosen or t.dtype != torch.float32:
             return t
-        weight, rests[id(t)] = residuals.split(t.detach(), recipe)
+        weight, rest = residuals.split(t.detach(), recipe)
+        if rest is not None:
+            rests[id(t)] = rest
         return weight
 
     for sub in model.modules():
@@ -114,37 +114,28 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     model._apply(cast)
     # Not before: torch converts no sharded parameter that has a weak reference.
     _kept.update((p, True) for p in asked)
-    for key, parameter in chosen.items():
-        if key in gradients:
-            parameter.grad = gradients[key].to(torch.bfloat16)
-    residuals.remember(model, {key: rest for key, rest in rests.items() if rest is not None})
+    for key, gradient in gradients.items():
+        chosen[key].grad = gradient.to(torch.bfloat16)
+    residuals.remember(model, rests)
     for island in _callable(islands):
         island.forward = functools.partial(_forward_in_fp32, island)
     return model
 
 
 def cast_recipes(model: nn.Module) -> list[Recipe]:
-    """The recipes that a model or parts of it were cast by, each once."""
-    found = [
+    """The recipes that the modules of a model were cast by."""
+    return [
         _recipes[sub]
         for sub in model.modules()
         # One that was made fp32 again can be cast by another.
         if sub in _recipes and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False))
     ]
-    return list(dict.fromkeys(found))
 
 
 def fp32_parameters(
     model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
 ) -> dict[str, nn.Parameter]:
-    """The fp32 parameters that :func:`cast_model` leaves in fp32.
-
-    Args:
-        model: only read.
-        recipe: name or :class:`Recipe`.
-
-    Returns:
-        Parameters by name.
+    """The fp32 parameters that :func:`cast_model` leaves in fp32, by name.
 
     Raises:
         ValueError: a pattern of ``keep_fp32`` matches nothing.
@@ -161,8 +152,10 @@ def fp32_parameters(
 
 def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     staying = {id(p) for p in asked}
-    for each in itertools.chain(_metrics(module), _running_norms(module)):
-        staying.update(id(p) for p in each.parameters())
+    for sub in module.modules():
+        metric = any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__)
+        if metric or (isinstance(sub, _NormBase) and sub.track_running_stats):
+            staying.update(id(p) for p in sub.parameters())
     return staying
 
 
@@ -170,9 +163,8 @@ def _check_wrappers(module: nn.Module) -> None:
     for sub in module.modules():
         if isinstance(sub, DistributedDataParallel):
             raise ValueError(
-                "cast_model was given a module inside DistributedDataParallel, whose hooks a "
-                "change of dtype would cut: gradients would not be reduced any more. Cast first, "
-                "then wrap it"
+                "cast_model was given a module inside DistributedDataParallel, whose hooks that "
+                "reduce gradients a change of dtype would cut. Cast first, then wrap it"
             )
         if type(sub).__name__ == "FullyShardedDataParallel":
             raise ValueError(
@@ -191,11 +183,18 @@ def _check_wrappers(module: nn.Module) -> None:
 
 def _check_groups(module: nn.Module, cast: set[int]) -> None:
     # FSDP2 says it in its first forward, without names.
+    groups: dict[str, Any] = {}
     first: dict[Any, dict[torch.dtype, str]] = {}
-    for name, parameter, group in _in_groups(module):
-        if parameter.requires_grad and parameter.is_floating_point():
-            dtype = torch.bfloat16 if id(parameter) in cast else parameter.dtype
-            first.setdefault(group, {}).setdefault(dtype, name)
+    for path, sub in module.named_modules():
+        # A module is gathered and reduced with the nearest one around it that was sharded.
+        state = getattr(sub, "_get_fsdp_state", None)
+        around = groups.get(path.rpartition(".")[0])
+        groups[path] = group = around if state is None else state()
+        for name, p in sub.named_parameters(path, recurse=False):
+            trained = p.requires_grad and p.is_floating_point()
+            if trained and group is not None and shard_of(p).sharded:
+                dtype = torch.bfloat16 if id(p) in cast else p.dtype
+                first.setdefault(group, {}).setdefault(dtype, name)
     for names in first.values():
         if len(names) > 1:
             held = " and ".join(f"{name!r} in {dtype}" for dtype, name in names.items())
@@ -207,24 +206,11 @@ def _check_groups(module: nn.Module, cast: set[int]) -> None:
             )
 
 
-def _in_groups(
-    module: nn.Module, prefix: str = "", group: Any = None
-) -> Iterator[tuple[str, nn.Parameter, Any]]:
-    """What ``fully_shard`` has sharded, each with the group that it is gathered and reduced in."""
-    state = getattr(module, "_get_fsdp_state", None)
-    group = group if state is None else state()
-    for name, parameter in module.named_parameters(recurse=False):
-        if group is not None and shard_of(parameter).sharded:
-            yield prefix + name, parameter, group
-    for name, child in module.named_children():
-        yield from _in_groups(child, f"{prefix}{name}.", group)
-
-
 def _is_plain(parameter: Tensor) -> bool:
     # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
     memory = local(parameter)
-    plain = type(memory) is Tensor if memory is not parameter else type(parameter) is nn.Parameter
-    return plain and parameter.is_floating_point()
+    kind = nn.Parameter if memory is parameter else Tensor
+    return type(memory) is kind and parameter.is_floating_point()
 
 
 def kept(parameter: Tensor) -> bool:
@@ -239,21 +225,19 @@ def _islands(
     islands: list[nn.Module] = []
     asked: list[nn.Parameter] = []
     modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
+    named = [(without_wrappers(name), p) for name, p in module.named_parameters()]
     for key in keep_fp32:
-        matches = [
-            sub
-            for name, sub in modules
-            if (isinstance(sub, key) if isinstance(key, type) else fnmatchcase(name, key))
-        ]
-        named = () if isinstance(key, type) else module.named_parameters()
-        parameters = [p for name, p in named if fnmatchcase(without_wrappers(name), str(key))]
+        if isinstance(key, type):
+            matches, parameters = [sub for _, sub in modules if isinstance(sub, key)], []
+        else:
+            matches = [sub for name, sub in modules if fnmatchcase(name, key)]
+            parameters = [p for name, p in named if fnmatchcase(name, key)]
         if not matches and not parameters:
             known = [name for name, _ in modules if name]
+            shown = known if len(known) <= 20 else [*known[:20], "..."]
             raise ValueError(
                 f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
-                "parameters; its modules are "
-                + ", ".join(known[:20])
-                + (", ..." if len(known) > 20 else "")
+                f"parameters; its modules are {', '.join(shown)}"
             )
         islands += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
@@ -269,23 +253,8 @@ def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-def _metrics(module: nn.Module) -> Iterator[nn.Module]:
-    for sub in module.modules():
-        if any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__):
-            yield sub
-
-
-def _running_norms(module: nn.Module) -> Iterator[nn.Module]:
-    for sub in module.modules():
-        if isinstance(sub, _NormBase) and sub.track_running_stats:
-            yield sub
-
-
 def _forward_in_fp32(module: nn.Module, *args, **kwargs):
-    def upcast(x):
-        return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
-
-    args, kwargs = tree_map(upcast, (args, kwargs))
+    args, kwargs = tree_map(widened, (args, kwargs))
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
     with torch.autocast(device, enabled=False):

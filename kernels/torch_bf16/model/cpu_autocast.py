@@ -1,12 +1,10 @@
 """What torch's CPU autocast leaves undone: fp32 activations that meet bf16 weights in a norm.
 
 On CUDA autocast widens every argument of a norm to fp32, and brings both arguments of a product to
-one dtype. On CPU it leaves norms and products with a vector alone. Their kernels take bf16
-activations with fp32 weights, for norms, but never fp32 activations with bf16 weights ("mixed dtype
-(CPU): expect parameter to have scalar type of Float"): a norm on raw inputs, or behind a residual
-connection with an fp32 input or positional buffer, would fail. And for the matrix exponential of
-a bf16 weight (``parametrizations.orthogonal``), which its autocast leaves in bf16 too, its kernel
-returns garbage and says nothing; for determinants it has no bf16 kernel.
+one dtype. On CPU it leaves norms and products with a vector alone, whose kernels refuse fp32
+activations with bf16 weights ("mixed dtype (CPU): ..."): a norm on raw inputs, or behind a residual
+connection with an fp32 input, would fail. The kernel for the matrix exponential of a bf16 weight
+(``parametrizations.orthogonal``) returns garbage; for determinants there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-__all__ = ["fill_gaps", "restore"]
+__all__ = ["fill_gaps", "restore", "widened"]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PRODUCTS = ("bilinear", "mv", "addmv", "dot", "vdot")
@@ -46,18 +44,13 @@ def fill_gaps() -> None:
         return
     _library = Library("aten", "IMPL")
     for name in (*_NORMS, *_PRODUCTS, *_FP32_ONLY):
-        operator = getattr(torch.ops.aten, name, None)
         known = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
-        if operator is not None and not known:
-            deciding = 1 if name in _NORMS else None
-            kernel = _widening(operator, deciding, always=name in _FP32_ONLY)
-            _library.impl(name, kernel, "AutocastCPU")
+        if hasattr(torch.ops.aten, name) and not known:
+            _library.impl(name, _widening(name), "AutocastCPU")
 
 
 def restore() -> None:
     """Give CPU autocast back as torch has it, until the next :func:`cast_model`.
-
-    Norms in bf16 then fail on fp32 inputs again, as they do in stock torch.
 
     Example:
         >>> restore()
@@ -73,29 +66,27 @@ def restore() -> None:
         _library = None
 
 
-def _widening(operator: Any, deciding: int | None, always: bool) -> Any:
-    """An autocast kernel: bf16 arguments become fp32 if one of the first ``deciding`` is fp32.
-
-    Args:
-        operator: computes.
-        deciding: how many of the arguments are asked; None for all.
-        always: nothing is asked.
-    """
+def _widening(name: str) -> Any:
+    """An autocast kernel: bf16 arguments become fp32, where that is needed."""
+    # The packet, not an overload: norms differ in what later versions of torch added.
+    operator, always = getattr(torch.ops.aten, name), name in _FP32_ONLY
+    # Of a norm the input decides, of a product any argument.
+    deciding = 1 if name in _NORMS else None
     below_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         asked = args[:deciding]
         if always or any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in asked):
-            args = tuple(_widened(a) for a in args)
-            kwargs = {name: _widened(a) for name, a in kwargs.items()}
+            args = tuple(widened(a) for a in args)
+            kwargs = {name: widened(a) for name, a in kwargs.items()}
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):
-            # The packet, not an overload: norms differ in what later versions of torch added.
             return operator(*args, **kwargs)
 
     return call
 
 
-def _widened(argument: Any) -> Any:
+def widened(argument: Any) -> Any:
+    """An argument in fp32 if it is a bf16 tensor, else as it is."""
     if isinstance(argument, Tensor) and argument.dtype == torch.bfloat16:
         return argument.float()
     return argument

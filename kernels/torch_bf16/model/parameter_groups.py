@@ -32,14 +32,14 @@ def param_groups(
     class, which stands for the parameters that its modules hold themselves.
 
     Args:
-        model: its parameters are not changed. A tied one counts where it comes first.
+        model: only read. A tied parameter counts where it comes first.
         weight_decay: of the parameters that are decayed; None leaves it to the optimizer.
         no_decay: keys of further parameters that are not decayed.
-        groups: key -> options of a group (``lr``, ``betas`` ...); the first key that fits counts.
-            An option ``weight_decay`` goes before what is said above.
-        muon: say for each group whether :class:`torch_bf16.Muon` orthogonalises its updates
-            (``use_muon``): those of matrices outside of embeddings. Put the output layer into
-            ``groups`` with ``{"use_muon": False}``.
+        groups: key -> options of a group (``lr``, ``betas`` ...), which go before the other
+            arguments; the first key that fits counts.
+        muon: give each group ``use_muon``, whether :class:`torch_bf16.Muon` orthogonalises its
+            updates: True for matrices outside of embeddings. Put the output layer into ``groups``
+            with ``{"use_muon": False}``.
 
     Returns:
         Groups with different options, for any optimizer of torch 2.6 or newer.
@@ -71,52 +71,41 @@ def param_groups(
                 f"groups[{key!r}]={given!r} must map names of options to values, for example "
                 '{"lr": 1e-4}; the parameters are those that the key fits'
             )
-    owners: dict[int, list[nn.Module]] = {}
-    for owner in model.modules():
-        for parameter in owner.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(owner)
-    used: set[Any] = set()
-
-    def fits(key: str | type[nn.Module], name: str, parameter: nn.Parameter) -> bool:
-        found = (
-            fnmatchcase(name, key)
-            if isinstance(key, str)
-            else any(isinstance(owner, key) for owner in owners[id(parameter)])
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ValueError(f"this {type(model).__name__} has no parameter that requires a gradient")
+    fitting = {key: _fitting(key, model, named) for key in (*no_decay, *groups)}
+    if unknown := [key for key, names in fitting.items() if not names]:
+        shown = list(named) if len(named) <= 8 else [*list(named)[:8], "..."]
+        raise ValueError(
+            f"{', '.join(map(repr, unknown))}: no trainable parameter of this "
+            f"{type(model).__name__} fits; there are {', '.join(shown)}"
         )
-        if found:
-            used.add(key)
-        return found
-
+    embeddings = _fitting(_EMBEDDINGS, model, named)
+    exempt = embeddings.union(*(fitting[key] for key in no_decay))
     made: dict[Any, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        embeds = any(isinstance(owner, _EMBEDDINGS) for owner in owners[id(parameter)])
-        # All keys are tried, so that none counts as unknown because another was faster.
-        exempt = [fits(key, name, parameter) for key in no_decay]
-        chosen = [key for key in groups if fits(key, name, parameter)]
+    for name, parameter in named.items():
         options: dict[str, Any] = {}
-        if any(exempt) or embeds or parameter.ndim <= 1:
+        if name in exempt or parameter.ndim <= 1:
             options["weight_decay"] = 0.0
         elif weight_decay is not None:
             options["weight_decay"] = weight_decay
         if muon:
-            options["use_muon"] = parameter.ndim == 2 and not embeds
-        if chosen:
-            options.update(groups[chosen[0]])
+            options["use_muon"] = parameter.ndim == 2 and name not in embeddings
+        options.update(next((groups[key] for key in groups if name in fitting[key]), {}))
         # Keyed by what the options say: dicts and tensors among them have no hash.
         key = repr(sorted(options.items()))
         made.setdefault(key, {"params": [], **options})["params"].append((name, parameter))
-    if unknown := [key for key in (*no_decay, *groups) if key not in used]:
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        raise ValueError(
-            f"{', '.join(map(repr, unknown))}: no trainable parameter of this "
-            f"{type(model).__name__} fits; there are {', '.join(names[:8])}"
-            + (" ..." if len(names) > 8 else "")
-        )
-    if not made:
-        raise ValueError(f"this {type(model).__name__} has no parameter that requires a gradient")
     return list(made.values())
+
+
+def _fitting(key: Any, model: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:
+    """The names of the parameters that a pattern fits, or that modules of a class hold."""
+    if isinstance(key, str):
+        return {name for name in named if fnmatchcase(name, key)}
+    modules = [each for each in model.modules() if isinstance(each, key)]
+    held = {id(p) for each in modules for p in each.parameters(recurse=False)}
+    return {name for name, p in named.items() if id(p) in held}
 
 
 def _check_keys(argument: str, keys: Any) -> None:

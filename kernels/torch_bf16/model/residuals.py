@@ -6,7 +6,7 @@ the user had and not from the rounded ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -74,11 +74,9 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
 
 
 def remember(module: nn.Module, rests: Mapping[int, Tensor]) -> None:
-    """Keep what :func:`split` took from parameters; a later write to one makes that void.
+    """Keep what :func:`split` took from a module's parameters, by their ids.
 
-    Args:
-        module: the module that was cast.
-        rests: what was taken, by the parameter's id.
+    A later write to a parameter makes that void.
     """
     found = {}
     for parameter in module.parameters():
@@ -99,38 +97,26 @@ def _keep(module: nn.Module, residuals: Mapping[int, _Residual]) -> None:
                     _by_parameter[parameter] = residual
 
 
-def remembered(shard: Shard) -> bool:
-    """Whether a cast kept bits of this parameter that no master has taken over yet."""
-    return _find(shard) is not None
-
-
-def _find(shard: Shard) -> _Residual | None:
+def remembered(shard: Shard) -> _Residual | None:
+    """What a cast took from this parameter, if no master has taken it over yet."""
     if not shard.replaces_parameter:
         return _by_parameter.get(shard.parameter)
-    return next((each[name] for each, name in _places(shard)), None)
-
-
-def _places(shard: Shard) -> list[tuple[dict[str, _Residual], str]]:
-    return [
-        (each, name)
-        for owner, each in _by_owner.items()
-        for name in each
-        if owner._parameters.get(name) is shard.parameter
-    ]
+    for owner, each in _by_owner.items():
+        for name, residual in each.items():
+            if owner._parameters.get(name) is shard.parameter:
+                return residual
+    return None
 
 
 def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
-    """The second plane of an exact master of the weight that ``cast_model`` saw.
+    """The second plane of an exact master of the weight that ``cast_model`` saw: this rank's part.
 
     Args:
-        shard: of a bf16 parameter.
+        shard: of a bf16 parameter; None is returned if it was not cast or was written to since.
         dtype: int16 for the lower half beside the parameter, int8 for that half rounded to its
             upper 8 bits, fp32 for the whole weight.
-
-    Returns:
-        This rank's part, or None if it was not cast or was written to since.
     """
-    residual = _find(shard)
+    residual = remembered(shard)
     if residual is None:
         return None
     same = _same_bits(shard, residual)
@@ -165,7 +151,7 @@ def _plane(visible: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forget(shard: Shard) -> None:
     """Free what is remembered of a parameter; its master exists by now."""
-    residual = _find(shard)
+    residual = remembered(shard)
     if residual is None:
         return
     if not shard.replaces_parameter:
@@ -191,9 +177,8 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
     DDP broadcasts the bf16 weights of rank 0 when it wraps a module, which counts as a write on
     every rank: exact masters would start from the bf16 weights. This broadcasts what the cast took
     from the weights of ``src``, so that all start from its fp32 weights. Where replicas are made
-    equal by other means than DDP (``dist.broadcast(p.data, 0)``), it is needed for more than that:
-    without it each keeps lower halves of its own, and the replicas drift apart. The same goes for
-    FSDP1 with ``sync_module_states=True``.
+    equal by ``dist.broadcast(p.data, 0)`` or by FSDP1 with ``sync_module_states=True``, each would
+    keep lower halves of its own without it, and the replicas would drift apart.
 
     Args:
         model: the wrapped module, or the one inside; the same on every rank.
@@ -205,54 +190,30 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
     shards = [each for each in shards if not each.replaces_parameter]
     if not shards:
         return
-    known = [_find(each) for each in shards]
-    intact = [
-        residual if residual and _same_bits(shard, residual) is not False else None
+    known = [remembered(each) for each in shards]
+    # What there is to send is for ``src`` to say: nothing, halves or whole weights.
+    kinds = [
+        residual.rest.dtype if residual and _same_bits(shard, residual) is not False else None
         for shard, residual in zip(shards, known, strict=True)
     ]
-    kinds = _kinds(intact, shards[0].parameter.device, src, group)
+    dist.broadcast_object_list(kinds, src, group, shards[0].parameter.device)
     synced = {}
-    for shard, residual, kind in zip(shards, intact, kinds, strict=True):
+    for shard, residual, kind in zip(shards, known, kinds, strict=True):
         forget(shard)
         if kind is None:
             continue
         device = shard.parameter.device
-        rest = _send(residual and residual.rest, shard.shape, kind, device, src, group)
-        size = -(-rest.numel() // _summed(rest.numel()))
-        sums = _send(residual and residual.sums, (size,), torch.int32, device, src, group)
+        if dist.get_rank() == src and residual is not None:
+            rest, sums = residual.rest.to(device), residual.sums.to(device)
+        else:
+            rest = torch.empty(shard.shape, dtype=kind, device=device)
+            size = -(-shard.numel // _summed(shard.numel))
+            sums = torch.empty(size, dtype=torch.int32, device=device)
+        for each in (rest, sums):
+            # As bytes, because NCCL knows no 16-bit integers.
+            dist.broadcast(each.view(-1).view(torch.uint8), src=src, group=group)
         synced[id(shard.parameter)] = _Residual(rest, shard.version(), sums, placed=False)
     _keep(model, synced)
-
-
-def _kinds(
-    residuals: Sequence[_Residual | None],
-    device: torch.device,
-    src: int,
-    group: dist.ProcessGroup | None,
-) -> list[torch.dtype | None]:
-    """What there is to send, which is for ``src`` to say: nothing, halves or whole weights."""
-    known = [None, torch.int16, torch.float32]
-    numbers = [0 if each is None else known.index(each.rest.dtype) for each in residuals]
-    kinds = torch.tensor(numbers, dtype=torch.uint8, device=device)
-    dist.broadcast(kinds, src=src, group=group)
-    return [known[kind] for kind in kinds.tolist()]
-
-
-def _send(
-    given: Tensor | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    src: int,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    if dist.get_rank() == src and given is not None:
-        sent = given.to(device)
-    else:
-        sent = torch.empty(tuple(shape), dtype=dtype, device=device)
-    # As bytes, because NCCL knows no 16-bit integers.
-    dist.broadcast(sent.view(-1).view(torch.uint8), src=src, group=group)
-    return sent
 
 
 def _sums(memory: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
     alone = [each for each in matrices if len(each.formats[0].planes) == 1]
-    if dropped := sum(residuals.remembered(each.shard) for each in alone):
+    if dropped := sum(residuals.remembered(each.shard) is not None for each in alone):
         raise ValueError(
             f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
             f"optimizer keeps none for {dropped} of its parameters. Give both one recipe: "

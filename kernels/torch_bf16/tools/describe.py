@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -51,15 +51,13 @@ class Description:
 
 
 def describe(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer_or_recipe: BF16Optimizer | Recipe | str,
+    model: nn.Module | Iterable[nn.Module], optimizer_or_recipe: BF16Optimizer | Recipe | str
 ) -> Description:
     """Recipe, dtypes, bytes per parameter and backend.
 
     Args:
         model: one model or several, cast already.
-        optimizer_or_recipe: the optimizer that will train it, or a recipe, for which AdamW is
-            assumed.
+        optimizer_or_recipe: the optimizer that will train it, or a recipe, to be used by AdamW.
 
     Raises:
         ValueError: it is neither, or the name of a recipe is unknown.
@@ -81,8 +79,9 @@ def describe(
         states = (*rule.states, *(each for each in rule.stage_states if each.shape is None))
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
+    roles = {"weights": "weights", **{state.name: state.role for state in states}}
+    sizes = dict.fromkeys(("weights", "gradients", *roles), 0.0)
     dtypes: Counter[str] = Counter()
-    sizes: defaultdict[str, float] = defaultdict(float)
     trained = 0
     for p in parameters:
         shard = shard_of(p)
@@ -90,21 +89,18 @@ def describe(
         dtypes[str(p.dtype).removeprefix("torch.")] += numel
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32):
             trained += numel
-            sizes["weights"] += (
-                numel * recipe.format_of("weights", shard.shape, p.dtype).bytes_per_element
-            )
             gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
             # Of released gradients one lives at a time.
             before = sizes["gradients"]
             sizes["gradients"] = max(before, gradient) if released else before + gradient
-            for state in states:
-                size = recipe.format_of(state.role, shard.shape, p.dtype).bytes_per_element
-                sizes[state.name] += numel * size
+            for name, role in roles.items():
+                format_ = recipe.format_of(role, shard.shape, p.dtype)
+                sizes[name] += numel * format_.bytes_per_element
     return Description(
         recipe=recipe.name,
         parameters=dict(dtypes),
         trained=trained,
-        bytes_by_role={role: size / trained for role, size in sizes.items()},
+        bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
         backend=choose(parameters[0].device, backend).name if parameters else None,
     )
 

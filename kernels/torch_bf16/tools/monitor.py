@@ -60,7 +60,6 @@ class LayerUpdate:
 class _Sample:
     """Some elements of one parameter, between the two halves of a step."""
 
-    layer: str
     member: Member
     where: Tensor
     lr: float
@@ -73,11 +72,10 @@ class UpdateMonitor:
     """Guard an optimizer: which share of its updates survives rounding, and where training stalls.
 
     At every ``every``-th step it computes for some elements of each parameter the update that the
-    rule intends, lets the step happen, and looks at what was stored. It reads and never writes; the
-    training has the same bits with and without it. Between those steps it costs nothing. A step
-    with a gradient that is not finite is not looked at; of a sharded parameter, this rank's part
-    is. Of matrices under Muon and Adafactor and of optimizers without a fused rule, the gradient
-    norm is all there is to see.
+    rule intends, lets the step happen, and looks at what was stored. It never writes: the training
+    has the same bits without it. A step with a gradient that is not finite is not looked at; of a
+    sharded parameter, this rank's part is. Of matrices under Muon and Adafactor and of optimizers
+    without a fused rule, the gradient norm is all there is to see.
 
     Args:
         optimizer: of this package.
@@ -160,28 +158,25 @@ class UpdateMonitor:
         fresh, self._fresh = self._fresh, False
         return self.metrics(prefix) if fresh else {}
 
-    # What the optimizer calls around an update.
-
     def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
-        """Gradients are there, nothing is updated yet."""
+        """Called by the optimizer: gradients are there, nothing is updated yet."""
         self._steps += 1
         if not self._asked and (self.every is None or self._steps % self.every):
             return
         self._asked = False
         groups = self._optimizer.param_groups
-        layers = self._layer_names()
         # All of them: what FSDP1 has left nothing of on this rank is a part of the norm, too.
         self._norm = total_norm([p for group in groups for p in group["params"]])
         scale = float(scale)
         self._samples = [
-            _take(each, layers[each.parameter], groups[each.group], scale, self.sample)
+            _take(each, groups[each.group], scale, self.sample)
             for each in members
             # What Muon, Adafactor and a class's own step make of gradients is not known before.
             if isinstance(each, Member) and each.direction is None and each.shard.memory.numel()
         ]
 
     def after_update(self) -> None:
-        """Parameters and states are those of the next step."""
+        """Called by the optimizer: parameters and states are those of the next step."""
         if self._norm is None:
             return
         samples, norm = self._samples, self._norm.item()
@@ -193,27 +188,19 @@ class UpdateMonitor:
         if not samples:
             return
         sums = [_sums(each) for each in samples]
-        device = sums[0].device
-        table = torch.stack([each.to(device) for each in sums]).tolist()
+        table = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
         by_layer: dict[str, list[tuple[_Sample, list[float]]]] = defaultdict(list)
         for sample, row in zip(samples, table, strict=True):
-            by_layer[sample.layer].append((sample, row))
+            name = sample.member.shard.name
+            by_layer[name.rpartition(".")[0] or name].append((sample, row))
         self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
         if self.warn:
             self._warn_once()
 
-    def _layer_names(self) -> dict[Tensor, str]:
-        names, groups = self._optimizer._engine.names, self._optimizer.param_groups
-        return {
-            parameter: _layer(names.key(groups, number, position))
-            for number, group in enumerate(groups)
-            for position, parameter in enumerate(group["params"])
-        }
-
     def _update_of(self, rows: list[tuple[_Sample, list[float]]]) -> LayerUpdate:
-        both, intended, error, unmoved, moving, n = (
-            sum(each) for each in zip(*(row for _, row in rows), strict=True)
-        )
+        columns = zip(*(row for _, row in rows), strict=True)
+        both, intended, error, unmoved, moving = map(sum, columns)
+        n = sum(len(sample.where) for sample, _ in rows)
         return LayerUpdate(
             survived=both / intended if intended else 1.0,
             unmoved=unmoved / moving if moving else 0.0,
@@ -230,10 +217,8 @@ class UpdateMonitor:
             if each.survived < _STALLING and not each.stochastic:
                 trouble = f"{1 - each.survived:.0%} of its updates are lost to rounding"
             elif each.snr < 1:
-                trouble = (
-                    f"rounding noise is {1 / each.snr:.1f} times what it learns in "
-                    f"{self.horizon} steps"
-                )
+                noise = f"{1 / each.snr:.1f} times what it learns in {self.horizon} steps"
+                trouble = f"rounding noise is {noise}"
             else:
                 continue
             self._warned.add(layer)
@@ -244,12 +229,7 @@ class UpdateMonitor:
             )
 
 
-def _layer(name: str) -> str:
-    """A parameter's name without its last part."""
-    return name.rpartition(".")[0] or name
-
-
-def _take(member: Member, layer: str, group: Mapping[str, Any], scale: float, size: int) -> _Sample:
+def _take(member: Member, group: Mapping[str, Any], scale: float, size: int) -> _Sample:
     """Sample a parameter and what its rule, with nothing rounded, would make of it."""
     rule, memory = member.rule, member.shard.memory
     where = _places(memory.numel(), size, memory.device)
@@ -262,25 +242,18 @@ def _take(member: Member, layer: str, group: Mapping[str, Any], scale: float, si
     intended, _ = lift_rule(rule.update)(weight, gradient, tuple(states), scalars)
     stored = member.formats[0]
     noise = _variance(stored, intended) if stored.stochastic else None
-    return _Sample(layer, member, where, float(group["lr"]), weight, intended - weight, noise)
+    return _Sample(member, where, float(group["lr"]), weight, intended - weight, noise)
 
 
 def _sums(sample: _Sample) -> Tensor:
-    """fp64 sums over a sample: ``<s, d>``, ``<d, d>``, squared noise, unmoved, moving, all."""
-    after = _decode(sample.member, 0, sample.where)
+    """fp64 sums over a sample: ``<s, d>``, ``<d, d>``, squared noise, unmoved, moving."""
     intended = sample.intended.double()
-    stored = (after - sample.before).double()
+    stored = (_decode(sample.member, 0, sample.where) - sample.before).double()
     moving = intended != 0
     error = (stored - intended).square().sum() if sample.noise is None else sample.noise
+    unmoved = (moving & (stored == 0)).sum()
     return torch.stack(
-        [
-            stored @ intended,
-            intended @ intended,
-            error,
-            (moving & (stored == 0)).sum().double(),
-            moving.sum().double(),
-            torch.tensor(float(len(after)), dtype=torch.float64, device=after.device),
-        ]
+        [stored @ intended, intended @ intended, error, unmoved.double(), moving.sum().double()]
     )
 
 
@@ -291,13 +264,14 @@ def _variance(stored: Format, x: Tensor) -> Tensor:
     for draw in (0, 0xFFFF):
         stored.encode(x, torch.full_like(x, draw, dtype=torch.int32), planes)
         neighbours.append(stored.decode(planes).double())
-    return ((x - neighbours[0]) * (neighbours[1] - x)).sum()
+    below, above = neighbours
+    return ((x - below) * (above - x)).sum()
 
 
 def _decode(member: Member, number: int, where: Tensor) -> Tensor:
     """Some elements of the weight, 0, or of one of the rule's states."""
     stored = member.formats[number]
-    name = "" if number == 0 else member.rule.states[number - 1].name
+    name = ("", *(each.name for each in member.rule.states))[number]
     tensors = {**member.state, "": member.parameter.detach()}
     planes = []
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
