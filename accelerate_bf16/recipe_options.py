@@ -69,8 +69,7 @@ class BF16RecipeKwargs(KwargsHandler):
 
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
         """These options, and the other's where these are None."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(other, **{k: v for k, v in given.items() if v is not None})
+        return dataclasses.replace(other, **self.to_kwargs())
 
     def recipe(self, mode: str) -> torch_bf16.Recipe:
         """The mode's recipe with these options.
@@ -85,10 +84,10 @@ class BF16RecipeKwargs(KwargsHandler):
                     "release_gradients=True was not asked for. Ask for it, or use "
                     "accelerator.clip_grad_norm_. Nothing was prepared"
                 )
-
-        fields = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "keep_fp32", "seed")
-        given = {name: getattr(self, name) for name in fields}
-        return torch_bf16.get_recipe(mode, **{k: v for k, v in given.items() if v is not None})
+        given = self.to_kwargs().items()
+        return torch_bf16.get_recipe(
+            mode, **{name: each for name, each in given if not name.startswith("release_")}
+        )
 
 
 ENVIRONMENT: dict[str, str] = {

@@ -39,7 +39,7 @@ def warn_if_unprepared(mode: str, model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16 and parameter.requires_grad:
             _modes[parameter] = mode
-    patches.add_hook(register_optimizer_step_pre_hook, _before_step)
+    patches.hook(register_optimizer_step_pre_hook, _before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -16,9 +16,9 @@ from accelerate_bf16.refusals import (
     refuse_flat,
     refuse_left_behind,
 )
+from bf16_autoload import Patches
 
 from .fsdp import separate_groups
-from .patch import temporarily
 
 if TYPE_CHECKING:
     from accelerate_bf16.preparation import Preparation
@@ -80,7 +80,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         # Also those that an Accelerator has prepared: it may have been one without our mode.
         models = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
-        if not _sharded_by_fsdp2(accelerator):
+        if _fsdp_version(accelerator) != 2:
             preparation.run(models, optimizers)
             return original(accelerator, *args, **kwargs)
 
@@ -143,17 +143,11 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
 
 @_in_our_modes
 def clip_grad_norm_(
-    original: Any,
-    accelerator: Any,
-    mode: str,
-    parameters: Any,
-    max_norm: Any,
-    norm_type: Any = 2,
+    original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> Any:
     """Clip by the fp32 norm, and leave the product to the step where that can be."""
     if norm_type != 2:
-        parameters = _not_released(parameters)
-        return original(accelerator, parameters, max_norm, norm_type)
+        return original(accelerator, _not_released(parameters), max_norm, norm_type)
     import torch_bf16
     from accelerate_bf16.optimizers import inner
 
@@ -211,7 +205,8 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     options = getattr(accelerator, _OPTIONS, None)
     _current = Preparation(mode, accelerator._models, accelerator._optimizers, options)
     try:
-        with temporarily(accelerator.state, "_mixed_precision", "no"):
+        with Patches() as patches:
+            patches.set(accelerator.state, "_mixed_precision", "no")
             yield _current
         _current.attach(list(_wrapped(accelerator)), accelerator.gradient_accumulation_steps)
         lines = list(_current.report())
@@ -225,20 +220,19 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
 
 
 def _refuse(accelerator: Any, mode: str) -> None:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if accelerator.distributed_type.value != "FSDP":
-        refuse_engine(mode, accelerator.distributed_type.value)
-    elif not _sharded_by_fsdp2(accelerator):
-        refuse_flat(mode, plugin)
+    refuse_engine(mode, accelerator.distributed_type.value)
+    if _fsdp_version(accelerator) == 1:
+        refuse_flat(mode, accelerator.state.fsdp_plugin)
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.cp_enabled:
         refuse_engine(mode, CONTEXT_PARALLELISM)
 
 
-def _sharded_by_fsdp2(accelerator: Any) -> bool:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    sharded = accelerator.distributed_type.value == "FSDP"
-    return sharded and getattr(plugin, "fsdp_version", 1) == 2
+def _fsdp_version(accelerator: Any) -> int | None:
+    """1 or 2; None where FSDP shards nothing."""
+    if accelerator.distributed_type.value != "FSDP":
+        return None
+    return getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
 
 
 def _wrapped(accelerator: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 from accelerate_bf16.modes import ALIASES, MODES, canonical, canonical_or_refuse
 from accelerate_bf16.refusals import refuse_engine
+from bf16_autoload import Patches
 
-from .patch import Patches
+from .enums import add_member
 
 _STAND_IN = "bf16"
 """What Accelerate takes the mode for while it sets up a plugin for FSDP, which accepts no other."""
@@ -16,15 +17,10 @@ _STAND_IN = "bf16"
 
 def add_modes(module: Any, patches: Patches) -> None:
     """Make the modes members of ``PrecisionType``."""
-    precisions = module.PrecisionType
     for mode in MODES:
-        patches.add_member(precisions, _identifier(mode), mode)
+        add_member(patches, module.PrecisionType, mode)
     for alias, mode in ALIASES.items():
-        patches.add_alias(precisions, _identifier(alias), alias, precisions(mode))
-
-
-def _identifier(mode: str) -> str:
-    return mode.upper().replace("-", "_")
+        add_member(patches, module.PrecisionType, alias, module.PrecisionType(mode))
 
 
 def rename(module: Any, patches: Patches) -> None:

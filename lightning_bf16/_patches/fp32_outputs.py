@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 
-from .replacements import Replacements
+from bf16_autoload import Patches
 
 __all__ = ["Fp32Outputs", "to_fp32"]
 
@@ -56,14 +56,11 @@ class Fp32Outputs:
     @contextmanager
     def patch(self, *methods: str) -> Iterator[None]:
         """While it lasts, these methods return fp32."""
-        replacements = Replacements()
-        for name in methods:
-            if hasattr(self.module, name):
-                replacements.replace(self.module, name, self._wrapper)
-        try:
+        with Patches() as patches:
+            for name in methods:
+                if method := getattr(self.module, name, None):
+                    patches.set(self.module, name, self._wrapper(method))
             yield
-        finally:
-            replacements.undo()
 
     def _wrapper(self, method: Callable[..., Any]) -> Callable[..., Any]:
         if method not in self._wrappers:
