@@ -33,14 +33,12 @@ def is_wrapped(model: nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False) and bare(model) is not model
 
 
-def autocast(device_type: str, handler: AutocastKwargs | None = None) -> torch.autocast:
-    """The context in which bf16 weights compute.
-
-    Weights are bf16 already, so the cache of cast weights would only hold on to memory. The user's
-    own settings win.
-    """
+def autocast(accelerator: Any, handler: AutocastKwargs | None = None) -> torch.autocast:
+    """The context in which bf16 weights compute; the user's own settings win."""
+    handler = handler or accelerator.autocast_handler
+    # Weights are bf16 already: the cache of cast weights would only hold on to memory.
     settings = {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
-    return torch.autocast(device_type, dtype=torch.bfloat16, **settings)
+    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, **settings)
 
 
 def share_masters(model: nn.Module, synced: bool) -> None:

@@ -19,11 +19,7 @@ PREFIX = "bf16"
 
 
 def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0.
-
-    Raises:
-        ValueError: ``BF16_MONITOR`` is not a number of steps.
-    """
+    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0."""
     value = os.environ.get("BF16_MONITOR", "100")
     if not value.isdecimal():
         raise ValueError(

@@ -17,7 +17,7 @@ from .optimizers import inner, ours, owns
 from .recipe_options import BF16RecipeKwargs, from_environment
 from .refusals import refuse_accumulation, refuse_wrapped
 from .sharding import fp32_groups
-from .unprepared import mark_prepared, warn_if_unprepared
+from .unprepared import prepared, warn_if_unprepared
 
 __all__ = ["Preparation"]
 
@@ -30,13 +30,6 @@ class Preparation:
         prepared_models: those that were prepared before, whose parameters a new optimizer may own.
         prepared_optimizers: likewise, which may own those of a new model.
         options: win over the environment's.
-
-    Example:
-        >>> preparation = Preparation("bf16-stochastic")
-        >>> preparation.run([model], [optimizer])
-        >>> [line] = preparation.report()
-        >>> line
-        'mixed_precision=bf16-stochastic: 20 parameters (20 bfloat16), ...'
     """
 
     def __init__(
@@ -56,24 +49,20 @@ class Preparation:
         self._adapted: list[nn.Module] = []
         self._recipes: dict[int, torch_bf16.Recipe] = {}
 
-    def run(self, new_models: Iterable[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
+    def run(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Convert optimizers and cast models, in place. What was done before is not done again.
 
         Optimizers go first, while nothing has been changed: one that cannot be converted leaves the
         models in fp32. State that they have already follows the cast at their next step.
-
-        Raises:
-            NotImplementedError: an optimizer has no fused update.
-            ValueError: a parameter cannot be trained, or a model is wrapped by DDP.
         """
-        new_models = list(new_models)
         self.convert(new_models, new_optimizers)
         self.cast(new_models)
 
     def convert(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """The first half of :meth:`run`, after which models can be sharded while they are fp32."""
         for model in new_models:
-            if not is_wrapped(model) or not _has_bf16(bare(model)):
+            dtypes = {p.dtype for p in bare(model).parameters()}
+            if not is_wrapped(model) or torch.bfloat16 not in dtypes:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(bare, new_models)])
         self._optimizers = _unique([*self._optimizers, *map(inner, new_optimizers)])
@@ -81,7 +70,7 @@ class Preparation:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
                 torch_bf16.convert(optimizer, self._recipe, model=self._names_for(optimizer))
                 self._converted.append(optimizer)
-            mark_prepared(optimizer)
+            prepared.add(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """The second half of :meth:`run`."""
@@ -96,11 +85,7 @@ class Preparation:
                     self._cast.append(model)
 
     def fp32_groups(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
-        """The modules of unsharded models that FSDP2 shall shard by themselves.
-
-        Raises:
-            NotImplementedError: a parameter stays in fp32 within a module that does not.
-        """
+        """The modules of unsharded models that FSDP2 shall shard by themselves."""
         found = []
         for model in map(bare, new_models):
             staying = torch_bf16.fp32_parameters(model, self._recipe_for(model))
@@ -117,10 +102,6 @@ class Preparation:
         Args:
             wrapped: all models as ``prepare`` returned them.
             steps: the accelerator's ``gradient_accumulation_steps``.
-
-        Raises:
-            NotImplementedError: gradients cannot be released there.
-            ValueError: they cannot be summed there in that format.
         """
         options = self._options
         for optimizer, bare_models in self._news():
@@ -190,10 +171,6 @@ class Preparation:
         # The recipe's own name is news only where the user's optimizer brought another one.
         name = torch_bf16.get_recipe(self.mode).name
         return f"mixed_precision={self.mode}: {str(described).removeprefix(f'{name}: ')}"
-
-
-def _has_bf16(model: nn.Module) -> bool:
-    return any(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def _unique(items: Iterable) -> list:

@@ -117,17 +117,13 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeK
 
 
 def _parsed(variable: str, name: str, text: str) -> Any:
-    try:
-        if name == "seed":
-            return int(text)
-        if name == "release_max_norm":
-            return float(text)
-    except ValueError:
-        raise ValueError(f"{variable}={text!r} must be a number") from None
     if name == "release_gradients":
         if text.lower() not in (*_TRUE, *_FALSE):
             raise ValueError(f"{variable}={text!r} must be one of {', '.join(_TRUE + _FALSE)}")
         return text.lower() in _TRUE
     if name == "keep_fp32":
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return text
+    try:
+        return {"seed": int, "release_max_norm": float}.get(name, str)(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} must be a number") from None

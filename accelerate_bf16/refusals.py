@@ -13,26 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-__all__ = [
-    "explain_mixed_unit",
-    "refuse_accumulation",
-    "refuse_arguments",
-    "refuse_engine",
-    "refuse_flat",
-    "refuse_left_behind",
-    "refuse_wrapped",
-]
-
-CONTEXT_PARALLELISM = "context parallelism"
-"""What :func:`refuse_engine` calls a ``ParallelismConfig`` that cuts sequences."""
-
 _ENGINES = {
     "DEEPSPEED": "DeepSpeed brings an optimizer of its own for fp16 and bf16 only, so that "
     "it would train in fp32 under this name",
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
     "only, so that it would train in fp32 under this name",
     "XLA": "the updates have no XLA backend",
-    CONTEXT_PARALLELISM: "its attention needs GPUs and has never run in this mode",
+    "context parallelism": "its attention needs GPUs and has never run in this mode",
 }
 
 

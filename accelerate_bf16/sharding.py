@@ -32,11 +32,7 @@ def policy(version: int) -> Any:
 
 
 def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:
-    """The outermost modules of an unsharded model all of whose parameters stay in fp32.
-
-    Raises:
-        NotImplementedError: a parameter stays in fp32 beside a bf16 one of the same module.
-    """
+    """The outermost modules of an unsharded model all of whose parameters stay in fp32."""
     staying = {id(p) for p in fp32.values()}
     groups = list(_outermost(model, staying))
     inside = {id(p) for group in groups for p in group.parameters()}

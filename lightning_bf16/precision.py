@@ -187,11 +187,7 @@ class PrecisionBody(_Base):
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
     def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
-        """Let gradients of a module be summed or released as asked, after it was wrapped.
-
-        Raises:
-            NotImplementedError, ValueError: that cannot be done there.
-        """
+        """Let gradients of a module be summed or released as asked, after it was wrapped."""
         for optimizer in optimizers:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
                 continue

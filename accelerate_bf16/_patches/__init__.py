@@ -56,11 +56,7 @@ ADDED: dict[str, Any] = {
 
 
 def on_import(module: ModuleType) -> None:
-    """Make the modes known to a module of Accelerate or transformers.
-
-    Args:
-        module: one that ``bf16_autoload.TARGETS`` lists for this package; mutated, once.
-    """
+    """Make the modes known to a module that ``bf16_autoload.TARGETS`` lists for this package."""
     for path, make in REPLACED.get(module.__name__, {}).items():
         patches.replace(module, path, make)
     if add := ADDED.get(module.__name__):

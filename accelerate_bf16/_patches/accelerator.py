@@ -8,14 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from accelerate_bf16 import refusals
 from accelerate_bf16.modes import MODES, canonical
-from accelerate_bf16.refusals import (
-    CONTEXT_PARALLELISM,
-    explain_mixed_unit,
-    refuse_engine,
-    refuse_flat,
-    refuse_left_behind,
-)
 from bf16_autoload import Patches
 
 from .fsdp import separate_groups
@@ -74,28 +68,28 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from accelerate_bf16.models import bare, wrap_forward
+    from accelerate_bf16 import models
 
     with _preparing(accelerator, mode) as preparation:
         # Also those that an Accelerator has prepared: it may have been one without our mode.
-        models = [each for each in args if isinstance(each, Module)]
+        given = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         if _fsdp_version(accelerator) != 2:
-            preparation.run(models, optimizers)
+            preparation.run(given, optimizers)
             return original(accelerator, *args, **kwargs)
 
         # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
         # that exact masters start from fp32 shards, also where only the first rank has loaded the
         # weights and the others get theirs from it.
         wrapped = _wrapped(accelerator)
-        new = [each for each in models if each not in wrapped]
-        preparation.convert(models, optimizers)
+        new = [each for each in given if each not in wrapped]
+        preparation.convert(given, optimizers)
         for model in new:
-            wrap_forward(model, _context(accelerator))
+            models.wrap_forward(model, models.autocast(accelerator))
         with separate_groups(preparation.fp32_groups(new)):
             result = original(accelerator, *args, **kwargs)
         prepared = [each for each in accelerator._models if each not in wrapped]
-        preparation.cast(map(bare, prepared))
+        preparation.cast(map(models.bare, prepared))
         wrapped.update(prepared)
         return result
 
@@ -105,22 +99,22 @@ def prepare_model(
     original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Cast a model before it is wrapped, and let the replicas agree on exact masters after."""
-    from accelerate_bf16.models import is_wrapped, share_masters, wrap_forward
+    from accelerate_bf16 import models
 
     with _preparing(accelerator, mode) as preparation:
         preparation.run([model], [])
-        if is_wrapped(model):
+        if models.is_wrapped(model):
             return original(accelerator, model, *args, **kwargs)
-        wrap_forward(model, _context(accelerator))
+        models.wrap_forward(model, models.autocast(accelerator))
         trained_by = preparation.optimizers_of(model)
         try:
             prepared = original(accelerator, model, *args, **kwargs)
         except ValueError as error:
-            explain_mixed_unit(mode, error)
+            refusals.explain_mixed_unit(mode, error)
             raise
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        share_masters(prepared, getattr(plugin, "sync_module_states", False))
-        refuse_left_behind(mode, trained_by)
+        models.share_masters(prepared, getattr(plugin, "sync_module_states", False))
+        refusals.refuse_left_behind(mode, trained_by)
         _wrapped(accelerator).add(prepared)
         return prepared
 
@@ -138,7 +132,9 @@ def prepare_optimizer(
 @_in_our_modes
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
     """The context of the wrapped forward, for modules that are called outside it."""
-    return _context(accelerator, autocast_handler)
+    from accelerate_bf16 import models
+
+    return models.autocast(accelerator, autocast_handler)
 
 
 @_in_our_modes
@@ -173,12 +169,6 @@ def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **k
 
     values = {**metrics_of(accelerator._optimizers), **values}
     return original(accelerator, values, *args, **kwargs)
-
-
-def _context(accelerator: Any, handler: Any = None) -> Any:
-    from accelerate_bf16.models import autocast
-
-    return autocast(accelerator.device.type, handler or accelerator.autocast_handler)
 
 
 def _not_released(parameters: Any) -> list[Any]:
@@ -220,12 +210,12 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
 
 
 def _refuse(accelerator: Any, mode: str) -> None:
-    refuse_engine(mode, accelerator.distributed_type.value)
+    refusals.refuse_engine(mode, accelerator.distributed_type.value)
     if _fsdp_version(accelerator) == 1:
-        refuse_flat(mode, accelerator.state.fsdp_plugin)
+        refusals.refuse_flat(mode, accelerator.state.fsdp_plugin)
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.cp_enabled:
-        refuse_engine(mode, CONTEXT_PARALLELISM)
+        refusals.refuse_engine(mode, "context parallelism")
 
 
 def _fsdp_version(accelerator: Any) -> int | None:

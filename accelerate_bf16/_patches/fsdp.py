@@ -40,11 +40,7 @@ def load_fsdp_optimizer(original: Any) -> Any:
 
 @contextmanager
 def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, Accelerate shards these modules by themselves, before those around them.
-
-    Args:
-        modules: what stays in fp32; gathered as it is.
-    """
+    """Inside, Accelerate shards these fp32 modules by themselves, before those around them."""
     import torch.distributed.fsdp as fsdp
 
     if not modules:

@@ -11,9 +11,6 @@ from bf16_autoload import Patches
 
 from .enums import add_member
 
-_STAND_IN = "bf16"
-"""What Accelerate takes the mode for while it sets up a plugin for FSDP, which accepts no other."""
-
 
 def add_modes(module: Any, patches: Patches) -> None:
     """Make the modes members of ``PrecisionType``."""
@@ -47,7 +44,8 @@ def init(original: Any) -> Any:
                 refuse_engine(mode, engine)
         plugin = kwargs.get("fsdp_plugin")
         own = getattr(plugin, "mixed_precision_policy", None)
-        original(self, _STAND_IN, *args, **kwargs)
+        # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.
+        original(self, "bf16", *args, **kwargs)
         self._mixed_precision = mode
         if self.distributed_type.value == "FSDP" and plugin is not None and own is None:
             from accelerate_bf16.sharding import policy

@@ -23,10 +23,7 @@ _REFUSED = {
 def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Our plugin where its name or it itself was given, else what Lightning makes.
 
-    Args:
-        flag: the connector's attribute with the name that was asked for.
-        instance: its attribute with the plugin that was given.
-        original: the connector's own choice.
+    ``flag`` and ``instance`` are the connector's attributes with that name and that plugin.
     """
     # lightning.pytorch, lightning.fabric, pytorch_lightning or lightning_fabric.
     parts = original.__module__.split(".")

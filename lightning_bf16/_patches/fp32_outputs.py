@@ -37,15 +37,6 @@ class Fp32Outputs:
     Precision plugins have no say over what a step of a LightningModule returns, and a hook of the
     module sees ``forward`` alone. So the methods are shadowed by attributes of the instance, which
     the strategies, also those that redirect a step through DDP's forward, look up by name.
-
-    Args:
-        module: whose methods return fp32 inside :meth:`patch`.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-        >>> with Fp32Outputs(layer).patch("forward"):
-        ...     layer(torch.ones(2, dtype=torch.bfloat16)).dtype
-        torch.float32
     """
 
     def __init__(self, module: Module) -> None:
