@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -90,8 +90,7 @@ class PrecisionBody(_Base):
         _check_release(self.recipe, release_gradients, release_max_norm, release_norm)
         clip: dict[str, Any] = {"max_norm": release_max_norm, "norm": release_norm}
         self.release = clip if release_gradients else None
-        # In the order in which they came.
-        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
+        self._modules: list[weakref.ref[Module]] = []
 
     @property
     def mode(self) -> str:
@@ -103,8 +102,8 @@ class PrecisionBody(_Base):
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
         torch_bf16.cast_model(module, self.recipe)
-        self._modules.pop(module, None)
-        self._modules[module] = None
+        self._modules = [ref for ref in self._modules if ref() not in (None, module)]
+        self._modules.append(weakref.ref(module))
         return module
 
     @property
@@ -152,7 +151,7 @@ class PrecisionBody(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned process converts its own copy of the module.
-        return {**self.__dict__, "_modules": WeakKeyDictionary()}
+        return {**self.__dict__, "_modules": []}
 
     # What the Trainer's connect and the patches of Fabric call.
 
@@ -207,10 +206,13 @@ class PrecisionBody(_Base):
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module that has all the parameters of an optimizer, if it was converted here."""
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        return next((m for m in self._modules if trained <= set(m.parameters())), None)
+        return next((m for m in self._live_modules() if trained <= set(m.parameters())), None)
+
+    def _live_modules(self) -> list[Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
 
     def _device_type(self) -> str:
-        for module in reversed(list(self._modules)):
+        for module in reversed(self._live_modules()):
             for parameter in module.parameters():
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
