@@ -17,8 +17,6 @@ from .fsdp import separate_groups
 if TYPE_CHECKING:
     from accelerate_bf16.preparation import Preparation
 
-_OPTIONS = "_bf16_recipe_options"
-
 _current: Preparation | None = None
 """The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
 
@@ -57,7 +55,7 @@ def init(original: Any) -> Any:
                     f"BF16RecipeKwargs has no effect with mixed_precision="
                     f"{self.state._mixed_precision!r}; use one of {', '.join(MODES)}"
                 )
-            setattr(self, _OPTIONS, options[0])
+            self._bf16_recipe_options = options[0]
 
     return __init__
 
@@ -192,7 +190,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     from accelerate_bf16.report import show
 
     _refuse(accelerator, mode)
-    options = getattr(accelerator, _OPTIONS, None)
+    options = getattr(accelerator, "_bf16_recipe_options", None)
     _current = Preparation(mode, accelerator._models, accelerator._optimizers, options)
     try:
         with Patches() as patches:
