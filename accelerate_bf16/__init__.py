@@ -12,15 +12,60 @@ Example:
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import bf16_autoload
+
 from .modes import ALIASES, MODES
-from .registration import register, unregister
 
 if TYPE_CHECKING:
     from .recipe_options import BF16RecipeKwargs
 
 __all__ = ["ALIASES", "MODES", "BF16RecipeKwargs", "register", "unregister"]
+
+_PATCHES = "accelerate_bf16._patches"
+_OLDEST = (1, 1)
+
+
+def register() -> None:
+    """Make the modes of :data:`MODES` known to Accelerate. Harmless to call again.
+
+    Importing ``accelerate_bf16`` does it; the order of imports does not matter, but it has to
+    happen before the first ``prepare``.
+
+    Raises:
+        ImportError: Accelerate is missing or too old.
+
+    Example:
+        >>> import accelerate_bf16
+        >>> accelerate_bf16.register()
+    """
+    try:
+        found = version("accelerate")
+        old = tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < _OLDEST
+        fault = f" and found {found}" if old else None
+    except PackageNotFoundError:
+        fault = ", which is not installed"
+    if fault:
+        needed = f"accelerate>={'.'.join(map(str, _OLDEST))}"
+        raise ImportError(f'accelerate_bf16 needs {needed}{fault}. Run: pip install -U "{needed}"')
+    bf16_autoload.watch(_PATCHES)
+
+
+def unregister() -> None:
+    """Put back all that :func:`register` has replaced in Accelerate and transformers.
+
+    Models and optimizers that were prepared stay as they are, and what another library has replaced
+    on top of ours is left to it. :func:`register` makes the modes known again.
+
+    Example:
+        >>> import accelerate_bf16
+        >>> accelerate_bf16.unregister()
+        >>> accelerate_bf16.register()
+    """
+    bf16_autoload.forget(_PATCHES)
 
 
 def __getattr__(name: str) -> Any:

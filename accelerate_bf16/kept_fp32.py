@@ -1,4 +1,4 @@
-"""What a model of transformers or peft wants to stay in fp32."""
+"""What a model of transformers or peft wants to stay in fp32, as names for ``keep_fp32``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
     ``_keep_in_fp32_modules_strict`` of transformers. Its weaker sibling ``_keep_in_fp32_modules``
     is about fp16 alone, there as here. A module with nothing but such parameters is named itself,
     so that it computes in fp32 too.
-
-    Args:
-        model: only read; a model of transformers, or one that contains some.
-
-    Returns:
-        Qualified names, for ``Recipe.keep_fp32``.
     """
     kept: set[str] = set()
     for prefix, module in model.named_modules():
@@ -31,10 +25,10 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
         if not isinstance(declared, (list, tuple, set)) or not declared:
             continue
         # A star stands for one part of a name, as where transformers loads weights.
-        names = "|".join(re.escape(each).replace(r"\\*", r"[^.]*") for each in sorted(declared))
+        names = "|".join(re.escape(each).replace(r"\*", r"[^.]*") for each in sorted(declared))
         pattern = re.compile(rf"(^|\.)({names})(\.|$)")
         start = f"{prefix}." if prefix else ""
-        kept.update(start + name for name, _ in module.named_parameters() if pattern.search(name))
+        kept |= {start + name for name, _ in module.named_parameters() if pattern.search(name)}
     return tuple(_gathered(model, kept))
 
 
@@ -43,12 +37,6 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
 
     Somebody wanted them: peft makes them fp32 unless ``autocast_adapter_dtype=False``. Where the
     base is fp32 as well, all of it is to become bf16, and there is nothing to keep.
-
-    Args:
-        model: only read.
-
-    Returns:
-        Qualified names of parameters, for ``Recipe.keep_fp32``.
     """
     if "peft" not in sys.modules:
         return ()
@@ -63,10 +51,8 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
         for attribute in layer.adapter_layer_names:
             adapters = getattr(layer, attribute, None)
             if isinstance(adapters, (nn.ModuleDict, nn.ParameterDict)):
-                start = f"{prefix}.{attribute}."
-                kept += [
-                    start + name for name, p in adapters.named_parameters() if _is_plain_fp32(p)
-                ]
+                named = adapters.named_parameters(f"{prefix}.{attribute}")
+                kept += [name for name, p in named if _is_plain_fp32(p)]
     return tuple(kept)
 
 
@@ -77,14 +63,9 @@ def _is_plain_fp32(parameter: nn.Parameter) -> bool:
 
 def _gathered(model: nn.Module, kept: set[str]) -> Iterator[str]:
     """Names of modules instead of their parameters' where all of those are kept."""
-    whole = ""
     for prefix, module in model.named_modules():
-        start = f"{prefix}." if prefix else ""
-        if not prefix or (whole and start.startswith(whole)):
-            continue
-        own = {start + name for name, _ in module.named_parameters()}
-        if own and own <= kept:
-            whole = start
+        own = {name for name, _ in module.named_parameters(prefix)}
+        if prefix and own and own <= kept:
             kept -= own
             yield prefix
     yield from sorted(kept)

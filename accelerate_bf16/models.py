@@ -19,9 +19,13 @@ __all__ = ["autocast", "bare", "is_wrapped", "share_masters", "wrap_forward"]
 def bare(model: nn.Module) -> nn.Module:
     """The user's own module, below DDP, FSDP1 and ``torch.compile``."""
     # The oldest Accelerate's own function cannot look below a compiled module.
-    while (inner := _below(model)) is not None:
-        model = inner
-    return model
+    while True:
+        if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+            model = model.module
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -29,22 +33,18 @@ def is_wrapped(model: nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False) and bare(model) is not model
 
 
-def autocast(device_type: str, handler: AutocastKwargs | None = None) -> torch.autocast:
-    """The context in which bf16 weights compute.
-
-    Weights are bf16 already, so the cache of cast weights would only hold on to memory. The user's
-    own settings win.
-    """
+def autocast(accelerator: Any, handler: AutocastKwargs | None = None) -> torch.autocast:
+    """The context in which bf16 weights compute; the user's own settings win."""
+    handler = handler or accelerator.autocast_handler
+    # Weights are bf16 already: the cache of cast weights would only hold on to memory.
     settings = {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
-    return torch.autocast(device_type, dtype=torch.bfloat16, **settings)
+    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, **settings)
 
 
-def share_masters(model: nn.Module, synced: bool = False) -> None:
+def share_masters(model: nn.Module, synced: bool) -> None:
     """Give all replicas the exact weights of the first rank, whose bf16 halves they were sent.
 
-    Args:
-        model: as ``prepare`` returns it; nothing happens to one without DDP or FSDP1.
-        synced: whether FSDP1 was told to send them (``sync_module_states``).
+    DDP sends them, and FSDP1 where it was told so: ``synced``, its ``sync_module_states``.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile goes around the others
     if isinstance(inner, DistributedDataParallel):
@@ -68,9 +68,3 @@ def wrap_forward(model: nn.Module, context: torch.autocast) -> None:
     wrapper: Any = convert_outputs_to_fp32(context(original))
     model._original_forward = original
     model.forward = MethodType(wrapper, model) if function else wrapper
-
-
-def _below(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
-        return model.module
-    return getattr(model, "_orig_mod", None)

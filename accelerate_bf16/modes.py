@@ -26,11 +26,7 @@ def canonical(value: object) -> str | None:
 
 
 def canonical_or_refuse(value: str, asked: str = "ACCELERATE_MIXED_PRECISION") -> str | None:
-    """Like :func:`canonical`, where Accelerate itself does not validate the name.
-
-    Args:
-        value: the name.
-        asked: where it was said, for the error.
+    """Like :func:`canonical`, where Accelerate itself does not validate what was ``asked``.
 
     Raises:
         ValueError: the value is nearly one of ours; Accelerate would train in fp32 without a word.

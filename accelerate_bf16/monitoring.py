@@ -19,15 +19,14 @@ PREFIX = "bf16"
 
 
 def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0.
-
-    Args:
-        optimizers: prepared or bare; others are passed over.
-
-    Raises:
-        ValueError: ``BF16_MONITOR`` is not a number of steps.
-    """
-    every = _every()
+    """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0."""
+    value = os.environ.get("BF16_MONITOR", "100")
+    if not value.isdecimal():
+        raise ValueError(
+            f"BF16_MONITOR={value!r} must be the number of steps from one look of the monitor to "
+            "the next, or 0 for no monitor"
+        )
+    every = int(value)
     for optimizer in ours(optimizers) if every else ():
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
             # Where gradients are released, steps run inside backward, one parameter at a time.
@@ -47,13 +46,3 @@ def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
 
 class _Monitor(torch_bf16.UpdateMonitor):
     """Ours; the user may have others on the same optimizer."""
-
-
-def _every() -> int:
-    value = os.environ.get("BF16_MONITOR", "100")
-    if not value.isdecimal():
-        raise ValueError(
-            f"BF16_MONITOR={value!r} must be the number of steps from one look of the monitor to "
-            "the next, or 0 for no monitor"
-        )
-    return int(value)

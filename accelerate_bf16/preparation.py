@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +11,13 @@ from torch.optim import Optimizer
 
 import torch_bf16
 
-from . import optimizers
 from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
+from .optimizers import inner, ours, owns
 from .recipe_options import BF16RecipeKwargs, from_environment
-from .refusals import refuse_wrapped
+from .refusals import refuse_accumulation, refuse_wrapped
 from .sharding import fp32_groups
-from .unprepared import mark_prepared, warn_if_unprepared
+from .unprepared import prepared, warn_if_unprepared
 
 __all__ = ["Preparation"]
 
@@ -28,14 +29,7 @@ class Preparation:
         mode: a name from :data:`accelerate_bf16.MODES`.
         prepared_models: those that were prepared before, whose parameters a new optimizer may own.
         prepared_optimizers: likewise, which may own those of a new model.
-        options: of the recipe; the environment's fill in.
-
-    Example:
-        >>> preparation = Preparation("bf16-stochastic")
-        >>> preparation.run([model], [optimizer])
-        >>> [line] = preparation.report()
-        >>> line
-        'mixed_precision=bf16-stochastic: 20 parameters (20 bfloat16), ...'
+        options: win over the environment's.
     """
 
     def __init__(
@@ -49,44 +43,41 @@ class Preparation:
         self._options = (options or BF16RecipeKwargs()).over(from_environment())
         self._recipe = self._options.recipe(mode)
         self._models = _unique(map(bare, prepared_models))
-        self._optimizers = _unique(map(optimizers.inner, prepared_optimizers))
+        self._optimizers: list[Any] = _unique(map(inner, prepared_optimizers))
         self._cast: list[nn.Module] = []
-        self._converted: list[Optimizer] = []
+        self._converted: list[Any] = []
         self._adapted: list[nn.Module] = []
         self._recipes: dict[int, torch_bf16.Recipe] = {}
 
-    def run(self, new_models: Iterable[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
+    def run(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Convert optimizers and cast models, in place. What was done before is not done again.
 
         Optimizers go first, while nothing has been changed: one that cannot be converted leaves the
         models in fp32. State that they have already follows the cast at their next step.
-
-        Raises:
-            NotImplementedError: an optimizer has no fused update.
-            ValueError: a parameter cannot be trained, or a model is wrapped by DDP.
         """
-        new_models = list(new_models)
         self.convert(new_models, new_optimizers)
         self.cast(new_models)
 
     def convert(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """The first half of :meth:`run`, after which models can be sharded while they are fp32."""
         for model in new_models:
-            if not is_wrapped(model) or not _has_bf16(bare(model)):
+            dtypes = {p.dtype for p in bare(model).parameters()}
+            if not is_wrapped(model) or torch.bfloat16 not in dtypes:
                 refuse_wrapped(self.mode, model)
         self._models = _unique([*self._models, *map(bare, new_models)])
-        self._optimizers = _unique([*self._optimizers, *map(optimizers.inner, new_optimizers)])
+        self._optimizers = _unique([*self._optimizers, *map(inner, new_optimizers)])
         for optimizer in self._optimizers:
-            if optimizers.convert(optimizer, self._recipe, self._models):
+            if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+                torch_bf16.convert(optimizer, self._recipe, model=self._names_for(optimizer))
                 self._converted.append(optimizer)
-            mark_prepared(optimizer)
+            prepared.add(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """The second half of :meth:`run`."""
         for model in _unique(each for each in new_models if not is_wrapped(each)):
             again = getattr(model, "_is_accelerate_prepared", False)
             model = bare(model)
-            if not any(model is each for each in self._cast):
+            if model not in self._cast:
                 dtypes = [p.dtype for p in model.parameters()]
                 torch_bf16.cast_model(model, self._recipe_for(model))
                 warn_if_unprepared(self.mode, model)
@@ -94,11 +85,7 @@ class Preparation:
                     self._cast.append(model)
 
     def fp32_groups(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
-        """The modules of unsharded models that FSDP2 shall shard by themselves.
-
-        Raises:
-            NotImplementedError: a parameter stays in fp32 within a module that does not.
-        """
+        """The modules of unsharded models that FSDP2 shall shard by themselves."""
         found = []
         for model in map(bare, new_models):
             staying = torch_bf16.fp32_parameters(model, self._recipe_for(model))
@@ -107,30 +94,44 @@ class Preparation:
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """Those that update a parameter of a model."""
-        return [each for each in self._optimizers if optimizers.owns(each, model)]
+        return [each for each in self._optimizers if owns(each, model)]
 
-    def attach(self, wrapped: Sequence[nn.Module], accumulation_steps: int) -> None:
+    def attach(self, wrapped: Sequence[nn.Module], steps: int) -> None:
         """Let gradients of what is new be summed or released as asked.
 
         Args:
             wrapped: all models as ``prepare`` returned them.
-            accumulation_steps: the accelerator's ``gradient_accumulation_steps``.
+            steps: the accelerator's ``gradient_accumulation_steps``.
         """
-        for optimizer in self._optimizers:
-            trained = [each for each in wrapped if optimizers.owns(optimizer, each)]
-            new = {id(bare(each)) for each in trained} & {id(each) for each in self._cast}
-            if trained and (optimizer in self._converted or new):
-                optimizers.attach(optimizer, trained, self._options, accumulation_steps)
+        options = self._options
+        for optimizer, bare_models in self._news():
+            models = [each for each in wrapped if bare(each) in bare_models]
+            if not models:
+                continue
+            model = models[0] if len(models) == 1 else nn.ModuleList(models)
+            if options.release_gradients:
+                refuse_accumulation(steps)
+                norm = options.release_norm or "parameter"
+                torch_bf16.release_gradients(
+                    model, optimizer, max_norm=options.release_max_norm, norm=norm
+                )
+            elif optimizer.recipe.accumulate != "bf16_nearest":
+                torch_bf16.accumulate_gradients(model, optimizer)
 
     def report(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""
         silent = [each for each in self._cast if any(True for _ in each.parameters())]
-        for optimizer in self._optimizers:
-            trained = [each for each in self._models if optimizers.owns(optimizer, each)]
-            if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
-                silent = [each for each in silent if each not in trained]
-                yield self._line(torch_bf16.describe(trained, optimizer)) + self._note(trained)
-            elif not trained and optimizer in self._converted:
+        for optimizer, trained in self._news():
+            silent = [each for each in silent if each not in trained]
+            line = self._line(torch_bf16.describe(trained, optimizer))
+            if any(each in self._adapted for each in trained):
+                line += (
+                    "; adapters stay float32 as peft made them, autocast_adapter_dtype=False makes "
+                    "them bfloat16"
+                )
+            yield line
+        for optimizer in self._converted:
+            if not any(owns(optimizer, each) for each in self._models):
                 yield (
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
                     "no prepared model; they become bf16 when their model is prepared"
@@ -138,11 +139,26 @@ class Preparation:
         for model in silent:
             yield self._line(torch_bf16.describe(model, self._recipe))
 
+    def _news(self) -> Iterator[tuple[Any, list[nn.Module]]]:
+        """The optimizers with something new to train, each with all bare models that it trains."""
+        for optimizer in self._optimizers:
+            trained = [each for each in self._models if owns(optimizer, each)]
+            if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
+                yield optimizer, trained
+
+    def _names_for(self, optimizer: Optimizer) -> nn.Module | None:
+        """A module whose names of an optimizer's parameters key the noise, if any are known yet."""
+        owned = {number: m for number, m in enumerate(self._models) if owns(optimizer, m)}
+        if owned.keys() <= {0}:
+            return owned.get(0)
+        # The number tells apart two models of one class, which must not draw the same noise.
+        return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})
+
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
         """Its recipe with all that stays fp32, looked up before sharding."""
         if id(model) not in self._recipes:
             # An optimizer that the user made as one of ours keeps its recipe, the model follows.
-            recipes = (each.recipe for each in optimizers.ours(self.optimizers_of(model)))
+            recipes = (each.recipe for each in ours(self.optimizers_of(model)))
             recipe = next(recipes, self._recipe)
             adapters = fp32_adapters(model)
             keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
@@ -155,18 +171,6 @@ class Preparation:
         # The recipe's own name is news only where the user's optimizer brought another one.
         name = torch_bf16.get_recipe(self.mode).name
         return f"mixed_precision={self.mode}: {str(described).removeprefix(f'{name}: ')}"
-
-    def _note(self, trained: list[nn.Module]) -> str:
-        if any(model is each for model in trained for each in self._adapted):
-            return (
-                "; adapters stay float32 as peft made them, autocast_adapter_dtype=False makes "
-                "them bfloat16"
-            )
-        return ""
-
-
-def _has_bf16(model: nn.Module) -> bool:
-    return any(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def _unique(items: Iterable) -> list:

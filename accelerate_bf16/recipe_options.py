@@ -69,8 +69,7 @@ class BF16RecipeKwargs(KwargsHandler):
 
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
         """These options, and the other's where these are None."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(other, **{k: v for k, v in given.items() if v is not None})
+        return dataclasses.replace(other, **self.to_kwargs())
 
     def recipe(self, mode: str) -> torch_bf16.Recipe:
         """The mode's recipe with these options.
@@ -85,10 +84,10 @@ class BF16RecipeKwargs(KwargsHandler):
                     "release_gradients=True was not asked for. Ask for it, or use "
                     "accelerator.clip_grad_norm_. Nothing was prepared"
                 )
-
-        fields = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "keep_fp32", "seed")
-        given = {name: getattr(self, name) for name in fields}
-        return torch_bf16.get_recipe(mode, **{k: v for k, v in given.items() if v is not None})
+        given = self.to_kwargs().items()
+        return torch_bf16.get_recipe(
+            mode, **{name: each for name, each in given if not name.startswith("release_")}
+        )
 
 
 ENVIRONMENT: dict[str, str] = {
@@ -118,17 +117,13 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeK
 
 
 def _parsed(variable: str, name: str, text: str) -> Any:
-    try:
-        if name == "seed":
-            return int(text)
-        if name == "release_max_norm":
-            return float(text)
-    except ValueError:
-        raise ValueError(f"{variable}={text!r} must be a number") from None
     if name == "release_gradients":
         if text.lower() not in (*_TRUE, *_FALSE):
             raise ValueError(f"{variable}={text!r} must be one of {', '.join(_TRUE + _FALSE)}")
         return text.lower() in _TRUE
     if name == "keep_fp32":
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return text
+    try:
+        return {"seed": int, "release_max_norm": float}.get(name, str)(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text!r} must be a number") from None

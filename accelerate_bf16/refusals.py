@@ -1,7 +1,7 @@
 """What the modes cannot be combined with, and what to do instead.
 
-Each function gets the mode that was asked for, only reads the rest, and raises where the two cannot
-be combined.
+Each function gets the mode that was asked for, only reads the rest, and raises ``ValueError`` or
+``NotImplementedError`` where the two cannot be combined.
 """
 
 from __future__ import annotations
@@ -13,34 +13,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-__all__ = [
-    "explain_mixed_unit",
-    "refuse_arguments",
-    "refuse_engine",
-    "refuse_flat",
-    "refuse_left_behind",
-    "refuse_wrapped",
-]
-
-CONTEXT_PARALLELISM = "context parallelism"
-"""What :func:`refuse_engine` calls a ``ParallelismConfig`` that cuts sequences."""
-
 _ENGINES = {
     "DEEPSPEED": "DeepSpeed brings an optimizer of its own for fp16 and bf16 only, so that "
     "it would train in fp32 under this name",
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
     "only, so that it would train in fp32 under this name",
     "XLA": "the updates have no XLA backend",
-    CONTEXT_PARALLELISM: "its attention needs GPUs and has never run in this mode",
+    "context parallelism": "its attention needs GPUs and has never run in this mode",
 }
 
 
 def refuse_engine(mode: str, engine: str) -> None:
-    """Raise if a mode cannot train with an engine.
-
-    Raises:
-        NotImplementedError: with the reason and what works.
-    """
+    """Raise if a mode cannot train with an engine, a name of ``DistributedType``."""
     if engine in _ENGINES:
         raise NotImplementedError(
             f"mixed_precision={mode!r} cannot be combined with {engine}: {_ENGINES[engine]}. What "
@@ -50,11 +34,7 @@ def refuse_engine(mode: str, engine: str) -> None:
 
 
 def refuse_flat(mode: str, plugin: Any) -> None:
-    """Raise if a mode cannot train what a plugin of FSDP1 flattens.
-
-    Raises:
-        NotImplementedError: with what works.
-    """
+    """Raise if a mode cannot train what a plugin of FSDP1 flattens."""
     if not plugin.use_orig_params:
         raise NotImplementedError(
             f"mixed_precision={mode!r} cannot train FSDP1's flat parameters "
@@ -65,11 +45,7 @@ def refuse_flat(mode: str, plugin: Any) -> None:
 
 
 def explain_mixed_unit(mode: str, error: ValueError) -> None:
-    """Raise in more words if FSDP1 cannot flatten a unit that stays partly in fp32.
-
-    Raises:
-        NotImplementedError: with what works.
-    """
+    """Raise in more words if FSDP1 cannot flatten a unit that stays partly in fp32."""
     if "uniform dtype" in str(error):
         raise NotImplementedError(
             f"mixed_precision={mode!r} keeps some parameters in float32 (keep_fp32, batch norm, "
@@ -81,11 +57,7 @@ def explain_mixed_unit(mode: str, error: ValueError) -> None:
 
 
 def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise if wrapping a model has left its optimizers with parameters that are no longer in it.
-
-    Raises:
-        ValueError: one holds parameters on the meta device.
-    """
+    """Raise if wrapping a model has left its optimizers with parameters on the meta device."""
     for optimizer in optimizers:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
@@ -99,11 +71,7 @@ def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_wrapped(mode: str, model: nn.Module) -> None:
-    """Raise if a model was wrapped before it came to ``prepare``.
-
-    Raises:
-        ValueError: it is wrapped by DDP.
-    """
+    """Raise if a model was wrapped by DDP before it came to ``prepare``."""
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"mixed_precision={mode!r} was given a model that is already wrapped in "
@@ -112,12 +80,18 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
         )
 
 
-def refuse_arguments(mode: str, arguments: Any, launched: str | None = None) -> None:
-    """Raise if ``TrainingArguments`` contradict a mode.
+def refuse_accumulation(steps: int) -> None:
+    """Raise if released gradients would be accumulated."""
+    if steps > 1:
+        raise NotImplementedError(
+            f"release_gradients=True cannot be combined with gradient_accumulation_steps={steps}: "
+            "the step of a batch runs inside its backward pass. Use larger batches, or "
+            "accumulate='bf16_stochastic' without release"
+        )
 
-    Raises:
-        ValueError: they ask for fp16, or their ``optim`` names another mode than the launcher.
-    """
+
+def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
+    """Raise if ``TrainingArguments`` ask for fp16, or for another mode than the launcher."""
     if launched not in (None, mode):
         raise ValueError(
             f"optim={getattr(arguments.optim, 'value', arguments.optim)!r} trains in {mode!r}, and "

@@ -8,7 +8,8 @@ import sys
 __all__ = ["show"]
 
 _logger = logging.getLogger("accelerate_bf16")
-_logger.setLevel(logging.INFO)
+if _logger.level == logging.NOTSET:
+    _logger.setLevel(logging.INFO)
 
 
 def show(line: str) -> None:

@@ -21,9 +21,6 @@ def policy(version: int) -> Any:
     Inputs are not cast: the forward runs under autocast, as it does under DDP, and a norm that is
     given fp32 inputs sees all of them. For FSDP1 nothing is cast: a dtype for parameters would
     compute what stays in fp32 in bf16, and the others are bf16 already.
-
-    Args:
-        version: of FSDP, 1 or 2.
     """
     from torch.distributed import fsdp
 
@@ -35,18 +32,7 @@ def policy(version: int) -> Any:
 
 
 def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:
-    """The outermost modules all of whose parameters stay in fp32, beside others that do not.
-
-    Args:
-        mode: the mode that was asked for.
-        model: not sharded yet; only read.
-        fp32: the parameters that stay in fp32, by name.
-
-    Raises:
-        NotImplementedError: a parameter stays in fp32 beside a bf16 one of the same module.
-    """
-    if not fp32:
-        return []
+    """The outermost modules of an unsharded model all of whose parameters stay in fp32."""
     staying = {id(p) for p in fp32.values()}
     groups = list(_outermost(model, staying))
     inside = {id(p) for group in groups for p in group.parameters()}

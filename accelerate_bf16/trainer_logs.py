@@ -27,34 +27,32 @@ def _in_use() -> bool:
 
 
 class _Figures(TrainerCallback):
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
+    ) -> None:
         # Without anybody who is told, only somebody who asked for it.
-        asked = args.report_to or "BF16_MONITOR" in os.environ
-        optimizer = kwargs.get("optimizer")
-        if optimizer is not None and asked and _in_use():
+        if (args.report_to or "BF16_MONITOR" in os.environ) and optimizer and _in_use():
             from .monitoring import watch
 
             watch([optimizer])
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer, logs = kwargs.get("optimizer"), kwargs.get("logs")
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any, optimizer: Any = None, **_: Any
+    ) -> None:
         # Not into the figures of an evaluation or of the whole run.
-        if optimizer is None or logs is None or "loss" not in logs or not _in_use():
-            return
-        from .monitoring import metrics_of
+        if "loss" in logs and optimizer and _in_use():
+            from .monitoring import metrics_of
 
-        found = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
-        logs.update(found)
-        if state.log_history:
-            state.log_history[-1].update(found)
+            found = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
+            logs.update(found)
+            if state.log_history:
+                state.log_history[-1].update(found)
 
 
 class _NoFigures(TrainerCallback):
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs = kwargs.get("logs")
-        if logs is None or not _in_use():
-            return
-        from .monitoring import PREFIX
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        if _in_use():
+            from .monitoring import PREFIX
 
-        for name in [name for name in logs if name.startswith(f"{PREFIX}/")]:
-            del logs[name]
+            for name in [name for name in logs if name.startswith(f"{PREFIX}/")]:
+                del logs[name]

@@ -16,18 +16,13 @@ import torch_bf16
 
 from ._patches import patches
 
-__all__ = ["mark_prepared", "warn_if_unprepared"]
+__all__ = ["prepared", "warn_if_unprepared"]
 
 _modes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """For each bf16 parameter of a prepared model, the mode that it is trained in."""
 
-_prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were prepared, and those about which the user was warned."""
-
-
-def mark_prepared(optimizer: Optimizer) -> None:
-    """Note that an optimizer was given to ``prepare``."""
-    _prepared.add(optimizer)
 
 
 def warn_if_unprepared(mode: str, model: nn.Module) -> None:
@@ -39,17 +34,17 @@ def warn_if_unprepared(mode: str, model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16 and parameter.requires_grad:
             _modes[parameter] = mode
-    patches.add_hook(register_optimizer_step_pre_hook, _before_step)
+    patches.hook(register_optimizer_step_pre_hook, _before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, torch_bf16.BF16Optimizer) or optimizer in _prepared:
+    if isinstance(optimizer, torch_bf16.BF16Optimizer) or optimizer in prepared:
         return
     # The first of each group, because this runs before every step of every other optimizer.
     firsts = [group["params"][0] for group in optimizer.param_groups if group["params"]]
     mode = next((_modes[each] for each in firsts if each in _modes), None)
     if mode is not None:
-        mark_prepared(optimizer)
+        prepared.add(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} steps over bfloat16 weights of a model that was prepared "
             f"with mixed_precision={mode!r}, and was not prepared itself: it rounds every update "

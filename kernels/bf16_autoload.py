@@ -1,4 +1,4 @@
-"""The zero-import hook: what torch calls at the end of ``import torch``.
+"""The zero-import hook, which torch calls at the end of ``import torch``, and changes to hosts.
 
 `autoload` is the entry point ``bf16`` of the group ``torch.backends``. It puts one finder in front
 of ``sys.meta_path`` that waits for a handful of modules of Lightning and Accelerate. When one of
@@ -6,6 +6,8 @@ them has been imported, and before anybody else sees it, the plugin of that host
 precision names::
 
     importlib.import_module(plugin).on_import(host_module)
+
+It does so through its `Patches`, named ``patches``, which remembers what was there.
 
 Nothing of ours is imported until then. torch is half-initialised while `autoload` runs, and an
 exception there would make ``import torch`` fail for every program of the environment, so this file
@@ -25,21 +27,24 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["TARGETS", "autoload", "forget", "watch"]
+__all__ = ["TARGETS", "Patches", "autoload", "forget", "watch"]
 
 _LIGHTNING = "lightning_bf16._patches"
 _ACCELERATE = "accelerate_bf16._patches"
 
 TARGETS: dict[str, str] = {
-    "lightning.fabric.plugins.precision.precision": _LIGHTNING,
     "lightning.fabric.connector": _LIGHTNING,
+    "lightning.fabric.fabric": _LIGHTNING,
+    "lightning.pytorch.callbacks.weight_averaging": _LIGHTNING,
     "lightning.pytorch.trainer.connectors.accelerator_connector": _LIGHTNING,
-    "lightning_fabric.plugins.precision.precision": _LIGHTNING,
     "lightning_fabric.connector": _LIGHTNING,
+    "lightning_fabric.fabric": _LIGHTNING,
+    "pytorch_lightning.callbacks.weight_averaging": _LIGHTNING,
     "pytorch_lightning.trainer.connectors.accelerator_connector": _LIGHTNING,
     "accelerate.accelerator": _ACCELERATE,
     "accelerate.commands.config.config_utils": _ACCELERATE,
@@ -95,14 +100,15 @@ def watch(plugin: str | None = None) -> None:
         module = sys.modules.get(name)
         if module is None:
             continue
-        if _is_initialising(module):
-            _await(module)
-        else:
+        spec = getattr(module, "__spec__", None)
+        if not getattr(spec, "_initializing", False):
             _tell(module, raising=plugin is not None)
+        elif type(spec) is ModuleSpec:
+            spec.__class__ = _Awaited
 
 
 def forget(plugin: str) -> None:
-    """Wait no longer for the host modules of a plugin; those that it has patched stay patched.
+    """Wait no longer for the host modules of a plugin, and put back what it has changed in others.
 
     Args:
         plugin: a plugin module, for example ``"lightning_bf16._patches"``.
@@ -113,6 +119,99 @@ def forget(plugin: str) -> None:
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):
             finder.names -= {name for name, target in TARGETS.items() if target == plugin}
+    importlib.import_module(plugin).patches.undo()
+
+
+_ABSENT: Any = object()
+
+
+class Patches:
+    """What was changed in a host; :meth:`undo`, or the end of a ``with`` block, takes it back.
+
+    Example:
+        >>> import textwrap
+        >>> patches = Patches()
+        >>> patches.replace(textwrap, "dedent", lambda old: lambda text: old(text).upper())
+        >>> textwrap.dedent("  hello")
+        'HELLO'
+        >>> patches.undo()
+        >>> textwrap.dedent("  hello")
+        'hello'
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self._hooks: set[Any] = set()
+
+    def replace(self, module: ModuleType, path: str, make: Callable[[Any], Any]) -> None:
+        """Replace a method of a class, or a function wherever it was imported by name; once.
+
+        Args:
+            module: where the class or the function is defined; mutated.
+            path: ``"Class.method"`` or ``"function"``; a method may be inherited.
+            make: gets the original and returns what replaces it.
+        """
+        *classes, name = path.split(".")
+        owner = functools.reduce(getattr, classes, module)
+        original = getattr(owner, name)
+        if getattr(original, "_replaced_by", None) is self:
+            return
+        replacement: Any = functools.wraps(original)(make(original))
+        replacement._replaced_by = self
+        if classes:
+            self.set(owner, name, replacement)
+        else:
+            _rebind(name, original, replacement)
+            self._undo.append(functools.partial(_rebind, name, replacement, original))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Give an attribute another value. What somebody else puts there later is left to them."""
+        before = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            if vars(owner).get(name) is value:
+                delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+
+        self._undo.append(undo)
+
+    def add(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        """Add an entry to a dictionary that has none under this key."""
+        if key not in table:
+            table[key] = value
+            self._undo.append(functools.partial(table.pop, key, None))
+
+    def append(self, items: list[Any], value: Any) -> None:
+        """Append to a list."""
+        items.append(value)
+        self._undo.append(functools.partial(items.remove, value))
+
+    def hook(self, register: Callable[[Any], Any], function: Any) -> None:
+        """Register a hook of torch that is called for the whole process, once."""
+        if function not in self._hooks:
+            self._hooks.add(function)
+            self._undo.append(register(function).remove)
+
+    def undo(self) -> None:
+        """Put everything back, the last change first."""
+        while self._undo:
+            self._undo.pop()()
+        self._hooks.clear()
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    for holder in list(sys.modules.values()):
+        if isinstance(holder, ModuleType) and vars(holder).get(name) is old:
+            setattr(holder, name, new)
+
+
+_guards = Patches()
 
 
 class _Finder:
@@ -174,41 +273,31 @@ class _Awaited(ModuleSpec):
                 _tell(module)
 
 
-def _await(module: ModuleType) -> None:
-    spec = module.__spec__
-    if type(spec) is ModuleSpec:
-        spec.__class__ = _Awaited
-
-
 def _tell(module: ModuleType, raising: bool = False) -> None:
     plugin = TARGETS[module.__name__]
+    package, host = plugin.partition(".")[0], module.__name__.partition(".")[0]
     try:
-        if _off_and_asked_for and plugin.partition(".")[0] not in sys.modules:
+        if _off_and_asked_for and package not in sys.modules:
             _guard(module)
-            return
-        importlib.import_module(plugin).on_import(module)
+        else:
+            importlib.import_module(plugin).on_import(module)
     except Exception as error:
         if raising:
             raise
-        package = plugin.partition(".")[0]
-        host = module.__name__.partition(".")[0]
         _warn(
             f"{package} could not add its precision modes to {host}: {error!r}. BF16_AUTOLOAD=0 "
             "turns this off."
         )
 
 
-def _guard(module: Any) -> None:
+def _guard(module: ModuleType) -> None:
     """Let ``prepare`` raise."""
     if module.__name__ == "accelerate.accelerator":
         for name in ("prepare", "prepare_model"):
-            method = getattr(module.Accelerator, name)
-            if not hasattr(method, "_guarded_by_bf16"):
-                setattr(module.Accelerator, name, _refusing(method))
+            _guards.replace(module, f"Accelerator.{name}", _refusing)
 
 
-def _refusing(method: Any) -> Any:
-    @functools.wraps(method)
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode = str(self.mixed_precision)
         if mode.lower().startswith(_OURS) and "accelerate_bf16" not in sys.modules:
@@ -220,12 +309,7 @@ def _refusing(method: Any) -> Any:
             )
         return method(self, *args, **kwargs)
 
-    prepare._guarded_by_bf16 = True  # pyright: ignore
     return prepare
-
-
-def _is_initialising(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 _warned: set[str] = set()

@@ -30,13 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import bf16_autoload
 
-from ._patches import replacements
-
 if TYPE_CHECKING:
     from .pytorch import BF16Monitor, BF16Precision
 
 __all__ = ["BF16Monitor", "BF16Precision", "register", "unregister"]
 
+_PATCHES = "lightning_bf16._patches"
 _NEEDED = (2, 5)
 _HOSTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
@@ -60,8 +59,7 @@ def register() -> None:
             f"lightning_bf16 needs lightning, pytorch_lightning or lightning_fabric >= {needed}; "
             f"found {seen}. pip install 'lightning>={needed}'"
         )
-    replacements.redo()
-    bf16_autoload.watch("lightning_bf16._patches")
+    bf16_autoload.watch(_PATCHES)
 
 
 def unregister() -> None:
@@ -73,7 +71,7 @@ def unregister() -> None:
     Example:
         >>> lightning_bf16.unregister()
     """
-    replacements.undo()
+    bf16_autoload.forget(_PATCHES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,7 @@
 """The plugin for Fabric of ``lightning.fabric``."""
 
-from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import FSDPPrecision, HalfPrecision, Precision
 
-from ._patches.fabric_methods import patch_fabric
 from .precision import PrecisionBody
 
 __all__ = ["BF16Precision"]
@@ -14,6 +12,3 @@ class BF16Precision(PrecisionBody, FSDPPrecision, HalfPrecision):
 
     # FSDPPrecision has one for its gradient scaler; with it Fabric would refuse loss.backward().
     backward = Precision.backward
-
-
-patch_fabric(Fabric)

@@ -15,14 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_bf16
 
 from ._patches.fp32_outputs import to_fp32
-from .gradients import check_release
+from ._patches.private_attributes import syncs_module_states
 
 __all__ = ["PrecisionBody"]
 
 _COMPUTE = ("autocast", "bf16")
-_CAST = (
-    "Nothing was trained, but the parameters of your module are bf16 by now: make or load it anew"
-)
+_NORMS = ("parameter", "last_step")
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -89,7 +87,7 @@ class PrecisionBody(_Base):
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.recipe = torch_bf16.get_recipe(recipe, **overrides)
         self.compute = compute
-        check_release(self.recipe, release_gradients, release_max_norm, release_norm)
+        _check_release(self.recipe, release_gradients, release_max_norm, release_norm)
         clip: dict[str, Any] = {"max_norm": release_max_norm, "norm": release_norm}
         self.release = clip if release_gradients else None
         self._modules: list[weakref.ref[Module]] = []
@@ -121,12 +119,10 @@ class PrecisionBody(_Base):
         )
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Nothing: new tensors are fp32, the default dtype is never touched."""
+        """Nothing: the default dtype stays fp32, and exact masters start from fp32 weights."""
         return nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Nothing: weights are drawn in fp32, so that exact masters start from them."""
-        return nullcontext()
+    module_init_context = tensor_init_context
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device of the module; nothing for ``compute="bf16"``."""
@@ -160,49 +156,37 @@ class PrecisionBody(_Base):
     # What the Trainer's connect and the patches of Fabric call.
 
     def convert_optimizers(self, optimizers: Iterable[Any]) -> list[torch_bf16.BF16Optimizer]:
-        """Convert the torch optimizers among ``optimizers`` in place.
-
-        Returns:
-            Those that were converted by this call.
+        """Convert the torch optimizers among ``optimizers`` in place, and return them.
 
         Raises:
-            NotImplementedError: one of them cannot be converted; the modules are cast already.
-            ValueError: likewise, because of a parameter or an option of it.
+            NotImplementedError, ValueError: one cannot be converted; the modules are cast already.
         """
         converted: list[Any] = []
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 continue  # an object with its own step, which the hosts allow
             # ZeroRedundancyOptimizer's local optimizer takes the steps.
-            local = getattr(optimizer, "optim", optimizer)
-            if not isinstance(local, torch_bf16.BF16Optimizer):
-                try:
-                    torch_bf16.convert(optimizer, self.recipe, model=self._owner(optimizer))
-                except (NotImplementedError, ValueError) as error:
-                    raise type(error)(f"{error}. {_CAST}") from error
-                if isinstance(optimizer, torch_bf16.BF16Optimizer):
-                    converted.append(optimizer)
+            if isinstance(getattr(optimizer, "optim", optimizer), torch_bf16.BF16Optimizer):
+                continue
+            try:
+                torch_bf16.convert(optimizer, self.recipe, model=self._owner(optimizer))
+            except (NotImplementedError, ValueError) as error:
+                raise type(error)(
+                    f"{error}. Nothing was trained, but the parameters of your module are bf16 by "
+                    "now: make or load it anew"
+                ) from error
+            if isinstance(optimizer, torch_bf16.BF16Optimizer):
+                converted.append(optimizer)
         return converted
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
         """Say in one line what is trained how."""
-        if not optimizers:
-            return
-        module = self._owner(optimizers[0])
+        module = self._owner(optimizers[0]) if optimizers else None
         if module is not None:
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
     def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
-        """Let gradients be summed or released as asked, now that a module is wrapped.
-
-        Args:
-            module: as the strategy wrapped it.
-            optimizers: those of its parameters; others are passed over.
-
-        Raises:
-            NotImplementedError: gradients cannot be released there.
-            ValueError: they cannot be summed there in that format.
-        """
+        """Let gradients of a module be summed or released as asked, after it was wrapped."""
         for optimizer in optimizers:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
                 continue
@@ -211,15 +195,10 @@ class PrecisionBody(_Base):
             elif optimizer.recipe.accumulate != "bf16_nearest":
                 torch_bf16.accumulate_gradients(module, optimizer)
 
-    def sync_replicas(self, module: Module, equal: bool = False) -> None:
-        """Let exact masters start from rank 0's, as DDP does with the weights it can see.
-
-        Args:
-            module: as the strategy wrapped it.
-            equal: whether FSDP1 has done the same.
-        """
+    def sync_replicas(self, module: Module, strategy: Any) -> None:
+        """Let exact masters of a wrapped module start from rank 0's, as the weights did."""
         module = getattr(module, "_orig_mod", module)
-        if equal:
+        if syncs_module_states(strategy):
             torch_bf16.sync_masters(module)
         if isinstance(module, DistributedDataParallel):
             torch_bf16.sync_masters(module.module, group=module.process_group)
@@ -227,10 +206,7 @@ class PrecisionBody(_Base):
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module that has all the parameters of an optimizer, if it was converted here."""
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        for module in self._live_modules():
-            if trained <= set(module.parameters()):
-                return module
-        return None
+        return next((m for m in self._live_modules() if trained <= set(m.parameters())), None)
 
     def _live_modules(self) -> list[Module]:
         return [module for ref in self._modules if (module := ref()) is not None]
@@ -240,3 +216,26 @@ class PrecisionBody(_Base):
             for parameter in module.parameters():
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _check_release(
+    recipe: torch_bf16.Recipe, release: bool, max_norm: float | None, norm: str
+) -> None:
+    """Refuse options that cannot be meant, before anything is trained."""
+    if release and recipe.accumulate != "bf16_nearest":
+        raise ValueError(
+            f"release_gradients=True and accumulate={recipe.accumulate!r} exclude each other: a "
+            "gradient that was released cannot be added to. Choose one of them"
+        )
+    if max_norm is not None and not release:
+        raise ValueError(
+            f"release_max_norm={max_norm} clips released gradients, and release_gradients=False; "
+            "use the Trainer's gradient_clip_val, or fabric.clip_gradients"
+        )
+    number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (number and max_norm > 0):
+        raise ValueError(
+            f"release_max_norm={max_norm!r} must be a positive number, or None to clip nothing"
+        )
+    if norm not in _NORMS:
+        raise ValueError(f"release_norm={norm!r} is unknown; use one of {', '.join(_NORMS)}")

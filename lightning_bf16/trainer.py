@@ -12,9 +12,7 @@ from torch.nn import Module
 import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
-from ._patches.private_attributes import is_placeholder, syncs_module_states
-from ._patches.weight_averaging import patch_weight_averaging
-from .gradients import check_trainer
+from ._patches.private_attributes import is_placeholder
 from .precision import PrecisionBody
 
 __all__ = ["TrainerBody"]
@@ -47,7 +45,6 @@ class TrainerBody(PrecisionBody):
         before = [p.dtype for p in module.parameters()]
         self._outputs = Fp32Outputs(module)
         self._trainer = trainer if stage == "fit" else None
-        patch_weight_averaging(trainer.callbacks if trainer is not None else ())
         super().convert_module(module)
         if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
@@ -62,8 +59,8 @@ class TrainerBody(PrecisionBody):
         """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
         trainer = self._trainer
         if self.release is not None and trainer is not None:
-            check_trainer(trainer)
-        self.sync_replicas(model, trainer is not None and syncs_module_states(trainer.strategy))
+            _check_trainer(trainer)
+        self.sync_replicas(model, getattr(trainer, "strategy", None))
         converted = self.convert_optimizers(o for o in optimizers if not is_placeholder(o))
         self.attach(model, optimizers)
         self.announce(converted)
@@ -90,6 +87,22 @@ class TrainerBody(PrecisionBody):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_outputs": None, "_trainer": None}
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuse what a Trainer would do to gradients that were released."""
+    if trainer.accumulate_grad_batches > 1:
+        raise NotImplementedError(
+            "release_gradients=True cannot be combined with accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches}: the step of a batch runs inside its backward "
+            "pass. Use larger batches, or accumulate='bf16_stochastic' without release"
+        )
+    if trainer.gradient_clip_val:
+        raise NotImplementedError(
+            "release_gradients=True cannot be combined with gradient_clip_val="
+            f"{trainer.gradient_clip_val}: gradients are gone when the Trainer would clip them. "
+            "Use BF16Precision(release_max_norm=..., release_norm='parameter' or 'last_step')"
+        )
 
 
 def _trainer_of(module: Module) -> Any:

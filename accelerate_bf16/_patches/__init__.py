@@ -6,14 +6,12 @@ before anybody imports a name from it. Nothing here imports the optimizers until
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
-from accelerate_bf16.registration import check_version
+from bf16_autoload import Patches
 
 from . import accelerator, commands, fsdp, state, trainer
-from .patch import Patches
 
 __all__ = ["ADDED", "REPLACED", "on_import", "patches"]
 
@@ -58,16 +56,7 @@ ADDED: dict[str, Any] = {
 
 
 def on_import(module: ModuleType) -> None:
-    """Make the modes known to a module of Accelerate or transformers.
-
-    Args:
-        module: one that ``bf16_autoload.TARGETS`` lists for this package; mutated, once.
-
-    Raises:
-        ImportError: this Accelerate is too old.
-    """
-    if module.__name__.startswith("accelerate."):
-        check_version(sys.modules["accelerate"].__version__)
+    """Make the modes known to a module that ``bf16_autoload.TARGETS`` lists for this package."""
     for path, make in REPLACED.get(module.__name__, {}).items():
         patches.replace(module, path, make)
     if add := ADDED.get(module.__name__):

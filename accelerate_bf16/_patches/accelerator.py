@@ -8,22 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from accelerate_bf16 import refusals
 from accelerate_bf16.modes import MODES, canonical
-from accelerate_bf16.refusals import (
-    CONTEXT_PARALLELISM,
-    explain_mixed_unit,
-    refuse_engine,
-    refuse_flat,
-    refuse_left_behind,
-)
+from bf16_autoload import Patches
 
 from .fsdp import separate_groups
-from .patch import temporarily
 
 if TYPE_CHECKING:
     from accelerate_bf16.preparation import Preparation
-
-_OPTIONS = "_bf16_recipe_options"
 
 _current: Preparation | None = None
 """The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
@@ -63,7 +55,7 @@ def init(original: Any) -> Any:
                     f"BF16RecipeKwargs has no effect with mixed_precision="
                     f"{self.state._mixed_precision!r}; use one of {', '.join(MODES)}"
                 )
-            setattr(self, _OPTIONS, options[0])
+            self._bf16_recipe_options = options[0]
 
     return __init__
 
@@ -74,28 +66,28 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from accelerate_bf16.models import bare, wrap_forward
+    from accelerate_bf16 import models
 
     with _preparing(accelerator, mode) as preparation:
         # Also those that an Accelerator has prepared: it may have been one without our mode.
-        models = [each for each in args if isinstance(each, Module)]
+        given = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
-        if not _sharded_by_fsdp2(accelerator):
-            preparation.run(models, optimizers)
+        if _fsdp_version(accelerator) != 2:
+            preparation.run(given, optimizers)
             return original(accelerator, *args, **kwargs)
 
         # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
         # that exact masters start from fp32 shards, also where only the first rank has loaded the
         # weights and the others get theirs from it.
         wrapped = _wrapped(accelerator)
-        new = [each for each in models if each not in wrapped]
-        preparation.convert(models, optimizers)
+        new = [each for each in given if each not in wrapped]
+        preparation.convert(given, optimizers)
         for model in new:
-            wrap_forward(model, _context(accelerator))
+            models.wrap_forward(model, models.autocast(accelerator))
         with separate_groups(preparation.fp32_groups(new)):
             result = original(accelerator, *args, **kwargs)
         prepared = [each for each in accelerator._models if each not in wrapped]
-        preparation.cast(map(bare, prepared))
+        preparation.cast(map(models.bare, prepared))
         wrapped.update(prepared)
         return result
 
@@ -105,22 +97,22 @@ def prepare_model(
     original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Cast a model before it is wrapped, and let the replicas agree on exact masters after."""
-    from accelerate_bf16.models import is_wrapped, share_masters, wrap_forward
+    from accelerate_bf16 import models
 
     with _preparing(accelerator, mode) as preparation:
         preparation.run([model], [])
-        if is_wrapped(model):
+        if models.is_wrapped(model):
             return original(accelerator, model, *args, **kwargs)
-        wrap_forward(model, _context(accelerator))
+        models.wrap_forward(model, models.autocast(accelerator))
         trained_by = preparation.optimizers_of(model)
         try:
             prepared = original(accelerator, model, *args, **kwargs)
         except ValueError as error:
-            explain_mixed_unit(mode, error)
+            refusals.explain_mixed_unit(mode, error)
             raise
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        share_masters(prepared, getattr(plugin, "sync_module_states", False))
-        refuse_left_behind(mode, trained_by)
+        models.share_masters(prepared, getattr(plugin, "sync_module_states", False))
+        refusals.refuse_left_behind(mode, trained_by)
         _wrapped(accelerator).add(prepared)
         return prepared
 
@@ -138,22 +130,18 @@ def prepare_optimizer(
 @_in_our_modes
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
     """The context of the wrapped forward, for modules that are called outside it."""
-    return _context(accelerator, autocast_handler)
+    from accelerate_bf16 import models
+
+    return models.autocast(accelerator, autocast_handler)
 
 
 @_in_our_modes
 def clip_grad_norm_(
-    original: Any,
-    accelerator: Any,
-    mode: str,
-    parameters: Any,
-    max_norm: Any,
-    norm_type: Any = 2,
+    original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> Any:
     """Clip by the fp32 norm, and leave the product to the step where that can be."""
     if norm_type != 2:
-        parameters = _not_released(parameters)
-        return original(accelerator, parameters, max_norm, norm_type)
+        return original(accelerator, _not_released(parameters), max_norm, norm_type)
     import torch_bf16
     from accelerate_bf16.optimizers import inner
 
@@ -181,12 +169,6 @@ def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **k
     return original(accelerator, values, *args, **kwargs)
 
 
-def _context(accelerator: Any, handler: Any = None) -> Any:
-    from accelerate_bf16.models import autocast
-
-    return autocast(accelerator.device.type, handler or accelerator.autocast_handler)
-
-
 def _not_released(parameters: Any) -> list[Any]:
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     if all(p.grad is None for p in parameters):
@@ -208,10 +190,11 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     from accelerate_bf16.report import show
 
     _refuse(accelerator, mode)
-    options = getattr(accelerator, _OPTIONS, None)
+    options = getattr(accelerator, "_bf16_recipe_options", None)
     _current = Preparation(mode, accelerator._models, accelerator._optimizers, options)
     try:
-        with temporarily(accelerator.state, "_mixed_precision", "no"):
+        with Patches() as patches:
+            patches.set(accelerator.state, "_mixed_precision", "no")
             yield _current
         _current.attach(list(_wrapped(accelerator)), accelerator.gradient_accumulation_steps)
         lines = list(_current.report())
@@ -225,20 +208,19 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
 
 
 def _refuse(accelerator: Any, mode: str) -> None:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if accelerator.distributed_type.value != "FSDP":
-        refuse_engine(mode, accelerator.distributed_type.value)
-    elif not _sharded_by_fsdp2(accelerator):
-        refuse_flat(mode, plugin)
+    refusals.refuse_engine(mode, accelerator.distributed_type.value)
+    if _fsdp_version(accelerator) == 1:
+        refusals.refuse_flat(mode, accelerator.state.fsdp_plugin)
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.cp_enabled:
-        refuse_engine(mode, CONTEXT_PARALLELISM)
+        refusals.refuse_engine(mode, "context parallelism")
 
 
-def _sharded_by_fsdp2(accelerator: Any) -> bool:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    sharded = accelerator.distributed_type.value == "FSDP"
-    return sharded and getattr(plugin, "fsdp_version", 1) == 2
+def _fsdp_version(accelerator: Any) -> int | None:
+    """1 or 2; None where FSDP shards nothing."""
+    if accelerator.distributed_type.value != "FSDP":
+        return None
+    return getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
 
 
 def _wrapped(accelerator: Any) -> Any:

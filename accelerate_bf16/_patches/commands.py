@@ -68,8 +68,11 @@ def test_command(original: Any) -> Any:
 
     def test_command(args: Any) -> Any:
         from accelerate.commands import test
+        from accelerate.commands.config import config_args
 
-        if _mode_of_file(args.config_file) is None:
+        path = args.config_file or config_args.default_config_file
+        config = config_args.load_config_from_file(path) if os.path.isfile(path) else None
+        if config is None or canonical(config.mixed_precision) is None:
             return original(args)
         options = [f"--config_file={args.config_file}"] if args.config_file else []
         script = str(Path(__file__).parents[1] / "selftest.py")
@@ -78,15 +81,6 @@ def test_command(original: Any) -> Any:
             print("Test is a success! You are ready for your distributed training!")
 
     return test_command
-
-
-def _mode_of_file(config_file: str | None) -> str | None:
-    from accelerate.commands.config import config_args
-
-    path = config_file or config_args.default_config_file
-    if not os.path.isfile(path):
-        return None
-    return canonical(config_args.load_config_from_file(path).mixed_precision)
 
 
 def notebook_launcher(original: Any) -> Any:

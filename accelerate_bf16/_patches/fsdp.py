@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate_bf16.modes import canonical
-
-from .patch import temporarily
+from bf16_autoload import Patches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,9 +26,13 @@ def load_fsdp_optimizer(original: Any) -> Any:
     ) -> Any:
         flat = getattr(fsdp_plugin, "fsdp_version", 1) == 1
         if flat and canonical(accelerator.state._mixed_precision):
-            from accelerate_bf16.optimizers import make_states
+            from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-            make_states(optimizer, model)
+            from accelerate_bf16.optimizers import inner
+
+            if not inner(optimizer).state:
+                # It takes a step of no length first, which makes the states; as for FSDP2.
+                get_optimizer_state_dict(model, inner(optimizer))
         return original(fsdp_plugin, accelerator, optimizer, model, *args, **kwargs)
 
     return load_fsdp_optimizer
@@ -37,11 +40,7 @@ def load_fsdp_optimizer(original: Any) -> Any:
 
 @contextmanager
 def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, Accelerate shards these modules by themselves, before those around them.
-
-    Args:
-        modules: what stays in fp32; gathered as it is.
-    """
+    """Inside, Accelerate shards these fp32 modules by themselves, before those around them."""
     import torch.distributed.fsdp as fsdp
 
     if not modules:
@@ -65,5 +64,6 @@ def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
             return module
         return original(rest[0] if rest == [module] else rest, **options)
 
-    with temporarily(fsdp, "fully_shard", fully_shard):
+    with Patches() as patches:
+        patches.set(fsdp, "fully_shard", fully_shard)
         yield

@@ -7,24 +7,17 @@ from typing import Any
 
 from accelerate_bf16.modes import ALIASES, MODES, canonical, canonical_or_refuse
 from accelerate_bf16.refusals import refuse_engine
+from bf16_autoload import Patches
 
-from .patch import Patches
-
-_STAND_IN = "bf16"
-"""What Accelerate takes the mode for while it sets up a plugin for FSDP, which accepts no other."""
+from .enums import add_member
 
 
 def add_modes(module: Any, patches: Patches) -> None:
     """Make the modes members of ``PrecisionType``."""
-    precisions = module.PrecisionType
     for mode in MODES:
-        patches.add_member(precisions, _identifier(mode), mode)
+        add_member(patches, module.PrecisionType, mode)
     for alias, mode in ALIASES.items():
-        patches.add_alias(precisions, _identifier(alias), alias, precisions(mode))
-
-
-def _identifier(mode: str) -> str:
-    return mode.upper().replace("-", "_")
+        add_member(patches, module.PrecisionType, alias, module.PrecisionType(mode))
 
 
 def rename(module: Any, patches: Patches) -> None:
@@ -51,7 +44,8 @@ def init(original: Any) -> Any:
                 refuse_engine(mode, engine)
         plugin = kwargs.get("fsdp_plugin")
         own = getattr(plugin, "mixed_precision_policy", None)
-        original(self, _STAND_IN, *args, **kwargs)
+        # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.
+        original(self, "bf16", *args, **kwargs)
         self._mixed_precision = mode
         if self.distributed_type.value == "FSDP" and plugin is not None and own is None:
             from accelerate_bf16.sharding import policy

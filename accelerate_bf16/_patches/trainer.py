@@ -11,8 +11,9 @@ from typing import Any
 
 from accelerate_bf16.modes import MODES, canonical, canonical_or_refuse
 from accelerate_bf16.refusals import refuse_arguments
+from bf16_autoload import Patches
 
-from .patch import Patches
+from .enums import add_member
 
 OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode in MODES}
 """Values of ``TrainingArguments.optim`` that name a mode too."""
@@ -20,14 +21,13 @@ OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode i
 
 def add_names(module: Any, patches: Patches) -> list[Any]:
     """Make :data:`OPTIMIZERS` members of ``OptimizerNames``, and return these."""
-    names = module.OptimizerNames
-    return [patches.add_member(names, name.upper(), name) for name in OPTIMIZERS]
+    return [add_member(patches, module.OptimizerNames, name) for name in OPTIMIZERS]
 
 
 def add_optimizers(module: Any, patches: Patches) -> None:
     """Let the Trainer make AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
     for member in add_names(module, patches):
-        patches.add_entry(module._OPTIMIZER_HANDLERS, member, module._get_adamw_torch)
+        patches.add(module._OPTIMIZER_HANDLERS, member, module._get_adamw_torch)
 
 
 def get_reporting_integration_callbacks(original: Any) -> Any:

@@ -1,6 +1,46 @@
 """What this package replaces in Lightning; README.md has a table of it."""
 
-from .connectors import on_import
-from .replacements import replacements
+from __future__ import annotations
 
-__all__ = ["on_import", "replacements"]
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch_bf16
+from bf16_autoload import Patches
+
+from . import connectors, fabric_methods, weight_averaging
+
+__all__ = ["REPLACED", "on_import", "patches"]
+
+patches = Patches()
+"""All that is replaced now."""
+
+# Where each connector keeps the name and the plugin that were asked for.
+_trainer = functools.partial(connectors.choose, "_precision_flag", "_precision_plugin_flag")
+_fabric = functools.partial(connectors.choose, "_precision_input", "_precision_instance")
+
+REPLACED: dict[str, dict[str, Any]] = {
+    "accelerator_connector": {"_AcceleratorConnector._check_and_init_precision": _trainer},
+    "connector": {"_Connector._check_and_init_precision": _fabric},
+    "fabric": {
+        "Fabric.setup": fabric_methods.setup,
+        "Fabric.setup_module": fabric_methods.setup_module,
+        "Fabric.setup_optimizers": fabric_methods.setup_optimizers,
+        "Fabric.clip_gradients": fabric_methods.clip_gradients,
+    },
+    "weight_averaging": {"WeightAveraging._swap_models": weight_averaging.swap_models},
+}
+"""By the last part of a module's name, what is replaced and what makes the replacement."""
+
+
+def on_import(module: ModuleType) -> None:
+    """Patch one of the host modules that ``bf16_autoload.TARGETS`` lists for this plugin."""
+    name = module.__name__.rpartition(".")[2]
+    for path, make in REPLACED[name].items():
+        patches.replace(module, path, make)
+    if name == "connector":
+        # One object in all packages, and every module has imported it: it grows where it is.
+        precisions: Any = vars(module)["_PRECISION_INPUT_STR"]
+        if new := [each for each in torch_bf16.RECIPES if each not in precisions.__args__]:
+            patches.set(precisions, "__args__", (*precisions.__args__, *new))

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 
-from .replacements import Replacements
+from bf16_autoload import Patches
 
 __all__ = ["Fp32Outputs", "to_fp32"]
 
@@ -37,15 +37,6 @@ class Fp32Outputs:
     Precision plugins have no say over what a step of a LightningModule returns, and a hook of the
     module sees ``forward`` alone. So the methods are shadowed by attributes of the instance, which
     the strategies, also those that redirect a step through DDP's forward, look up by name.
-
-    Args:
-        module: whose methods return fp32 inside :meth:`patch`.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-        >>> with Fp32Outputs(layer).patch("forward"):
-        ...     layer(torch.ones(2, dtype=torch.bfloat16)).dtype
-        torch.float32
     """
 
     def __init__(self, module: Module) -> None:
@@ -56,14 +47,11 @@ class Fp32Outputs:
     @contextmanager
     def patch(self, *methods: str) -> Iterator[None]:
         """While it lasts, these methods return fp32."""
-        replacements = Replacements()
-        for name in methods:
-            if hasattr(self.module, name):
-                replacements.replace(self.module, name, self._wrapper)
-        try:
+        with Patches() as patches:
+            for name in methods:
+                if method := getattr(self.module, name, None):
+                    patches.set(self.module, name, self._wrapper(method))
             yield
-        finally:
-            replacements.undo()
 
     def _wrapper(self, method: Callable[..., Any]) -> Callable[..., Any]:
         if method not in self._wrappers:

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from lightning_bf16.precision import PrecisionBody
 
-from .replacements import replacements
-
-__all__ = ["patch_weight_averaging"]
+__all__ = ["swap_models"]
 
 
-def patch_weight_averaging(callbacks: Iterable[Any]) -> None:
-    """Keep the averages of ``WeightAveraging`` callbacks where they are during a validation.
+def swap_models(original: Callable[..., None]) -> Callable[..., None]:
+    """Keep the average where it is during a validation, and lend the module a copy.
 
-    The callback swaps average and module for that time; through bf16 parameters the average would
-    come back rounded, each time.
+    The callback swaps the two; through bf16 parameters the average would come back rounded.
     """
-    for callback in callbacks:
-        for owner in type(callback).__mro__:
-            if "_swap_models" in vars(owner):
-                replacements.wrap(owner, "_swap_models", _lend_average)
 
+    def _swap_models(callback: Any, module: Any) -> None:
+        if not isinstance(module.trainer.precision_plugin, PrecisionBody):
+            original(callback, module)
+            return
+        average = callback._average_model.module
+        averages, own = ((*m.parameters(), *m.buffers()) for m in (average, module))
+        # Copies, no exchange of tensors: a version counter and exact masters hang on the module's.
+        values = callback.__dict__.pop("_torch_bf16_lent", None)
+        if values is None:
+            callback._torch_bf16_lent = [current.data.clone() for current in own]
+            values = [average.data for average in averages]
+        for current, value in zip(own, values, strict=True):
+            current.data.copy_(value)
 
-def _lend_average(callback: Any, original: Callable[[Any], Any], module: Any) -> None:
-    if not isinstance(module.trainer.precision_plugin, PrecisionBody):
-        original(module)
-        return
-    averages, own = (
-        (*each.parameters(), *each.buffers()) for each in (callback._average_model.module, module)
-    )
-    # Copies, and no exchange of tensors: a version counter and exact masters hang on the module's.
-    values = callback.__dict__.pop("_torch_bf16_lent", None)
-    if values is None:
-        callback._torch_bf16_lent = [current.data.clone() for current in own]
-        values = [average.data for average in averages]
-    for current, value in zip(own, values, strict=True):
-        current.data.copy_(value)
+    return _swap_models

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecision
 
 import accelerate_bf16
 from accelerate_bf16 import ALIASES, MODES
-from accelerate_bf16.registration import check_version
 
 
 def test_modes_are_members_of_accelerates_own_enum(mode):
@@ -168,21 +167,21 @@ def test_registering_again_changes_nothing(make_accelerator):
     assert (Accelerator.prepare, PrecisionType.list()) == before
 
 
-def test_old_accelerate_is_refused_with_both_versions_and_the_remedy():
-    check_version("1.1.0")
-    check_version("1.16.0.dev0")
+def test_old_accelerate_is_refused_with_both_versions_and_the_remedy(monkeypatch):
+    for found in ("1.1.0", "1.16.0.dev0"):
+        monkeypatch.setattr(accelerate_bf16, "version", {"accelerate": found}.get)
+        accelerate_bf16.register()
+    monkeypatch.setattr(accelerate_bf16, "version", {"accelerate": "0.34.2"}.get)
     with pytest.raises(ImportError, match=r'>=1\.1 and found 0\.34\.2\. Run: pip install -U "acc'):
-        check_version("0.34.2")
+        accelerate_bf16.register()
 
 
 def test_missing_accelerate_is_named_with_the_remedy(monkeypatch):
     from importlib.metadata import PackageNotFoundError
 
-    from accelerate_bf16 import registration
-
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(registration, "version", missing)
+    monkeypatch.setattr(accelerate_bf16, "version", missing)
     with pytest.raises(ImportError, match=r"which is not installed\. Run: pip install"):
         accelerate_bf16.register()

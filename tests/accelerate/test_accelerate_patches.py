@@ -11,8 +11,8 @@ import pytest
 from launching import run
 
 from accelerate_bf16 import _patches
-from accelerate_bf16._patches.patch import Patches, temporarily
-from bf16_autoload import TARGETS
+from accelerate_bf16._patches.enums import add_member
+from bf16_autoload import TARGETS, Patches
 
 
 class Base:
@@ -84,9 +84,9 @@ def test_members_are_added_to_any_string_enum_once_and_taken_out_again():
         return list(Colour), *map(dict, maps)
 
     before, patches = contents(), Patches()
-    blue = patches.add_member(Colour, "BLUE", "blue")
-    assert patches.add_member(Colour, "BLUE", "blue") is blue is Colour("blue") is Colour.BLUE
-    patches.add_alias(Colour, "AZURE", "azure", blue)
+    blue = add_member(patches, Colour, "blue")
+    assert add_member(patches, Colour, "blue") is blue is Colour("blue") is Colour.BLUE
+    add_member(patches, Colour, "azure", blue)
     assert Colour("azure") is Colour["AZURE"] is blue
     assert [each.value for each in Colour] == ["red", "blue"]
     patches.undo()
@@ -103,9 +103,11 @@ def test_a_temporary_value_goes_when_the_block_raises():
             raise OSError(self.mode)
 
     state = State()
-    with pytest.raises(OSError, match="no"), temporarily(state, "mode", "no"):
+    with pytest.raises(OSError, match="no"), Patches() as patches:  # noqa: PT012
+        patches.set(state, "mode", "no")
         state.fail()
     assert state.mode == "bf16"
+    assert not vars(state)
 
 
 STOCK = """

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tiny_llm import llama, sequences
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import torch_bf16
@@ -179,6 +180,13 @@ def test_an_optimizer_of_transformers_own_trains_by_its_own_step(make_trainer, m
 def test_modes_of_transformers_itself_are_left_alone(make_trainer, name):
     trainer = make_trainer(bf16=name == "bf16")
     assert trainer.accelerator.mixed_precision == name
+
+
+def test_a_star_in_what_a_model_keeps_in_fp32_stands_for_one_part_of_a_name():
+    layers = [nn.ModuleDict({"gate": nn.Linear(2, 2), "up": nn.Linear(2, 2)}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    model._keep_in_fp32_modules_strict = {"layers.*.gate"}
+    assert sorted(fp32_parts(model)) == ["layers.0.gate", "layers.1.gate"]
 
 
 def test_what_a_model_declares_to_need_fp32_stays_and_computes_in_fp32(make_trainer, launched):

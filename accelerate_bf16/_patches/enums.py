@@ -1,0 +1,41 @@
+"""Members of the enums in which Accelerate and transformers keep names."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from bf16_autoload import Patches
+
+__all__ = ["add_member"]
+
+
+def add_member(patches: Patches, enum: type[Enum], value: str, member: Any = None) -> Any:
+    """Add a member to an enum that mixes in ``str``, for all who imported it.
+
+    Works on Python 3.10 to 3.13, whose enums keep their members in the same maps.
+
+    Args:
+        patches: takes the member out again.
+        enum: mutated, unless it has the value already.
+        value: of the member, which is named after it.
+        member: one that gets a second value and name, which are not listed; None makes one.
+    """
+    maps: Any = enum
+    if value in maps._value2member_map_:
+        return maps._value2member_map_[value]
+    name = value.upper().replace("-", "_")
+    if member is None:
+        member = str.__new__(maps, value)
+        member._name_ = name
+        member._value_ = value
+        member._sort_order_ = len(maps._member_names_)
+        member.__objclass__ = enum
+        patches.append(maps._member_names_, name)
+    # Before it is in the map, whose names the metaclass lets nobody assign to.
+    patches.set(enum, name, member)
+    patches.add(maps._member_map_, name, member)
+    patches.add(maps._value2member_map_, value, member)
+    if hasattr(maps, "_hashable_values_"):  # Python 3.13
+        patches.append(maps._hashable_values_, value)
+    return member
