@@ -10,7 +10,12 @@ from ranks import IMPORTS
 from small_model import Model
 from torch.nn.functional import mse_loss
 
-IMPORTS += ["accelerate", "peft", "transformers.models.llama.modeling_llama"]
+IMPORTS += [
+    "accelerate",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ IMPORTS = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch_bf16",
+    "torch_bf16.backends.cpu.launch",
 ]
 
 
