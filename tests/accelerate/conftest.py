@@ -6,8 +6,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from ranks import IMPORTS
 from small_model import Model
 from torch.nn.functional import mse_loss
+
+IMPORTS += [
+    "accelerate",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
 
 
 @pytest.fixture(autouse=True)

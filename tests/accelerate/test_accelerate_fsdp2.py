@@ -1,65 +1,28 @@
-"""FSDP2 through Accelerate: one launch on two ranks makes every check, another takes over."""
+"""FSDP2 and tensor parallelism through Accelerate, on ranks that are told that a CPU is a GPU."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib.metadata import version
 
 import pytest
+import torch
 from launching import SCRIPTS, launched
 from packaging.version import Version
+
+from accelerate_bf16 import MODES
 
 if Version(version("accelerate")) < Version("1.10"):
     pytest.skip(
         "this Accelerate has no FSDP2, or one without whole state dicts", allow_module_level=True
     )
 
+import fsdp2_on_ranks as on_ranks
+from sharded_llama import assert_same
+
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
-CHECKS = [
-    "the_launchers_options_are_enough",
-    "training_has_the_bits_of_ddp",
-    "masters_start_from_the_weights_that_the_user_had",
-    "what_accelerate_does_around_sharding_changes_no_bit",
-    "clipping_takes_the_exact_norm_and_leaves_gradients_unwritten",
-    "micro_batches_are_reduced_once",
-    "sums_in_fp32_reach_the_step",
-    "what_stays_fp32_is_a_group_of_its_own",
-    "adapters_stay_fp32_beside_a_bf16_base",
-    "models_that_are_sharded_already_and_ones_prepared_again",
-    "a_resumed_run_repeats_itself_bit_for_bit",
-    "tensor_parallelism_trains_the_same_on_every_rank",
-    "the_trainer_trains_saves_and_resumes_bit_for_bit",
-]
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fsdp2")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(folder):
-    command = [*LAUNCH, "--num_processes", "2"]
-    command += ["--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += ["--mixed_precision", "bf16-stochastic", "--use_fsdp", "--fsdp_version", "2"]
-    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-    return launched([*command, SCRIPTS / "fsdp2.py", folder], folder, **ENVIRONMENT)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_ranks(two_ranks, name):
-    failed, _ = two_ranks
-    assert not failed[name], failed[name]
-
-
-def test_every_check_is_named_here_and_one_rank_says_what_is_trained(two_ranks):
-    failed, stderr = two_ranks
-    assert list(failed) == CHECKS
-    line = "mixed_precision=bf16-stochastic: 35.1 k parameters (35.1 k bfloat16), 8.03 bytes per"
-    assert line in stderr
-
-
 CONFIG = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -71,10 +34,84 @@ fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
 """
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_kind = pytest.mark.parametrize("kind", ["SHARDED", "FULL"])
 
 
-def test_one_rank_of_a_configuration_file_takes_over(two_ranks, folder):
-    (folder / "config.yaml").write_text(CONFIG)
-    launch = [*LAUNCH, "--config_file", folder / "config.yaml"]
-    failed, _ = launched([*launch, SCRIPTS / "fsdp2.py", folder], folder, **ENVIRONMENT)
-    assert failed == {"other_ranks_take_over": ""}
+def test_the_launchers_options_are_enough_and_one_rank_says_what_is_trained(tmp_path):
+    command = [*LAUNCH, "--num_processes", "2"]
+    command += ["--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["--mixed_precision", "bf16-stochastic", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    _, stderr = launched([*command, SCRIPTS / "fsdp2.py", tmp_path], tmp_path, **ENVIRONMENT)
+    line = "mixed_precision=bf16-stochastic: 35.1 k parameters (35.1 k bfloat16), 8.03 bytes per"
+    assert stderr.count(line) == 1
+
+
+@pytest.fixture(scope="module")
+def trained(ranks):
+    """``trained(mode)``: by nothing but FSDP2; losses and contents of each rank."""
+    return functools.cache(lambda mode: ranks(2, on_ranks.trained, mode, "nothing"))
+
+
+@every_mode
+@pytest.mark.parametrize("around", [each for each in on_ranks.AROUND if each != "nothing"])
+def test_what_accelerate_does_around_sharding_changes_no_bit(ranks, trained, mode, around):
+    found = ranks(2, on_ranks.trained, mode, around)
+    for (losses, numbers), (known, expected) in zip(found, trained(mode), strict=True):
+        assert losses == known
+        assert_same(numbers, expected)
+
+
+@every_mode
+def test_training_has_the_bits_of_ddp(ranks, mode):
+    ranks(2, on_ranks.training_has_the_bits_of_ddp, mode)
+
+
+@pytest.mark.skipif(version("transformers") < "5", reason="tensor parallelism came with 5")
+@every_mode
+def test_tensor_parallelism_trains_the_same_on_every_rank(ranks, mode, tmp_path):
+    ranks(2, on_ranks.tensor_parallelism_trains_the_same_on_every_rank, mode, tmp_path)
+
+
+@every_mode
+@every_kind
+def test_a_resumed_run_repeats_itself_bit_for_bit(ranks, mode, kind, tmp_path):
+    ranks(2, on_ranks.a_resumed_run_repeats_itself_bit_for_bit, mode, kind, tmp_path)
+
+
+@every_mode
+@every_kind
+def test_one_rank_takes_over_what_two_have_saved(ranks, mode, kind, tmp_path):
+    expected = ranks(2, on_ranks.saved, mode, kind, tmp_path)[0]
+    assert_same(ranks(1, on_ranks.taken_over, mode, kind, tmp_path)[0], expected)
+
+
+def test_one_rank_of_a_configuration_file_takes_over(ranks, tmp_path):
+    expected = ranks(2, on_ranks.saved, "bf16-fp32-master", "SHARDED", tmp_path)[0]
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    launch = [*LAUNCH, "--config_file", tmp_path / "config.yaml"]
+    launched([*launch, SCRIPTS / "fsdp2.py", tmp_path], tmp_path, **ENVIRONMENT)
+    assert_same(torch.load(tmp_path / "taken over"), expected)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        on_ranks.masters_start_from_the_weights_that_the_user_had,
+        on_ranks.clipping_takes_the_exact_norm_and_leaves_gradients_unwritten,
+        on_ranks.micro_batches_are_reduced_once,
+        on_ranks.sums_in_fp32_reach_the_step,
+        on_ranks.what_stays_fp32_is_a_group_of_its_own,
+        on_ranks.what_would_be_fp32_beside_bf16_in_one_group_is_refused,
+        on_ranks.adapters_stay_fp32_beside_a_bf16_base,
+        on_ranks.models_that_are_sharded_already_and_ones_prepared_again,
+    ],
+    ids=lambda claim: claim.__name__,
+)
+def test_on_two_ranks(ranks, claim):
+    ranks(2, claim)
+
+
+def test_the_trainer_trains_saves_and_resumes_bit_for_bit(ranks, tmp_path):
+    ranks(2, on_ranks.the_trainer_trains_saves_and_resumes_bit_for_bit, tmp_path)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from lightning_models import FABRICS, MODES, TRAINERS, host
+from ranks import IMPORTS
 
 import lightning_bf16  # noqa: F401  (makes the modes known)
 
 HERE = Path(__file__).parent
+IMPORTS += [*TRAINERS, *FABRICS]
 
 # All from the hosts, none says anything about these tests.
 HOST_WARNINGS = (

@@ -1,20 +1,13 @@
-"""One of the processes that test_lightning_ddp.py starts: train in every way, save what came out.
-
-Usage: ddp_replica.py FOLDER STEPS. Rank and world size come from torchrun's variables.
-"""
+"""What each of two replicas that were initialised differently ends with, by Trainer and Fabric."""
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-from pathlib import Path
-
 import torch
+import torch.distributed as dist
 from lightning_models import MODES, batches, host, make_module, make_trainer, network, snapshot
 from torch.nn import functional as F
+from torchrun_variables import as_torchrun_says
 
-RANK = int(os.environ.get("RANK", "0"))
 RUNS = [
     ("lightning.pytorch", MODES[0]),
     ("lightning.pytorch", MODES[1]),
@@ -24,14 +17,23 @@ RUNS = [
 ]
 
 
+@as_torchrun_says()
+def trained(package, mode, steps, lr):
+    """The first weight as this rank made it, and all that it ends with."""
+    train = trained_by_fabric if "fabric" in package else trained_by_trainer
+    return train(host(package), mode, steps, lr)
+
+
 def trained_by_trainer(pl, mode, steps, lr):
+    rank = dist.get_rank()
+
     def configure_optimizers(self):
         # Ranks that draw from different generators, before and while they train.
-        torch.manual_seed(1000 + RANK)
+        torch.manual_seed(1000 + rank)
         self.made = [torch.optim.AdamW(self.parameters(), lr=lr)]
         return self.made[0]
 
-    module = make_module(pl, seed=RANK, configure_optimizers=configure_optimizers)
+    module = make_module(pl, seed=rank, configure_optimizers=configure_optimizers)
     first = module.net[0].weight.detach().clone()
     trainer = make_trainer(
         pl,
@@ -43,16 +45,17 @@ def trained_by_trainer(pl, mode, steps, lr):
         gradient_clip_val=0.5,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, batches(10, seed=RANK))
+    trainer.fit(module, batches(10, seed=rank))
     assert trainer.world_size == 2
     assert trainer.global_step == steps
     return first, snapshot(module, module.made[0])
 
 
 def trained_by_fabric(package, mode, steps, lr):
+    rank = dist.get_rank()
     fabric = package.Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=mode)
     fabric.launch()
-    torch.manual_seed(RANK)
+    torch.manual_seed(rank)
     net = network()
     first = net[0].weight.detach().clone()
     adamw = torch.optim.AdamW(net.parameters(), lr=lr)
@@ -61,29 +64,11 @@ def trained_by_fabric(package, mode, steps, lr):
     else:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(adamw)
-    torch.manual_seed(1000 + RANK)
-    data = list(batches(10, seed=RANK))
+    torch.manual_seed(1000 + rank)
+    data = list(batches(10, seed=rank))
     for step in range(steps):
         x, y = data[step % len(data)]
         optimizer.zero_grad()
         fabric.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     return first, snapshot(net, adamw)
-
-
-def main(folder: Path, steps: int) -> None:
-    for package, mode in RUNS:
-        train = trained_by_fabric if "fabric" in package else trained_by_trainer
-        first, trained = train(host(package), mode, steps, lr=1e-2)
-        torch.save({"first": first, **trained}, folder / f"{package}-{mode}-{RANK}.pt")
-        if mode == "bf16-fp32-master":
-            # A step that changes no weight shows what the masters started from.
-            first, trained = train(host(package), mode, 1, lr=0.0)
-            torch.save({"first": first, **trained}, folder / f"{package}-start-{RANK}.pt")
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]))

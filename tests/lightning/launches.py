@@ -1,7 +1,8 @@
 """Trains by every launcher of DDP: ``launches.py FOLDER`` spawns, and starts itself again.
 
 A notebook imports it for those that fork. The replicas look at one another when they have trained;
-each writes what it is to the folder.
+each writes what it is to the folder. What a run fails with is written there, too, and the next one
+is made all the same.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -99,16 +101,26 @@ def in_fabric(fabric, folder, run):
 
 def train(folder, runs):
     """By each launcher in each package, the modes in turn."""
-    for (strategy, package), mode in zip(runs, itertools.cycle(MODES), strict=False):
-        if "LOCAL_RANK" in os.environ and strategy != "ddp":
+    for run, mode in zip(runs, itertools.cycle(MODES), strict=False):
+        if "LOCAL_RANK" in os.environ and run[0] != "ddp":
             continue  # the process that popen starts runs this file from the top
-        if package in FABRICS:
-            fabric = host(package).Fabric(
-                accelerator="cpu", devices=2, strategy=strategy, precision=mode
-            )
-            fabric.launch(in_fabric, folder, (strategy, package))
-        else:
-            in_trainer(folder, strategy, package, mode)
+        try:
+            by_launcher(folder, *run, mode)
+        except Exception:
+            failed = folder / f"{'-'.join(run)}-{os.environ.get('LOCAL_RANK', '0')}.failed"
+            failed.write_text(traceback.format_exc())
+            if run[0] == "ddp":
+                raise  # or the other rank, which nobody joins, would wait for this one
+
+
+def by_launcher(folder, strategy, package, mode):
+    if package in FABRICS:
+        fabric = host(package).Fabric(
+            accelerator="cpu", devices=2, strategy=strategy, precision=mode
+        )
+        fabric.launch(in_fabric, folder, (strategy, package))
+    else:
+        in_trainer(folder, strategy, package, mode)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from launches import FORKS, STARTS
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 HERE = Path(__file__).parent
 CELL = """
@@ -25,33 +28,45 @@ launches.train(Path({folder!r}), launches.FORKS)
 """
 
 
-def assert_trained(folder, runs):
-    for strategy, package in runs:
-        for rank in (0, 1):
-            told = json.loads((folder / f"{strategy}-{package}-{rank}.json").read_text())
-            assert told == {
-                "same": True,
-                "optimizer": "torch_bf16.optim.adam",
-                "weights": ["torch.bfloat16"],
-                "steps": 3,
-            }, (strategy, package, rank)
+def assert_trained(folder, run):
+    name = "-".join(run)
+    failures = [each.read_text() for each in folder.glob(f"{name}-*.failed")]
+    assert not failures, "\n".join(failures)
+    for rank in (0, 1):
+        assert json.loads((folder / f"{name}-{rank}.json").read_text()) == {
+            "same": True,
+            "optimizer": "torch_bf16.optim.adam",
+            "weights": ["torch.bfloat16"],
+            "steps": 3,
+        }, rank
 
 
-def test_a_notebook_forks_replicas_that_train_to_the_same_bits(tmp_path, monkeypatch):
-    # ipykernel on Python 3.11 and newer asks for it, for its debugger.
-    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.v4.new_notebook()
-    code = CELL.format(here=str(HERE), folder=str(tmp_path))
-    notebook.cells = [nbformat.v4.new_code_cell(code)]
-    NotebookClient(notebook, timeout=200, kernel_name="python3").execute(cwd=str(tmp_path))
-    assert_trained(tmp_path, FORKS)
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    """Where the runs of a notebook have written, and what ended it before its time."""
+    folder = tmp_path_factory.mktemp("notebook")
+    made = nbformat.v4.new_notebook()
+    code = CELL.format(here=str(HERE), folder=str(folder))
+    made.cells = [nbformat.v4.new_code_cell(code)]
+    error = None
+    with pytest.MonkeyPatch.context() as patch:
+        # ipykernel on Python 3.11 and newer asks for it, for its debugger.
+        patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        try:
+            NotebookClient(made, timeout=200, kernel_name="python3").execute(cwd=str(folder))
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as found:
+            error = found
+    return folder, error
 
 
-def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bits(tmp_path):
-    with (tmp_path / "log").open("w") as log:
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Where the runs of a script have written, and the code that it ended with, if it did."""
+    folder = tmp_path_factory.mktemp("script")
+    with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, HERE / "launches.py", tmp_path],
+            [sys.executable, HERE / "launches.py", folder],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
@@ -59,9 +74,30 @@ def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bi
         )
         try:
             code = process.wait(200)
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
-            if process.poll() is None:
+            # Also those that wait for one that failed.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    assert code == 0, (tmp_path / "log").read_text()[-3000:]
-    assert_trained(tmp_path, STARTS)
+            process.wait()
+    return folder, code
+
+
+@pytest.mark.parametrize("run", FORKS, ids="-".join)
+def test_replicas_that_a_notebook_forks_train_to_the_same_bits(notebook, run):
+    assert_trained(notebook[0], run)
+
+
+@pytest.mark.parametrize("run", STARTS, ids="-".join)
+def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bits(script, run):
+    assert_trained(script[0], run)
+
+
+def test_the_notebook_ends_well(notebook):
+    assert notebook[1] is None, notebook[1]
+
+
+def test_the_script_ends_well(script):
+    folder, code = script
+    assert code == 0, (folder / "log").read_text()[-3000:]

@@ -162,21 +162,17 @@ def run_fsdp_refusal(rank, ranks):
         torch_bf16.accumulate_gradients(model, optimizer, "fp32")
 
 
-def run_refusals(rank, ranks):
-    for options, why in (
-        ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view"),
-        ({"find_unused_parameters": True}, "find_unused_parameters"),
-    ):
-        bare = Model()
-        optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
-        model = DistributedDataParallel(bare, **options)
-        with pytest.raises(ValueError, match=why):
-            torch_bf16.accumulate_gradients(model, optimizer, "fp32")
-        # What the message offers works.
-        torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
-        model(micro_batch(bare, rank, 0, 0)).backward()
-        model(micro_batch(bare, rank, 0, 1)).backward()
-        optimizer.step()
+def run_refusal(rank, ranks, option):
+    bare = Model()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare, **{option: True})
+    with pytest.raises(ValueError, match=option):
+        torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    # What the message offers works.
+    torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
+    model(micro_batch(bare, rank, 0, 0)).backward()
+    model(micro_batch(bare, rank, 0, 1)).backward()
+    optimizer.step()
 
 
 def run_fsdp_release(rank, ranks, max_norm):
@@ -262,16 +258,18 @@ def local(tensor):
 
 
 def run_release_under_ddp(rank, ranks):
-    for order in ("ddp first", "release first"):
-        bare = Model()
-        optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
-        if order == "ddp first":
-            with pytest.raises(NotImplementedError, match="DDP reduces them in buckets"):
-                torch_bf16.release_gradients(DistributedDataParallel(bare), optimizer)
-        else:
-            torch_bf16.release_gradients(bare, optimizer)
-            with pytest.raises(NotImplementedError, match="Shard the model with fully_shard"):
-                DistributedDataParallel(bare)(micro_batch(bare, rank, 0, 0))
+    bare = Model()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    with pytest.raises(NotImplementedError, match="DDP reduces them in buckets"):
+        torch_bf16.release_gradients(DistributedDataParallel(bare), optimizer)
+
+
+def run_ddp_around_release(rank, ranks):
+    bare = Model()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    torch_bf16.release_gradients(bare, optimizer)
+    with pytest.raises(NotImplementedError, match="Shard the model with fully_shard"):
+        DistributedDataParallel(bare)(micro_batch(bare, rank, 0, 0))
 
 
 CASES = {
@@ -288,7 +286,10 @@ CASES = {
     "no-sync-bf16-control": lambda rank, ranks: run_no_sync_loses_nothing(
         rank, ranks, "bf16_nearest"
     ),
-    "refusals": run_refusals,
+    **{
+        f"refused-{option}": functools.partial(run_refusal, option=option)
+        for option in ("gradient_as_bucket_view", "find_unused_parameters")
+    },
     **{
         f"fsdp2-{format}{'' if synchronised else '-no-sync'}": functools.partial(
             run_fsdp_loses_nothing, format=format, synchronised=synchronised
@@ -308,6 +309,7 @@ CASES = {
         for norm in ("parameter", "last_step")
     },
     "release-under-ddp": run_release_under_ddp,
+    "ddp-around-release": run_ddp_around_release,
 }
 
 

@@ -24,8 +24,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# What takes seconds to import; processes are forked from one that has it.
-_IMPORTS = [
+# What takes seconds to import; processes are forked from one that has it. A conftest.py whose tests
+# need more adds that, which others then need not wait for.
+IMPORTS = [
     "pytest",
     "numba",
     "torch",
@@ -34,6 +35,7 @@ _IMPORTS = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch_bf16",
+    "torch_bf16.backends.cpu.launch",
 ]
 
 
@@ -59,7 +61,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTS)
+        self._context.set_forkserver_preload(IMPORTS)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._calls = 0

@@ -1,13 +1,15 @@
-"""FSDP1 through Accelerate: ``torchrun ... fsdp1.py FOLDER RESULT``.
+"""FSDP1 through Accelerate, as every rank does it.
 
-Two ranks make every check, one takes over what those have saved in the folder. torch shards by
-FSDP1 on GPUs only; here what asks for one is told that a CPU will do.
+torch shards by FSDP1 on GPUs only; here what asks for one is told that a CPU will do.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -16,22 +18,19 @@ from sharded_llama import (
     accelerator,
     assert_same,
     contents,
-    llama,
     loss_of,
+    on_ranks,
     prepared,
-    report,
-    sequences,
     train,
 )
+from tiny_llm import llama, sequences
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils, _state_dict_utils
 
-from accelerate_bf16 import MODES, BF16RecipeKwargs
+from accelerate_bf16 import BF16RecipeKwargs
 
 CPU = torch.device("cpu")
-_init_utils._get_compute_device = lambda *_: CPU
-_init_utils._check_module_states_for_sync_module_states = lambda _: None
 _unshard = _state_dict_utils._common_unshard_pre_state_dict_hook
 
 
@@ -39,8 +38,18 @@ def _unshard_where_it_is(*args, offload_to_cpu, **options):
     return _unshard(*args, offload_to_cpu=False, **options)
 
 
-# What is offloaded from a CPU to a CPU lies in memory that torch has freed.
-_state_dict_utils._common_unshard_pre_state_dict_hook = _unshard_where_it_is
+@contextmanager
+def flattening() -> Iterator[None]:
+    answers = [
+        (_init_utils, "_get_compute_device", lambda *_: CPU),
+        (_init_utils, "_check_module_states_for_sync_module_states", lambda _: None),
+        # What is offloaded from a CPU to a CPU lies in memory that torch has freed.
+        (_state_dict_utils, "_common_unshard_pre_state_dict_hook", _unshard_where_it_is),
+    ]
+    with on_ranks(), ExitStack() as stack:
+        for where, name, answer in answers:
+            stack.enter_context(mock.patch.object(where, name, answer))
+        yield
 
 
 def flat(mode, model=llama, lr=1e-2, late=False, synced=False, kind="SHARDED", **options):
@@ -83,45 +92,51 @@ def whole_states(model, optimizer):
     }
 
 
-def training_has_the_bits_of_fsdp2():
-    for mode in MODES:
-        made, model, optimizer = prepared(mode)
-        losses = train(made, model, optimizer, range(3))
-        expected = {n: t for n, t in contents(model, optimizer).items() if "/" not in n}
-        for late in (False, True):
-            made, model, optimizer = flat(mode, late=late)
-            assert made.distributed_type.value == "FSDP"
-            assert not made.is_fsdp2
-            assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-            assert train(made, model, optimizer, range(3)) == losses
-            assert_same(weights(model), expected)
+@flattening()
+def training_has_the_bits_of_fsdp2(mode, late):
+    made, model, optimizer = prepared(mode)
+    losses = train(made, model, optimizer, range(3))
+    expected = {n: t for n, t in contents(model, optimizer).items() if "/" not in n}
+    made, model, optimizer = flat(mode, late=late)
+    assert made.distributed_type.value == "FSDP"
+    assert not made.is_fsdp2
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert train(made, model, optimizer, range(3)) == losses
+    assert_same(weights(model), expected)
 
 
-def masters_are_those_of_the_first_rank():
-    """The others have wrong weights, or none, as with ``cpu_ram_efficient_loading``."""
+def nowhere(made):
+    return llama().to("meta") if made.process_index else llama()
+
+
+def constant(made):
+    model = llama()
+    if made.process_index:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 3.0)
+    return model
+
+
+@flattening()
+def masters_are_those_of_the_first_rank(load, late):
     made, model, optimizer = flat("bf16-fp32-master")
     train(made, model, optimizer, range(3))
     expected = weights(model)
+    loaded = functools.partial(load, made)
+    made, model, optimizer = flat("bf16-fp32-master", loaded, late=late, synced=True)
+    train(made, model, optimizer, range(3))
+    assert_same(weights(model), expected)
 
-    def nowhere():
-        return llama().to("meta") if made.process_index else llama()
 
-    def constant():
-        model = llama()
-        if made.process_index:
-            for parameter in model.parameters():
-                nn.init.constant_(parameter, 3.0)
-        return model
-
-    for load, late in ((constant, False), (nowhere, True)):
-        made, model, optimizer = flat("bf16-fp32-master", load, late=late, synced=True)
-        train(made, model, optimizer, range(3))
-        assert_same(weights(model), expected)
+@flattening()
+def an_optimizer_of_weights_that_are_nowhere_is_refused():
+    made = accelerator("bf16-fp32-master")
     refused = pytest.raises(ValueError, match="AdamW holds parameters on the meta device")
     with refused if made.process_index else nullcontext():
-        flat("bf16-fp32-master", nowhere, synced=True)
+        flat("bf16-fp32-master", functools.partial(nowhere, made), synced=True)
 
 
+@flattening()
 def clipping_takes_the_exact_norm_over_all_shards():
     made, model, optimizer = flat("bf16-stochastic")
     with made.no_sync(model):
@@ -134,6 +149,7 @@ def clipping_takes_the_exact_norm_over_all_shards():
     optimizer.step()
 
 
+@flattening()
 def micro_batches_are_reduced_as_by_hand():
     results = []
     for by_hand in (False, True):
@@ -151,45 +167,77 @@ def micro_batches_are_reduced_as_by_hand():
             train(made, model, optimizer, range(4))
         results.append(weights(model))
     assert_same(*results)
+
+
+@flattening()
+def clipping_by_value_is_refused():
+    made, model, _ = flat("bf16-stochastic")
     made.backward(loss_of(made, model, 0))
     with pytest.raises(Exception, match="FSDP  do not support `clip_grad_value_`"):
         made.clip_grad_value_(model.parameters(), 1e-3)
 
 
-def a_resumed_run_repeats_itself_bit_for_bit(folder):
-    for mode in MODES:
-        for kind in ("SHARDED", "FULL"):
-            made, model, optimizer = flat(mode, kind=kind)
-            train(made, model, optimizer, range(3))
-            made.save_state(f"{folder}/{mode}-{kind}")
-            saved, states = weights(model), whole_states(model, optimizer)
-            torch.save((saved, states), f"{folder}/{mode}-{made.process_index}")
-            train(made, model, optimizer, range(3, 5))
-            expected = weights(model)
-            state = made.get_state_dict(model)
-            if made.is_main_process:
-                assert {p.dtype for p in state.values()} == {torch.bfloat16}
-                assert torch.equal(state["lm_head.weight"], expected["lm_head.weight"])
-            made, model, optimizer = flat(mode, kind=kind)
-            if kind == "FULL":
-                train(made, model, optimizer, [7])
-            # With a sharded file Accelerate by itself would leave a fresh optimizer as it is.
-            made.load_state(f"{folder}/{mode}-{kind}")
-            assert_same(weights(model), saved)
-            train(made, model, optimizer, range(3, 5))
-            assert_same(weights(model), expected)
+def trained_and_saved(mode, kind, folder):
+    made, model, optimizer = flat(mode, kind=kind)
+    train(made, model, optimizer, range(3))
+    made.save_state(f"{folder}/state")
+    return made, model, optimizer
 
 
-def what_fsdp1_cannot_flatten_is_refused():
+@flattening()
+def saved(mode, kind, folder):
+    """The weights and states that a training saves there."""
+    _, model, optimizer = trained_and_saved(mode, kind, folder)
+    return weights(model), whole_states(model, optimizer)
+
+
+@flattening()
+def takes_over(mode, kind, folder):
+    """The weights and states that are loaded from there; training goes on."""
+    made, model, optimizer = flat(mode, kind=kind)
+    made.load_state(f"{folder}/state")
+    found = weights(model), whole_states(model, optimizer)
+    train(made, model, optimizer, [3])
+    assert made.num_processes == 1
+    return found
+
+
+@flattening()
+def a_resumed_run_repeats_itself_bit_for_bit(mode, kind, folder):
+    made, model, optimizer = trained_and_saved(mode, kind, folder)
+    then = weights(model)
+    train(made, model, optimizer, range(3, 5))
+    expected = weights(model)
+    state = made.get_state_dict(model)
+    if made.is_main_process:
+        assert {p.dtype for p in state.values()} == {torch.bfloat16}
+        assert torch.equal(state["lm_head.weight"], expected["lm_head.weight"])
+    made, model, optimizer = flat(mode, kind=kind)
+    if kind == "FULL":
+        train(made, model, optimizer, [7])
+    # With a sharded file Accelerate by itself would leave a fresh optimizer as it is.
+    made.load_state(f"{folder}/state")
+    assert_same(weights(model), then)
+    train(made, model, optimizer, range(3, 5))
+    assert_same(weights(model), expected)
+
+
+@flattening()
+def what_stays_fp32_is_refused():
     handler = BF16RecipeKwargs(keep_fp32=("*.q_proj",))
     with pytest.raises(NotImplementedError, match=r"keeps some .* in float32 .* fsdp_version=2"):
         flat("bf16-stochastic", kwargs_handlers=[handler])
+
+
+@flattening()
+def parameters_that_are_not_the_original_ones_are_refused():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=False)
     made = accelerator("bf16-stochastic", plugin=plugin)
     with pytest.raises(NotImplementedError, match=r"use_orig_params=False.* use_orig_params=True"):
         made.prepare(llama())
 
 
+@flattening()
 def the_trainer_trains_saves_and_resumes_bit_for_bit(folder):
     from transformers import Trainer, TrainingArguments
 
@@ -226,28 +274,3 @@ def the_trainer_trains_saves_and_resumes_bit_for_bit(folder):
     assert_same(weights(second.model_wrapped), weights(first.model_wrapped))
     losses = [each["loss"] for each in first.state.log_history if "loss" in each]
     assert losses[-1] < losses[0] - 0.5, losses
-
-
-def other_ranks_take_over(folder):
-    for mode in MODES:
-        for kind in ("SHARDED", "FULL"):
-            made, model, optimizer = flat(mode, kind=kind)
-            made.load_state(f"{folder}/{mode}-{kind}")
-            saved, states = torch.load(f"{folder}/{mode}-0")
-            assert_same(weights(model), saved)
-            assert_same(whole_states(model, optimizer), states)
-            train(made, model, optimizer, [3])
-            assert made.num_processes == 1
-
-
-CHECKS = [
-    training_has_the_bits_of_fsdp2,
-    masters_are_those_of_the_first_rank,
-    clipping_takes_the_exact_norm_over_all_shards,
-    micro_batches_are_reduced_as_by_hand,
-    a_resumed_run_repeats_itself_bit_for_bit,
-    the_trainer_trains_saves_and_resumes_bit_for_bit,
-    what_fsdp1_cannot_flatten_is_refused,
-]
-
-report(CHECKS if int(os.environ["WORLD_SIZE"]) == 2 else [other_ranks_take_over])

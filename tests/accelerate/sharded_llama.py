@@ -1,29 +1,20 @@
-"""A tiny Llama that Accelerate shards over CPUs, its training, and checks that report what failed.
-
-Imported by the scripts that run on several ranks.
-"""
+"""A tiny Llama that Accelerate shards over CPUs, and its training."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
-import sys
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
-from torch.distributed.tensor import DTensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from small_model import Counter, Model
 from tiny_llm import llama, sequences
-
-__all__ = ["Counter", "Model", "PartialState", "llama", "sequences"]
+from torch.distributed.tensor import DTensor
+from torchrun_variables import as_torchrun_says
 
 TOKENS = torch.tensor([each["input_ids"] for each in sequences()])
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -38,8 +29,22 @@ def _sharding_state(self, *args, **kwargs):
         found["distributed_type"] = DistributedType.MULTI_GPU
 
 
-# Accelerate shards where it has GPUs only. What it does then works on CPUs, too.
-PartialState.__init__ = _sharding_state
+@contextmanager
+def sharding() -> Iterator[None]:
+    """Accelerate shards where it has GPUs only. What it does then works on CPUs, too."""
+    with mock.patch.object(PartialState, "__init__", _sharding_state):
+        yield
+
+
+@contextmanager
+def on_ranks() -> Iterator[None]:
+    """For a rank that others will use after this: it is left as it was found."""
+    variables = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    variables["TOKENIZERS_PARALLELISM"] = "false"
+    with as_torchrun_says(), mock.patch.dict(os.environ, variables), sharding():
+        yield
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def accelerator(mode=None, fsdp=True, plugin=None, **options):
@@ -114,19 +119,3 @@ def assert_same(found, expected):
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
-
-
-def report(checks):
-    """Run checks on every rank; rank 0 writes what failed, of each, to the file named last."""
-    folder, result = sys.argv[1:]
-    failed = {}
-    for each in checks:
-        error = ""
-        try:
-            each(*([folder] if inspect.signature(each).parameters else []))
-        except Exception:
-            error = traceback.format_exc()
-        failed[each.__name__] = "\n".join(filter(None, gather_object([error])))
-    if PartialState().is_main_process:
-        Path(result).write_text(json.dumps(failed))
-    PartialState().destroy_process_group()
