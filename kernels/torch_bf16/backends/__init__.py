@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 import torch
 
@@ -11,6 +12,7 @@ from torch_bf16.errors import BackendUnavailableError
 
 from .backend import Backend, Kernel, ScalarSource
 from .bucket import Bucket, Variant
+from .certificates import fault_of
 from .cpu import CpuBackend
 from .eager import EagerBackend
 from .inputs import KernelInputs, ScalarRows, StepInputs
@@ -26,7 +28,9 @@ __all__ = [
     "ScalarSource",
     "StepInputs",
     "Variant",
+    "check_name",
     "choose",
+    "choose_for",
     "explain",
 ]
 
@@ -37,9 +41,7 @@ _BACKENDS: dict[str, Backend] = {
 BACKENDS = tuple(_BACKENDS)
 """Names of the backends that can be asked for."""
 
-# Those that are chosen without being asked for, the fastest first. "triton" is proved by its
-# interpreter and by its machine code, but not yet measured on a GPU: it joins when it is.
-_AUTOMATIC = ("cpu", "eager")
+_ENVIRONMENT = "TORCH_BF16_BACKEND"
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -49,8 +51,8 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
 
     Args:
         device: where the parameters are.
-        requested: a name from :data:`BACKENDS`; None takes the fastest that works, and says so
-            once where one that should have does not. ``"triton"`` must be asked for.
+        requested: a name from :data:`BACKENDS`; None for what the environment variable
+            ``TORCH_BF16_BACKEND`` says, else the fastest that can work there.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -60,10 +62,10 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
         >>> choose(torch.device("cpu"), "eager").name
         'eager'
     """
-    if requested is None:
-        return _automatic(device.type)
-    if requested not in _BACKENDS:
-        raise ValueError(f"unknown backend {requested!r}; known backends: {', '.join(BACKENDS)}")
+    requested = requested or os.environ.get(_ENVIRONMENT)
+    if not requested:
+        return _automatic(device)[0]
+    check_name(requested)
     backend = _BACKENDS[requested]
     if reason := backend.unavailable(device):
         works = [name for name, reason in explain(device).items() if reason is None]
@@ -74,29 +76,68 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
     return backend
 
 
+def choose_for(variant: Variant, requested: str | None = None) -> Backend:
+    """The backend for a variant: one asked for by name as it is, else one that was tried.
+
+    Args:
+        variant: what is to be run.
+        requested: as for :func:`choose`.
+
+    Raises:
+        ValueError, BackendUnavailableError: as for :func:`choose`; or no backend has the right
+            bits.
+    """
+    if requested or os.environ.get(_ENVIRONMENT):
+        return choose(variant.device, requested)
+    faults = []
+    for backend in _automatic(variant.device):
+        fault = fault_of(backend, variant)
+        if fault is None:
+            return backend
+        _warn_of(backend.name, variant, fault)
+        faults.append(f"{backend.name}: {fault}")
+    raise BackendUnavailableError(
+        f"no backend computes {variant.name} as it must on {variant.device}: {'; '.join(faults)}"
+    )
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no backend's name.
+
+    Raises:
+        ValueError: there is no backend of that name.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(BACKENDS)}")
+
+
 def explain(device: torch.device) -> dict[str, str | None]:
     """For each backend, why it cannot run on ``device``, or None where it can."""
     return {name: backend.unavailable(device) for name, backend in _BACKENDS.items()}
 
 
 @functools.cache
-def _automatic(device_type: str) -> Backend:
-    device = torch.device(device_type)
-    for backend in map(_BACKENDS.__getitem__, _AUTOMATIC):
-        reason = backend.unavailable(device)
-        if reason is None:
-            if device_type == "cuda":
-                _logger.warning(
-                    "torch_bf16: the %s backend is used on GPUs, and it is slow; the fused one has "
-                    "not been measured on a GPU yet and must be asked for: "
-                    "optimizer.backend = 'triton'",
-                    backend.name,
-                )
-            return backend
-        if backend.name == device_type:
-            _logger.warning(
-                "torch_bf16: the %s backend cannot be used (%s); falling back to a slower one",
-                backend.name,
-                reason,
-            )
-    raise BackendUnavailableError(f"no backend can run on {device}")
+def _automatic(device: torch.device) -> list[Backend]:
+    """Those that can work on a device, the fastest first.
+
+    Says once where the one that was made for the device is missing.
+    """
+    # On CPUs Triton only interprets, for tests.
+    order = ("cpu" if device.type == "cpu" else "triton", "eager")
+    reasons = {name: _BACKENDS[name].unavailable(device) for name in order}
+    first = reasons[order[0]]
+    if first is not None and device.type in ("cpu", "cuda"):
+        _logger.warning(
+            "torch_bf16: the %s backend cannot be used (%s); falling back to a slower one",
+            *(order[0], first),
+        )
+    return [_BACKENDS[name] for name, reason in reasons.items() if reason is None]
+
+
+@functools.cache
+def _warn_of(name: str, variant: Variant, fault: str) -> None:
+    _logger.warning(
+        "torch_bf16: the %s backend is not used for %s on %s: %s. A slower one takes its place. "
+        "Please report this line, with what `python -m torch_bf16 info` prints",
+        *(name, variant.name, variant.device, fault),
+    )

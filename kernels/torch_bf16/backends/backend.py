@@ -68,6 +68,10 @@ class Backend(Protocol):
         """Why this backend cannot run on ``device``, or None where it can."""
         ...
 
+    def fingerprint(self, device: torch.device) -> list[str]:
+        """What its bits on ``device`` follow from beside this package and torch's version."""
+        ...
+
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket; compiled at its first call at the latest."""
         ...

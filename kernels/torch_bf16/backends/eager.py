@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import platform
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ class EagerBackend:
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device``: it always can."""
         return None
+
+    def fingerprint(self, device: torch.device) -> list[str]:
+        """The kind of device."""
+        return [device.type, platform.machine()]
 
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket."""

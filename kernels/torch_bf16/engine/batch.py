@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import Backend, Bucket, KernelInputs, ScalarRows, Variant, choose
+from torch_bf16.backends import Backend, Bucket, KernelInputs, ScalarRows, Variant, choose_for
 from torch_bf16.formats import Format
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 from torch_bf16.rules import Rule
@@ -78,7 +78,7 @@ class Batch:
     ) -> None:
         self.variant = variant = jobs[0].variant
         if backend is None or isinstance(backend, str):
-            backend = choose(variant.device, backend)
+            backend = choose_for(variant, backend)
         self.backend = backend
         spans = [job.span for job in jobs]
         keys = [tensor_key(span.name) for span in spans]

@@ -45,6 +45,15 @@ class CpuBackend:
             return f"it updates tensors in the CPU's memory, not on {device.type}"
         return _missing()
 
+    def fingerprint(self, device: torch.device) -> list[str]:
+        """Compiler and processor."""
+        import llvmlite.binding
+        import numba
+
+        config = numba.config  # pyright: ignore
+        target = [config.CPU_NAME, config.CPU_FEATURES]  # pyright: ignore
+        return [numba.__version__, llvmlite.binding.get_host_cpu_name(), *map(str, target)]
+
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket; compiled, or read from Numba's cache, at its first call."""
         from .launch import CpuKernel

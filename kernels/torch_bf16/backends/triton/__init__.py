@@ -7,8 +7,10 @@ CPU tensors, slowly: so they can be tested without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,15 @@ def _missing() -> str | None:
     return None
 
 
+@functools.cache
+def _driver() -> str:
+    """Version of the GPU's driver, as far as it is said without asking the device."""
+    for place in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        with contextlib.suppress(OSError):
+            return Path(place).read_text().partition("\n")[0]
+    return "unknown"
+
+
 class TritonBackend:
     """Triton kernels, on GPUs."""
 
@@ -47,6 +58,16 @@ class TritonBackend:
         if device.type not in ("cpu", "cuda"):
             return f"it updates tensors on CUDA and ROCm devices, not on {device.type}"
         return _missing()
+
+    def fingerprint(self, device: torch.device) -> list[str]:
+        """Compiler, driver and device."""
+        import triton
+
+        if device.type == "cpu":
+            return [triton.__version__, "interpreter"]
+        found = torch.cuda.get_device_properties(device)
+        chip = getattr(found, "gcnArchName", f"sm_{found.major}{found.minor}")
+        return [triton.__version__, found.name, chip, _driver()]
 
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket, whose tables go up to the device now."""

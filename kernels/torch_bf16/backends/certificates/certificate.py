@@ -1,0 +1,140 @@
+"""Whether a backend computes the bits that it must, found out before its first use.
+
+A variant is tried on a small made-up bucket, and its bits are compared with those of the NumPy
+oracle. Ranks need not agree: backends that pass have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.backends.backend import Backend
+from torch_bf16.backends.bucket import Variant
+from torch_bf16.backends.eager import EagerBackend
+from torch_bf16.backends.host_scalars import HostScalars, evaluate
+from torch_bf16.backends.inputs import StepInputs
+from torch_bf16.rules import Rule
+
+from .digests import expected, key_of
+from .trial import GROUP, Trial, digests_of, names_of
+from .verdicts import verdict
+
+__all__ = ["fault_of"]
+
+COUNTED = (1, 2, 999, 2**24 - 1)
+"""The steps whose scalars are tried."""
+
+_logger = logging.getLogger("torch_bf16")
+_lock = threading.RLock()
+_known: dict[tuple[str, str, torch.device], str | None] = {}
+
+
+def fault_of(backend: Backend, variant: Variant) -> str | None:
+    """Why a backend must not run a variant on its device; None where its bits are right.
+
+    Tried once for a machine and its versions, in 1 to 30 ms beside what compiling takes, then
+    read from a file. No collective is called, and no random number of torch is drawn.
+
+    Args:
+        backend: one that is available on the device.
+        variant: what is to be run.
+    """
+    key = backend.name, key_of(variant), variant.device
+    if key in _known or variant.device.type == "meta":
+        return _known.get(key)
+    if cuda_graphs.capturing():
+        return "it was not tried before a CUDA graph was captured; take an ordinary step first"
+    with _lock:
+        if key not in _known:
+            facts = [torch.__version__, *backend.fingerprint(variant.device), source_hash()]
+            _known[key] = verdict([*key[:2], *facts], lambda: _fault(backend, variant))
+    return _known[key]
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of all that a step's bits follow from."""
+    digest = hashlib.blake2b(digest_size=8)
+    package = Path(__file__).parents[2]
+    for room in ("backends", "formats", "numerics", "rules"):
+        for source in sorted((package / room).rglob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _fault(backend: Backend, variant: Variant) -> str | None:
+    try:
+        trial = Trial.of(variant)
+    except Exception as error:
+        # A rule from elsewhere, whose options cannot be made up.
+        _logger.info("torch_bf16: %s cannot be tried, and is used: %r", variant.name, error)
+        return None
+    try:
+        with _undisturbed(variant.device):
+            return _other_bits(backend, trial) or _other_scalars(backend, variant)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        return f"it cannot be compiled or run ({type(error).__name__}: {reason})"
+
+
+def _other_bits(backend: Backend, trial: Trial) -> str | None:
+    variant, host = trial.variant, torch.device("cpu")
+    digests = expected(variant)
+    if digests is None:
+        if backend.name == EagerBackend.name:
+            return None
+        digests = digests_of(trial.run(EagerBackend(), host))
+    for beside in (False, True):
+        planes = trial.run(backend, variant.device, beside)
+        for name, _plane, want, got in zip(
+            names_of(variant), planes, digests, digests_of(planes), strict=True
+        ):
+            if want != got:
+                where = "tensors that are not aligned" if beside else "aligned tensors"
+                return f"{name} has other bits than it must, in {where}"
+    return None
+
+
+def _other_scalars(backend: Backend, variant: Variant) -> str | None:
+    if backend.scalars is HostScalars:
+        return None
+    rule: Rule = variant.rule
+    n = len(COUNTED)
+    counters = [torch.tensor(float(step - 1)) for step in COUNTED]
+    source = backend.scalars(rule, variant.device, [n], [0] * n, counters)
+    (rows,) = source.set([GROUP], StepInputs())
+    table = torch.as_tensor(rows.table).cpu().numpy()[rows.rows]
+    source.count()
+    counted = [float(step) for step in source.steps]
+    for step, row, number in zip(COUNTED, table, counted, strict=True):
+        want = np.array(evaluate(rule, GROUP, 0, step), np.float64).astype(np.float32)
+        got = row[: len(want)].astype(np.float32)
+        if not np.array_equal(want, got, equal_nan=True) or number != step:
+            return f"the scalars of step {step} are {got.tolist()} and not {want.tolist()}"
+    return None
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """A trial waits for the device, even where that is made an error."""
+    mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    with torch.no_grad():
+        if mode:
+            torch.cuda.set_sync_debug_mode(0)
+        try:
+            yield
+        finally:
+            if mode:
+                torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,279 @@
+"""A made-up bucket for each variant, of the same bits on every machine, and what becomes of it.
+
+Its tensors have tails, several of Triton's chunks, odd offsets and indices across 2**32; among its
+numbers are subnormals, zeros of both signs, infinities, NaN and the largest ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_bf16 import rules
+from torch_bf16.backends.backend import Backend
+from torch_bf16.backends.bucket import Bucket, Variant
+from torch_bf16.backends.inputs import KernelInputs, ScalarRows
+from torch_bf16.formats import Format
+from torch_bf16.numerics.counter_rng import stream_base, tensor_key
+from torch_bf16.rules import Rule
+
+__all__ = ["GROUP", "SEED", "STEPS", "Trial", "digests_of", "names_of", "settled"]
+
+SEED = 7
+STEPS = (1, 1000)
+"""The numbers of the steps of a trial, one after the other."""
+
+# The last is large enough for some of 2**16 equally likely draws to fall on where rounding turns.
+_SIZES = (1, 3, 130, 4097, 9219, 2**18 + 64)
+_OFFSETS = (0, 5, 5 * 2**32 + 3, 2**32 - 1000, 8, 2**31)
+# Elements of a run, and indices from its start to that of the next, where tensors are strided.
+_RUNS = ((1, 1), (2, 9), (37, 101), (37, 2**20), (512, 4096), (1000, 3000))
+
+# Lowest biased exponent and how many there are: of such numbers no rule makes NaN only.
+_EXPONENTS = {
+    rules.WEIGHTS: (121, 7),
+    rules.GRADIENT: (115, 12),
+    rules.FIRST_MOMENT: (113, 10),
+    rules.SECOND_MOMENT: (105, 20),
+    rules.EXACT: (119, 8),
+}
+_UNSIGNED = (rules.SECOND_MOMENT, rules.EXACT)
+_SPECIAL = np.array(
+    [
+        *(0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00012345, 0x00800000),
+        *(0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0xFF7F8000, 0x3F808000),
+    ],
+    np.uint32,
+)
+_MAGNITUDE, _UPPER = np.uint32(0x7FFFFFFF), np.uint32(0xFFFF0000)
+
+_BITS: dict[torch.dtype, Any] = {
+    torch.bfloat16: np.uint16,
+    torch.float32: np.uint32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+}
+_NAN: dict[Any, int] = {np.uint16: 0x7FC0, np.uint32: 0x7FC00000}
+
+
+class _Group(dict[str, Any]):
+    """A parameter group for any rule: what it does not know is a half."""
+
+    def __missing__(self, key: str) -> float:
+        return 0.5
+
+
+GROUP = _Group(
+    lr=0.01,
+    betas=(0.9, 0.99),
+    eps=1e-8,
+    weight_decay=0.1,
+    momentum=0.9,
+    dampening=0.1,
+    nesterov=True,
+    alpha=0.95,
+    momentum_decay=4e-3,
+    lr_decay=0.1,
+    clip=True,
+    rate=0.05,
+    scale=0.75,
+)
+"""The parameter group of a trial; ``scale`` is what its gradients are multiplied by."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The numbers of a trial, on the host; bf16 and fp32 as unsigned integers.
+
+    Attributes:
+        variant: what is tried.
+        planes: for each tensor, for each format, its planes.
+        gradients: of each tensor.
+        numels: int64, elements of each tensor.
+        offsets, widths, pitches: as in :class:`.Bucket`.
+        scalars: of each step.
+    """
+
+    variant: Variant
+    planes: list[list[tuple[np.ndarray, ...]]]
+    gradients: list[np.ndarray]
+    numels: np.ndarray
+    offsets: np.ndarray
+    widths: np.ndarray
+    pitches: np.ndarray
+    scalars: list[ScalarRows]
+
+    @classmethod
+    def of(cls, variant: Variant) -> Trial:
+        """The trial of a variant, the same on every device.
+
+        What the rule raises because its options cannot be made up is passed on.
+        """
+        scalars = [_scalars(variant.rule, step) for step in STEPS]
+        # Rows are whole blocks, and so is what tensors begin with and how long they are.
+        unit = 64 if any(each.block > 1 for each in variant.formats) else 1
+        sizes = [-(-n // unit) * unit for n in _SIZES]
+        source = np.random.PCG64(SEED)
+        roles = [variant.rule.role, *(state.role for state in variant.rule.states)]
+        planes, gradients = [], []
+        for size in sizes:
+            gradient = _numbers(source, rules.GRADIENT, 0, size)
+            gradients.append(_upper(gradient) if variant.gradient == torch.bfloat16 else gradient)
+            numbers = [_numbers(source, role, k, size) for k, role in enumerate(roles, 1)]
+            pairs = zip(variant.formats, numbers, strict=True)
+            planes.append([_planes(source, each, x) for each, x in pairs])
+        widths = pitches = numels = np.array(sizes, np.int64)
+        if variant.strided:
+            widths, pitches = np.array(_RUNS, np.int64).T * unit
+        offsets = np.array(_OFFSETS, np.int64) // unit * unit
+        return cls(variant, planes, gradients, numels, offsets, widths, pitches, scalars)
+
+    def run(
+        self, backend: Backend, device: torch.device, beside: bool = False
+    ) -> list[list[np.ndarray]]:
+        """The planes after the steps of a backend, :func:`settled`.
+
+        Args:
+            backend: what takes them.
+            device: where.
+            beside: let tensors start one element after an aligned address.
+        """
+
+        def place(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+            host = torch.from_numpy(array.view(f"i{array.itemsize}")).view(dtype)
+            room = torch.empty(len(host) + 1, dtype=dtype, device=device)
+            return (room[1:] if beside else room[:-1]).copy_(host)
+
+        formats = self.variant.formats
+        planes = [
+            [
+                tuple(
+                    place(array, plane.dtype)
+                    for array, plane in zip(arrays, each.planes, strict=False)
+                )
+                for arrays, each in zip(numbers, formats, strict=True)
+            ]
+            for numbers in self.planes
+        ]
+        gradients = [place(each, self.variant.gradient) for each in self.gradients]
+        keys = [tensor_key(f"p{number}") for number in range(len(planes))]
+        draws = self.variant.draws
+        bases = [[stream_base(SEED, key, draw.stream) for draw in draws] for key in keys]
+        variant = Variant(
+            self.variant.rule, formats, self.variant.gradient, device, self.variant.strided
+        )
+        runs = self.offsets, self.widths, self.pitches
+        kernel = backend.load(
+            Bucket(variant, planes, self.numels, *runs, np.array(bases, np.uint32))
+        )
+        for each in self.scalars:
+            kernel(KernelInputs(gradients, each))
+        return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
+
+
+def _scalars(rule: Rule, step: int) -> ScalarRows:
+    options = tuple(float(option) for option in rule.options(GROUP))
+    row = np.array([rule.scalars(options, step, GROUP["scale"])], np.float64)
+    first = np.zeros(len(_SIZES), np.int64)
+    return ScalarRows(first + step, first, row.astype(np.float32))
+
+
+def names_of(variant: Variant) -> list[str]:
+    """What each plane is called in ``optimizer.state``, in the order of :meth:`Trial.run`."""
+    names = ["", *(state.name for state in variant.rule.states)]
+    pairs = zip(variant.formats, names, strict=True)
+    return [plane or "weight" for each, name in pairs for plane in each.plane_names(name)]
+
+
+def settled(
+    formats: Sequence[Format], planes: Sequence[Sequence[Sequence[np.ndarray]]]
+) -> list[list[np.ndarray]]:
+    """Each plane of all tensors, with one NaN for all, and zeros where nothing is promised.
+
+    Args:
+        formats: of the numbers.
+        planes: for each tensor, for each format, its planes; floats as unsigned integers.
+    """
+    found: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
+    for numbers in planes:
+        columns = iter(found)
+        for number in numbers:
+            for plane in number:
+                if plane.dtype == np.int16 or (plane.dtype == np.int8 and plane is not number[0]):
+                    # What a weight lacks that is NaN depends on which NaN it is.
+                    plane = np.where(_is_nan(number[0]), plane.dtype.type(0), plane)
+                elif plane.dtype.type in _NAN:
+                    plane = np.where(
+                        _is_nan(plane), plane.dtype.type(_NAN[plane.dtype.type]), plane
+                    )
+                next(columns).append(plane)
+    return found
+
+
+def digests_of(planes: Sequence[Sequence[np.ndarray]]) -> list[str]:
+    """Of each plane of all tensors, eight bytes in hexadecimal digits."""
+    return [
+        hashlib.blake2b(b"".join(each.tobytes() for each in plane), digest_size=8).hexdigest()
+        for plane in planes
+    ]
+
+
+def _on_host(plane: Tensor) -> np.ndarray:
+    host = plane.cpu()
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[host.itemsize]
+    return host.view(integers).numpy().view(_BITS[plane.dtype])
+
+
+def _raw(source: np.random.PCG64, n: int) -> np.ndarray:
+    # The words of a bit generator are the same in every version of NumPy; its numbers need not be.
+    return source.random_raw(n).astype(np.uint32)
+
+
+def _numbers(source: np.random.PCG64, role: str, place: int, size: int) -> np.ndarray:
+    """The bits of fp32 numbers whose size suits their role, with some special ones."""
+    lowest, span = _EXPONENTS[role]
+    raw = _raw(source, size)
+    exponent = np.uint32(lowest) + (raw >> np.uint32(23)) % np.uint32(span)
+    x = raw & np.uint32(0x807FFFFF) | exponent << np.uint32(23)
+    if size > 64:
+        # At a distance of their own for each number, so that they meet and miss one another.
+        x[np.arange(len(_SPECIAL)) * (place + 2)] = np.roll(_SPECIAL, place)
+    return x & _MAGNITUDE if role in _UNSIGNED else x
+
+
+def _planes(source: np.random.PCG64, format_: Format, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Planes of which the first, if it is a float, is ``x``; the others have any bits."""
+    planes = []
+    for number, plane in enumerate(format_.planes):
+        bits = _raw(source, len(x) // plane.block)
+        if plane.dtype == torch.bfloat16:
+            bits = _upper(x)
+        elif plane.block > 1 and plane.dtype == torch.float32:
+            bits = np.uint32(118 << 23) + bits % np.uint32(8 << 23)
+            bits[1:3] = np.array([_NAN[np.uint32], 0], np.uint32)[: len(bits) - 1]
+        elif plane.dtype == torch.float32 and number:
+            # A master lies close to its visible half, but not where something else wrote that.
+            written = np.arange(len(x)) % 7 == 3
+            bits = np.where(written, bits, x & _UPPER | bits & np.uint32(0x7FFF))
+        elif plane.dtype == torch.float32:
+            bits = x
+        planes.append(bits.astype(_BITS[plane.dtype]))
+    return tuple(planes)
+
+
+def _upper(x: np.ndarray) -> np.ndarray:
+    return (x >> np.uint32(16)).astype(np.uint16)
+
+
+def _is_nan(bits: np.ndarray) -> np.ndarray:
+    magnitude = 0x7FFF if bits.dtype == np.uint16 else 0x7FFFFFFF
+    return bits & magnitude > _NAN[bits.dtype.type] - (
+        0x40 if bits.dtype == np.uint16 else 0x400000
+    )

@@ -1,0 +1,102 @@
+"""Verdicts on disk, so that each machine tries a kernel once and is killed by it once at most."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:
+    # Without locks an attempt that is under way cannot be told from one that was killed.
+    fcntl = None
+
+__all__ = ["folder", "verdict"]
+
+
+def folder() -> Path | None:
+    """Where verdicts are kept: ``$TORCH_BF16_CACHE``, else below the user's cache; None if nowhere.
+
+    None where it cannot be written.
+    """
+    try:
+        if told := os.environ.get("TORCH_BF16_CACHE"):
+            place = Path(told)
+        else:
+            place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-bf16"
+        place.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return place if os.access(place, os.W_OK) else None
+
+
+def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None:
+    """The fault that an attempt found once on this machine, or None where there was none.
+
+    Two processes that attempt the same at once both do, and neither waits.
+
+    Args:
+        key: all that the verdict depends on.
+        attempt: finds the fault; may end the process. What it raises is no verdict.
+    """
+    place = folder()
+    if place is None:
+        return attempt()
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+    path = place / f"{name}.json"
+    known, fault = _read(path)
+    if known:
+        return fault
+    with _claim(path.with_suffix(".attempt")) as killed:
+        known, fault = _read(path)
+        if not known:
+            fault = (
+                f"a process that tried it before was killed; remove {path} to try again"
+                if killed
+                else attempt()
+            )
+            _write(path, key, fault)
+    return fault
+
+
+def _read(path: Path) -> tuple[bool, str | None]:
+    try:
+        return True, json.loads(path.read_text())["fault"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False, None
+
+
+def _write(path: Path, key: Sequence[str], fault: str | None) -> None:
+    # A folder that has become full or read-only only means that the next process tries again.
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        with open(handle, "w") as file:
+            json.dump({"key": list(key), "fault": fault}, file, indent=1)
+        os.replace(name, path)
+
+
+@contextlib.contextmanager
+def _claim(path: Path) -> Iterator[bool]:
+    """Leave a file behind should the process be killed; whether one that was killed left it.
+
+    A lock tells the two apart: it ends with the process that holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        killed = claimed = False
+        with contextlib.suppress(OSError):
+            if fcntl is not None:
+                file = stack.enter_context(open(path, "ab"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                claimed, killed = True, file.tell() > 0
+                file.write(b"under way\n")
+                file.flush()
+        try:
+            yield killed
+        finally:
+            if claimed:
+                path.unlink(missing_ok=True)

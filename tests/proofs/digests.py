@@ -1,0 +1,49 @@
+"""Write the digests that certificates compare with, from the NumPy oracle alone.
+
+python tests/proofs/digests.py             needed where a rule, a format or the trial is changed
+python tests/proofs/digests.py --planted   see that faults are found in every variant
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from certificate_digests import digests_by_the_oracle, variants
+from every_rule import RULES
+from planted_faults import PLACES, Planted, shows
+
+from torch_bf16.backends.certificates import certificate
+from torch_bf16.backends.certificates.digests import FILE, key_of
+from torch_bf16.backends.certificates.trial import Trial
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--planted", action="store_true")
+    every = [variant for rule in RULES for variant in variants(rule)]
+    if parser.parse_args().planted:
+        return planted(every)
+    lines = [f"{key_of(v)} {' '.join(digests_by_the_oracle(v))}\n" for v in every]
+    FILE.write_text("".join(sorted(lines)))
+    print(f"{len(lines)} variants, {FILE.stat().st_size} bytes")
+    return 0
+
+
+def planted(every):
+    missed = tried = 0
+    for variant in every:
+        trial = Trial.of(variant)
+        for place in PLACES:
+            if shows(place, variant):
+                tried += 1
+                if certificate._other_bits(Planted(place), trial) is None:
+                    missed += 1
+                    print(f"missed: {place} in {key_of(variant)}")
+    print(f"{tried} planted faults in {len(every)} variants, {missed} missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What the NumPy oracle makes of the trials of certificates, for every variant that is shipped."""
+
+import numpy as np
+import oracle
+import torch
+from bucket_cases import LAYOUTS
+from every_rule import RULES
+
+from torch_bf16.backends import Variant
+from torch_bf16.backends.certificates.trial import GROUP, SEED, STEPS, Trial, digests_of, settled
+from torch_bf16.formats import FORMATS, get_format
+
+_OF_ONE_NUMBER = ("accumulate", "average", "store")
+_NAMED = [name for name in LAYOUTS if not name.startswith("only_")]
+
+
+def variants(rule_name):
+    """The variants of a rule that have digests: each layout, each dtype of gradients, in runs."""
+    rule = RULES[rule_name]
+    names = [LAYOUTS[each] for each in _NAMED]
+    if rule_name in _OF_ONE_NUMBER:
+        names = [(each,) for each in FORMATS]
+    found = {}
+    for layout in names:
+        layout = (layout + layout[-1:])[: 1 + len(rule.states)]
+        formats = tuple(get_format(each) for each in layout)
+        for gradient in (torch.bfloat16, torch.float32):
+            for strided in (False, True):
+                variant = Variant(rule, formats, gradient, torch.device("cpu"), strided)
+                found[variant.name, strided] = variant
+    return list(found.values())
+
+
+def by_the_oracle(variant):
+    """Each plane after the steps of the variant's trial, computed by the oracle."""
+    trial = Trial.of(variant)
+    roles = ["weight", *(state.name for state in variant.rule.states)]
+    formats = dict(zip(roles, (each.name for each in variant.formats), strict=True))
+    tensors = []
+    for number, (planes, gradient) in enumerate(zip(trial.planes, trial.gradients, strict=True)):
+        values = {role: tuple(map(_floats, each)) for role, each in zip(roles, planes, strict=True)}
+        run = (int(trial.widths[number]), int(trial.pitches[number])) if variant.strided else None
+        for step in STEPS:
+            values = oracle.optimizer_step(
+                variant.rule.name, formats, values, _floats(gradient), GROUP, seed=SEED,
+                name=f"p{number}", step=step, start=int(trial.offsets[number]), run=run,
+            )  # fmt: skip
+        tensors.append([[_bits(plane) for plane in values[role]] for role in roles])
+    return settled(variant.formats, tensors)
+
+
+def digests_by_the_oracle(variant):
+    return digests_of(by_the_oracle(variant))
+
+
+def _floats(plane):
+    return plane.view(np.float32) if plane.dtype == np.uint32 else plane
+
+
+def _bits(plane):
+    plane = np.asarray(plane)
+    return plane.view(np.uint32) if plane.dtype == np.float32 else plane

@@ -1,0 +1,118 @@
+"""Backends that are off by one in one place, as a kernel might be."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from torch_bf16.backends.eager import EagerBackend
+
+
+def _shifted(x):
+    """The last of several elements is read or written as its neighbour."""
+    x = x.clone()
+    if x.numel() > 1:
+        x.view(-1)[-1] = x.view(-1)[-2]
+    return x
+
+
+def _with_formats(bucket, change):
+    """A bucket whose formats are another dialect's."""
+    formats = tuple(change(each) for each in bucket.variant.formats)
+    return dataclasses.replace(bucket, variant=dataclasses.replace(bucket.variant, formats=formats))
+
+
+def _load(bucket):
+    def change(format_):
+        return dataclasses.replace(format_, decode=lambda planes: _shifted(format_.decode(planes)))
+
+    return _with_formats(bucket, change)
+
+
+def _store(bucket):
+    def change(format_):
+        def encode(x, r, planes):
+            last = planes[0].view(-1)[-1].clone()
+            format_.encode(x, r, planes)
+            if x.numel() > 1:
+                planes[0].view(-1)[-1] = last
+
+        return dataclasses.replace(format_, encode=encode)
+
+    return _with_formats(bucket, change)
+
+
+def _rounding(bucket):
+    """Draws are compared with ``>`` for ``>=``; without draws, ties go away from zero."""
+
+    def change(format_):
+        def encode(x, r, planes):
+            if r is not None:
+                r = (r - 1).clamp_min(0)
+            else:
+                bits = x.view(torch.int32)
+                x = torch.where(x.isfinite(), bits | 1, bits).view(torch.float32)
+            format_.encode(x, r, planes)
+
+        return dataclasses.replace(format_, encode=encode)
+
+    return _with_formats(bucket, change)
+
+
+def _rule(bucket):
+    """The rule returns one unit in the last place more than it must, for what it updates."""
+
+    def change(format_):
+        def encode(x, r, planes):
+            more = (x.view(torch.int32) + 1).view(torch.float32)
+            format_.encode(torch.where(x.isfinite(), more, x), r, planes)
+
+        return dataclasses.replace(format_, encode=encode)
+
+    first, *others = bucket.variant.formats
+    variant = dataclasses.replace(bucket.variant, formats=(change(first), *others))
+    return dataclasses.replace(bucket, variant=variant)
+
+
+def _noise(bucket):
+    return dataclasses.replace(bucket, offsets=bucket.offsets + 1)
+
+
+class Planted(EagerBackend):
+    """The eager backend with a fault in ``place``."""
+
+    name = "planted"
+
+    def __init__(self, place):
+        self.place = place
+
+    def fingerprint(self, device):
+        return [self.place]
+
+    def load(self, bucket):
+        change = {
+            "load": _load, "store": _store, "rounding": _rounding, "rule": _rule, "noise": _noise
+        }.get(self.place)  # fmt: skip
+        kernel = super().load(bucket if change is None else change(bucket))
+
+        def run(inputs):
+            rows, gradients = inputs.scalars, inputs.gradients
+            if self.place == "scalar":
+                table = rows.table
+                table = np.roll(table, 1, 1) if table.shape[1] > 1 else np.nextafter(table, 2)
+                rows = dataclasses.replace(rows, table=table)
+            if self.place == "load":
+                gradients = [_shifted(each) for each in gradients]
+            kernel(dataclasses.replace(inputs, scalars=rows, gradients=gradients))
+
+        return run
+
+
+PLACES = ("load", "rule", "rounding", "noise", "store", "scalar")
+
+
+def shows(place, variant):
+    """Whether a fault in that place changes any bit of a variant's planes."""
+    if place == "noise":
+        return any(each.stochastic for each in variant.formats)
+    return True
