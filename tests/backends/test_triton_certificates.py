@@ -3,23 +3,19 @@
 import dataclasses
 
 import pytest
-import torch
 from certificate_digests import by_the_oracle, variants
 
 from torch_bf16 import backends
-from torch_bf16.backends import Variant
 from torch_bf16.backends.certificates import certificate, trial
 from torch_bf16.backends.certificates.trial import digests_of
-from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.rules import ADAM, ADAMW, arithmetic
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
-STOCHASTIC = Variant(ADAMW, (BF16_STOCHASTIC,) * 3, torch.bfloat16, torch.device("cpu"))
 
-
-def fault_in(variant, plant=None):
+def fault_in(rule, number, plant=None):
     """What a certificate says of a variant, with a fault planted in one of the kernel's parts."""
+    variant = variants(rule)[number]
     with pytest.MonkeyPatch.context() as patch:
         # The large tensor takes the interpreter minutes.
         for name in ("_SIZES", "_OFFSETS", "_RUNS"):
@@ -31,9 +27,9 @@ def fault_in(variant, plant=None):
         return certificate._fault(backends._BACKENDS["triton"], variant)
 
 
-@pytest.mark.parametrize(("rule", "number"), [("adamw", 3), ("adamw", 16), ("store", 4)])
+@pytest.mark.parametrize(("rule", "number"), [("adamw", 3), ("store", 4)])
 def test_the_kernels_pass(interpreted, rule, number):
-    assert interpreted(fault_in, variants(rule)[number]) is None
+    assert interpreted(fault_in, rule, number) is None
 
 
 def in_load(patch):
@@ -93,6 +89,6 @@ def in_scalars(patch):
 
 @pytest.mark.parametrize("plant", [in_load, in_store, in_noise, in_rounding, in_rule, in_scalars])
 def test_a_fault_in_any_part_of_the_kernels_is_found(interpreted, plant):
-    fault = interpreted(fault_in, STOCHASTIC, plant)
+    fault = interpreted(fault_in, "adamw", 0, plant)
     assert fault is not None
     assert ("scalars of step" if plant is in_scalars else "has other bits") in fault

@@ -31,13 +31,11 @@ def _load(bucket):
 
 def _store(bucket):
     def change(format_):
-        def encode(x, r, planes):
-            last = planes[0].view(-1)[-1].clone()
-            format_.encode(x, r, planes)
-            if x.numel() > 1:
-                planes[0].view(-1)[-1] = last
+        def split(x, r):
+            first, *others = format_.split(x, r)
+            return (_shifted(first), *others)
 
-        return dataclasses.replace(format_, encode=encode)
+        return dataclasses.replace(format_, split=split)
 
     return _with_formats(bucket, change)
 
@@ -46,15 +44,13 @@ def _rounding(bucket):
     """Draws are compared with ``>`` for ``>=``; without draws, ties go away from zero."""
 
     def change(format_):
-        def encode(x, r, planes):
+        def split(x, r):
             if r is not None:
-                r = (r - 1).clamp_min(0)
-            else:
-                bits = x.view(torch.int32)
-                x = torch.where(x.isfinite(), bits | 1, bits).view(torch.float32)
-            format_.encode(x, r, planes)
+                return format_.split(x, (r - 1).clamp_min(0))
+            bits = x.view(torch.int32)
+            return format_.split(torch.where(x.isfinite(), bits | 1, bits).view(torch.float32), r)
 
-        return dataclasses.replace(format_, encode=encode)
+        return dataclasses.replace(format_, split=split)
 
     return _with_formats(bucket, change)
 
@@ -63,11 +59,11 @@ def _rule(bucket):
     """The rule returns one unit in the last place more than it must, for what it updates."""
 
     def change(format_):
-        def encode(x, r, planes):
+        def split(x, r):
             more = (x.view(torch.int32) + 1).view(torch.float32)
-            format_.encode(torch.where(x.isfinite(), more, x), r, planes)
+            return format_.split(torch.where(x.isfinite(), more, x), r)
 
-        return dataclasses.replace(format_, encode=encode)
+        return dataclasses.replace(format_, split=split)
 
     first, *others = bucket.variant.formats
     variant = dataclasses.replace(bucket.variant, formats=(change(first), *others))

@@ -98,8 +98,9 @@ def convert(
             )
         if isinstance(local, BF16Optimizer):
             raise ValueError(
-                f"this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
-                f"{type(local).__name__}: make it with a class of torch.optim and convert it once"
+                "this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
+                f"{type(local).__name__}, which does not see the parameters of other ranks: make "
+                "it with a class of torch.optim and convert it once"
             )
         convert(local, recipe, model=model, backend=backend, roles=roles, elementwise=elementwise)
         local._engine.names.whole = Whole(optimizer)  # pyright: ignore[reportAttributeAccessIssue]

@@ -75,6 +75,7 @@ GROUP = _Group(
     betas=(0.9, 0.99),
     eps=1e-8,
     weight_decay=0.1,
+    decoupled_weight_decay=False,
     momentum=0.9,
     dampening=0.1,
     nesterov=True,
