@@ -38,7 +38,8 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = {key: to_view(each) for key, each in state_dict["state"].items()}
+    shared = _shared(state_dict)
+    states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
     for group, its in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, key in zip(group["params"], its["params"], strict=True):
             if key in states and (shapes := unit_shapes(parameter)):
@@ -62,7 +63,7 @@ def load(
         recipe = schema.check_header(header, optimizer.recipe)
         loaded.update(_read(optimizer, given, changes))
         # torch would cast what it finds here.
-        return {**given, "state": {}, "param_groups": _named_groups(optimizer, given)}
+        return {**given, "state": _shared(given), "param_groups": _named_groups(optimizer, given)}
 
     def put(_: Any) -> None:
         optimizer.state.update(loaded)
@@ -109,6 +110,12 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
             )
         for _ in _read(optimizer, state_dict, Changes()):
             pass
+
+
+def _shared(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """States under keys that are no parameters; only classes without a fused rule have any."""
+    parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
+    return {key: each for key, each in state_dict["state"].items() if key not in parameters}
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
