@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torch_bf16.errors import StateMismatchError, suffix_errors
+from torch_bf16.model import residuals
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.recoding import Changes
@@ -40,12 +41,19 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     shared = _shared(state_dict)
     states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
-    for group, its in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], its["params"], strict=True):
-            if key in states and (shapes := unit_shapes(parameter)):
-                states[key] = gatherable(
-                    state_dict["state"][key], parameter, shapes, optimizer.recipe
-                )
+    for number, its in enumerate(state_dict["param_groups"]):
+        group = optimizer.param_groups[number]
+        for position, key in enumerate(its["params"]):
+            parameter = group["params"][position]
+            if shapes := unit_shapes(parameter):
+                if key in states:
+                    states[key] = gatherable(
+                        state_dict["state"][key], parameter, shapes, optimizer.recipe
+                    )
+            elif key not in states and residuals.remembered(shard := shard_of(parameter)):
+                # Before the first step: what the cast took from the weight is nowhere else.
+                label = optimizer.label(number, position)
+                states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
     return {**state_dict, "state": states}
 
 
