@@ -60,9 +60,9 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         ``model`` itself.
 
     Raises:
-        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP or FSDP1 or has
-            run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of ``keep_fp32``
-            matches nothing; nothing has been changed then.
+        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP
+            or FSDP1 or has run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of
+            ``keep_fp32`` matches nothing; nothing has been changed then.
 
     Example:
         >>> model = cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
