@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 import torch_bf16
 
+from ._patches import patches
 from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
 from .optimizers import inner, ours, owns
 from .recipe_options import BF16RecipeKwargs, from_environment
 from .refusals import refuse_accumulation, refuse_wrapped
 from .sharding import fp32_groups
-from .unprepared import prepared, warn_if_unprepared
 
 __all__ = ["Preparation"]
 
@@ -70,7 +70,6 @@ class Preparation:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
                 torch_bf16.convert(optimizer, self._recipe, model=self._names_for(optimizer))
                 self._converted.append(optimizer)
-            prepared.add(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """The second half of :meth:`run`."""
@@ -80,7 +79,13 @@ class Preparation:
             if model not in self._cast:
                 dtypes = [p.dtype for p in model.parameters()]
                 torch_bf16.cast_model(model, self._recipe_for(model))
-                warn_if_unprepared(self.mode, model)
+                patches.keep(
+                    torch_bf16.warn_unconverted(
+                        model,
+                        f"The model was prepared with mixed_precision={self.mode!r}: give the "
+                        "optimizer to accelerator.prepare, too",
+                    )
+                )
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 

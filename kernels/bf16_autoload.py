@@ -141,7 +141,6 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self._hooks: set[Any] = set()
 
     def replace(self, module: ModuleType, path: str, make: Callable[[Any], Any]) -> None:
         """Replace a method of a class, or a function wherever it was imported by name; once.
@@ -186,17 +185,14 @@ class Patches:
         items.append(value)
         self._undo.append(functools.partial(items.remove, value))
 
-    def hook(self, register: Callable[[Any], Any], function: Any) -> None:
-        """Register a hook of torch that is called for the whole process, once."""
-        if function not in self._hooks:
-            self._hooks.add(function)
-            self._undo.append(register(function).remove)
+    def keep(self, handle: Any) -> None:
+        """Keep the handle of a hook, to remove it."""
+        self._undo.append(handle.remove)
 
     def undo(self) -> None:
         """Put everything back, the last change first."""
         while self._undo:
             self._undo.pop()()
-        self._hooks.clear()
 
     def __enter__(self) -> Patches:
         return self

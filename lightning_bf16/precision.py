@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
+from . import _patches
 from ._patches.fp32_outputs import to_fp32
-from ._patches.private_attributes import syncs_module_states
+from ._patches.private_attributes import is_placeholder, syncs_module_states
 
 __all__ = ["PrecisionBody"]
 
@@ -62,6 +63,8 @@ class PrecisionBody(_Base):
 
     # Stands in front of the precision classes of Fabric or of a Trainer.
 
+    _advice = "Give it to fabric.setup or fabric.setup_optimizers"
+
     def __init__(
         self,
         recipe: str | torch_bf16.Recipe = "bf16-stochastic",
@@ -102,6 +105,8 @@ class PrecisionBody(_Base):
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
         torch_bf16.cast_model(module, self.recipe)
+        if all(ref() is not module for ref in self._modules):
+            _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice))
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module
@@ -163,8 +168,9 @@ class PrecisionBody(_Base):
         """
         converted: list[Any] = []
         for optimizer in optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                continue  # an object with its own step, which the hosts allow
+            # The hosts allow an object with its own step, and put one in the place of none.
+            if not isinstance(optimizer, torch.optim.Optimizer) or is_placeholder(optimizer):
+                continue
             # ZeroRedundancyOptimizer's local optimizer takes the steps.
             if isinstance(getattr(optimizer, "optim", optimizer), torch_bf16.BF16Optimizer):
                 continue

@@ -12,7 +12,6 @@ from torch.nn import Module
 import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
-from ._patches.private_attributes import is_placeholder
 from .precision import PrecisionBody
 
 __all__ = ["TrainerBody"]
@@ -35,6 +34,7 @@ def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
 class TrainerBody(PrecisionBody):
     __doc__ = PrecisionBody.__doc__
 
+    _advice = "Return it from configure_optimizers, and step what self.optimizers() gives"
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
 
@@ -61,10 +61,17 @@ class TrainerBody(PrecisionBody):
         if self.release is not None and trainer is not None:
             _check_trainer(trainer)
         self.sync_replicas(model, getattr(trainer, "strategy", None))
-        converted = self.convert_optimizers(o for o in optimizers if not is_placeholder(o))
+        converted = self.convert_optimizers(optimizers)
         self.attach(model, optimizers)
         self.announce(converted)
         return model, optimizers, lr_schedulers
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        """Convert an optimizer that was made after `connect`, in a hook, before its first step."""
+        if converted := self.convert_optimizers([optimizer]):
+            self.attach(model, converted)
+            self.announce(converted)
+        return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Clip by the fp32 norm of this optimizer's gradients.

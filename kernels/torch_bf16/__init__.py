@@ -24,6 +24,7 @@ from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
 from .optim.sgd import SGD, Adagrad, Lion, RMSprop
+from .optim.unconverted import warn_unconverted
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
 from .tools.describe import Description, describe
@@ -72,4 +73,5 @@ __all__ = [
     "save_checkpoint",
     "sync_masters",
     "total_norm",
+    "warn_unconverted",
 ]

@@ -219,7 +219,8 @@ def test_an_optimizer_that_was_not_prepared_is_warned_about_once(make_accelerato
     model = make_accelerator(mode).prepare(nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     model(batches[0][0]).mean().backward()
-    with pytest.warns(UserWarning, match=f"AdamW steps over .*{mode}.* Give it to accelerator.pre"):
+    told = f"AdamW steps over .*{mode}.* give the optimizer to accelerator.prepare"
+    with pytest.warns(UserWarning, match=told):
         optimizer.step()
     optimizer.step()
     other = torch.optim.AdamW([torch.ones(1, requires_grad=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from small_model import Counter
 from torch.nn.functional import mse_loss
@@ -33,16 +34,17 @@ def everything(model, optimizer):
     return tensors
 
 
+@pytest.mark.parametrize("saved_after", [12, 0])
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    make_accelerator, mode, model, batches, tmp_path
+    make_accelerator, mode, model, batches, tmp_path, saved_after
 ):
     run = start(make_accelerator, mode, type(model), tmp_path)
     accelerator, *objects = run
     accelerator.register_for_checkpointing(counter := Counter())
     counter.value = 12
-    train(accelerator, *objects, batches[:12])
+    train(accelerator, *objects, batches[:saved_after])
     accelerator.save_state(str(tmp_path / "state"))
-    train(accelerator, *objects, batches[12:30])
+    train(accelerator, *objects, batches[saved_after:30])
     expected = everything(*objects[:2])
 
     torch.manual_seed(99)
@@ -50,7 +52,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     accelerator.register_for_checkpointing(counter := Counter())
     accelerator.load_state(str(tmp_path / "state"))
     assert counter.value == 12
-    train(accelerator, *objects, batches[12:30])
+    train(accelerator, *objects, batches[saved_after:30])
     found = everything(*objects[:2])
 
     assert found.keys() == expected.keys()

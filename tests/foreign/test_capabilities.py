@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from foreign_cases import COUPLED, OWN, Counter, unknown
+from foreign_cases import COUPLED, OWN, Counter, CountsInState, unknown
 from optimizer_cases import bits
 
 from torch_bf16 import convert
@@ -101,7 +101,7 @@ class HasHelper(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "couples"),
     [
-        *((make, make is not Counter) for make in COUPLED.values()),
+        *((make, make not in (Counter, CountsInState)) for make in COUPLED.values()),
         (Logs, True),
         (HasHelper, False),
         *((make, False) for make in OWN.values()),

@@ -10,6 +10,7 @@ from foreign_cases import (
     COUPLED,
     OWN,
     REFUSED,
+    CountsInState,
     exact_weights,
     make_run,
     train,
@@ -119,6 +120,24 @@ def test_known_states_take_the_recipes_formats_and_others_stay_fp32():
     )
     with pytest.raises(ValueError, match=r"a state takes the format of .exp_avg. or .exp_avg_sq."):
         make_run(ADAMW_WITH_AMSGRAD, "bf16-stochastic", roles={"max_exp_avg_sq": "int3"})
+
+
+def test_what_is_counted_in_the_state_is_saved_resumed_and_copied():
+    model, optimizer = make_run(CountsInState, "bf16-stochastic")
+    train(model, optimizer, range(3))
+    assert optimizer.state["k"].tolist() == [4]
+    assert torch_bf16.fp32_optimizer_state_dict(optimizer)["state"]["k"].tolist() == [4]
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed, other = make_run(CountsInState, "bf16-stochastic", seed=1)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    copied, third = pickle.loads(pickle.dumps((model, optimizer)))
+    for each in ((model, optimizer), (resumed, other), (copied, third)):
+        train(*each, range(3, 6))
+        assert each[1].state["k"].tolist() == [7]
+    for each in (resumed, copied):
+        pairs = zip(model.parameters(), each.parameters(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
 
 
 @pytest.mark.parametrize("name", COUPLED)

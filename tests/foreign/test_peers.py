@@ -17,6 +17,8 @@ PEERS = {
     "pytorch_optimizer.CAME": {"lr": 1e-2},
     "pytorch_optimizer.AdEMAMix": {"lr": 1e-2},
     "pytorch_optimizer.LARS": {"lr": 1e-2},
+    "pytorch_optimizer.MADGRAD": {"lr": 1e-2},
+    "pytorch_optimizer.APOLLO": {"lr": 1e-2},
     "lion_pytorch.Lion": {"lr": 1e-3},
     "prodigyopt.Prodigy": {"lr": 1.0},
     "transformers.optimization.Adafactor": {"lr": 1e-2, "relative_step": False},

@@ -160,3 +160,12 @@ def test_other_precisions_of_fabric_are_left_alone(fabric_package, fabric):
     train(stock, model, optimizer, batches(1))
     assert type(optimizer.optimizer) is torch.optim.AdamW
     assert next(model.parameters()).dtype == torch.float32
+
+
+def test_an_optimizer_that_was_never_set_up_is_warned_about(fabric):
+    model = fabric.setup(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ((x, y),) = batches(1)
+    fabric.backward(F.cross_entropy(model(x), y))
+    with pytest.warns(UserWarning, match=r"SGD steps over bfloat16.*Give it to fabric\.setup"):
+        optimizer.step()

@@ -42,6 +42,21 @@ def test_trainer_resumed_at_step_k_equals_the_uninterrupted_run(pl, mode, tmp_pa
     assert differences(halfway, resumed)
 
 
+def test_a_checkpoint_of_before_the_first_step_keeps_the_bits_that_the_cast_took(
+    pl, mode, tmp_path
+):
+    class Saves(pl.Callback):
+        def on_train_start(self, trainer, _):
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+
+    module = make_module(pl, configure_optimizers=configure_optimizers)
+    make_trainer(pl, mode, max_epochs=1, gradient_clip_val=0.5, callbacks=[Saves()]).fit(
+        module, batches(5)
+    )
+    _, resumed = fit(pl, mode, epochs=1, checkpoint=tmp_path / "start.ckpt", seed=99)
+    assert differences(snapshot(module, module.made[0]), resumed) == []
+
+
 def test_fabric_resumed_at_step_k_equals_the_uninterrupted_run(pl, mode, tmp_path):
     package = host(FABRIC_OF[pl.__name__])
     fabric = package.Fabric(accelerator="cpu", devices=1, precision=mode)

@@ -171,6 +171,37 @@ def test_manual_optimization_with_two_optimizers_trains_both(pl):
         assert not torch.equal(old, module.net[i].weight)
 
 
+def _set_up_again(module):
+    module.trainer.strategy.setup_optimizers(module.trainer)
+
+
+def _replace(module):
+    module.trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("made", [_set_up_again, _replace])
+def test_an_optimizer_that_is_made_in_a_hook_trains_in_the_mode(pl, mode, made):
+    module = make_module(pl, on_train_start=made)
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module, batches(3))
+    assert isinstance(trainer.optimizers[0], torch_bf16.BF16Optimizer)
+    assert trainer.optimizers[0].recipe.name == mode
+    assert trainer.optimizers[0].state
+
+
+def test_an_optimizer_that_the_trainer_never_sees_is_warned_about(pl):
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.hidden = getattr(self, "hidden", None) or torch.optim.SGD(self.parameters(), lr=0.1)
+        self.hidden.step()
+
+    module = make_module(pl, training_step=training_step)
+    module.automatic_optimization = False
+    with pytest.warns(UserWarning, match="SGD steps over bfloat16.*Return it from configure_optim"):
+        make_trainer(pl, "bf16-stochastic").fit(module, batches(2))
+
+
 def test_a_module_without_optimizer_and_one_with_our_own_are_left_alone(pl):
     def none(self):
         return None

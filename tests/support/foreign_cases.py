@@ -68,6 +68,30 @@ class Counter(torch.optim.Optimizer):
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
+class CountsInState(torch.optim.Optimizer):
+    """Descent at a growing rate, counted under a key of ``state`` that is no parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([1.0])
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * self.state["k"].item())
+        self.state["k"] += 1
+
+
+class KeepsTensorsByName(torch.optim.SGD):
+    """Tensors of parameters under such a key."""
+
+    def step(self, closure=None):
+        weights = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.state["start"] = weights
+
+
 class KeepsTensors(torch.optim.SGD):
     """Momentum outside ``state``."""
 
@@ -124,9 +148,10 @@ class Swaps(torch.optim.SGD):
         """Swap in the second kind."""
 
 
-COUPLED = {"norm": Normed, "sum": Summing, "counter": Counter}
+COUPLED = {"norm": Normed, "sum": Summing, "counter": Counter, "state": CountsInState}
 REFUSED = {
     "tensors outside state": (KeepsTensors, "keeps tensors in its attribute buffers, outside"),
+    "tensors in state": (KeepsTensorsByName, "keeps tensors under the key 'start' of its state"),
     "closure": (NeedsClosure, "its step needs a closure"),
     "closure at run time": (CallsClosure, "fails .* RuntimeError: a closure is needed"),
     "wrapper": (Wraps, "wraps another optimizer, SGD, in its attribute base: convert that one"),

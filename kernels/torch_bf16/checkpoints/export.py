@@ -91,7 +91,8 @@ def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
         for parameter, key in zip(group["params"], saved["params"], strict=True)
     }
     state_dict["state"] = {
-        key: fp32_numbers(from_view(each, dims[key])) for key, each in state_dict["state"].items()
+        key: fp32_numbers(from_view(each, dims[key])) if key in dims else each
+        for key, each in state_dict["state"].items()
     }
     return state_dict
 
@@ -210,7 +211,8 @@ def _parts(content: Any) -> tuple[Any, Any]:
 
 
 def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    groups, states = optimizer["param_groups"], optimizer["state"]
+    groups = optimizer["param_groups"]
+    states = {k: each for k, each in optimizer["state"].items() if isinstance(each, Mapping)}
     names = optimizer.get(HEADER, {}).get("names") or [g.get("param_names", ()) for g in groups]
     named = {
         key: name

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .runner import Runner, own_attributes, unhooked
+from .runner import Runner, own_attributes, shared_states, unhooked
 
 __all__ = ["ELEMENTWISE", "Traits", "examine", "is_elementwise"]
 
@@ -109,6 +109,7 @@ def _copy(optimizer: torch.optim.Optimizer) -> Any:
     tried: Any = object.__new__(type(optimizer))
     vars(tried).update(copy.deepcopy(own_attributes(optimizer)))
     vars(tried).update({n: OrderedDict() for n in vars(optimizer) if n.endswith("_hooks")})
+    tried.state = copy.deepcopy(shared_states(optimizer.state))
     tried.param_groups = [
         {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
         for group in optimizer.param_groups
@@ -144,11 +145,15 @@ def _try_steps(optimizer: torch.optim.Optimizer, at_once: bool) -> tuple[dict[st
             for name, each in runner.attributes.items():
                 if any(isinstance(found, Tensor) for found in _within(each)):
                     raise ValueError(f"it keeps tensors in its attribute {name}, outside `state`")
+            for key, each in runner.shared.items():
+                if any(isinstance(x, Tensor) and x.numel() > 1 for x in _within({key: each})):
+                    raise ValueError(f"it keeps tensors under the key {key!r} of its state")
             runner.finish()
             draws |= runner.draws
     left = {
         "weights": [parameter.detach() for _, parameter in members],
         "states": states,
+        "shared": tried.state,
         "options": [{**group, "params": None} for group in tried.param_groups],
         "attributes": own_attributes(tried),
     }

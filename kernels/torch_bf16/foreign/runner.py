@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Runner", "own_attributes", "unhooked"]
+__all__ = ["Runner", "own_attributes", "shared_states", "unhooked"]
 
 # What we keep on a converted optimizer, and what copies replace.
 _REPLACED = frozenset(
@@ -28,10 +29,16 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What ``optimizer.state`` holds under keys that are no parameters, such as counters."""
+    return {key: each for key, each in states.items() if not isinstance(key, Tensor)}
+
+
 class Runner:
     """One step of an optimizer's own class, in one call of its ``step`` or in several.
 
-    Each call gets an instance of its own, with the options and attributes of before the step.
+    Each call gets an instance of its own, with the options, attributes and shared states of before
+    the step.
 
     Args:
         optimizer: whose attributes and options count; changed by :meth:`finish` only.
@@ -39,12 +46,14 @@ class Runner:
 
     Attributes:
         attributes: what the calls set.
+        shared: the states under keys that are no parameters, as the last call left them.
         draws: whether they drew random numbers.
     """
 
     def __init__(self, optimizer: Any, kind: type[torch.optim.Optimizer]) -> None:
         self._optimizer, self._kind = optimizer, kind
         self._before = own_attributes(optimizer)
+        self.shared = self._shared_before = shared_states(optimizer.state)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
         self._options: dict[int, dict[str, Any]] = {}
         self.attributes: dict[str, Any] = {}
@@ -70,6 +79,8 @@ class Runner:
             for number in numbers
         ]
         own.state = defaultdict(dict, {p: state for _, p, state in members if state})
+        # Copies, because a call may count in the tensor that it finds there.
+        own.state.update(copy.deepcopy(self._shared_before))
         before = _random_states(members)
         with torch.no_grad():
             unhooked(self._kind.step)(own)
@@ -79,13 +90,17 @@ class Runner:
         for name, each in own_attributes(own).items():
             if name not in self._before or self._before[name] is not each:
                 self.attributes[name] = each
+        self.shared = shared_states(own.state)
         return [own.state.get(parameter, {}) for _, parameter, _ in members]
 
     def finish(self) -> None:
-        """Put the options and attributes that the calls left into the optimizer."""
+        """Put the options, attributes and shared states that the calls left into the optimizer."""
         for number, options in self._options.items():
             self._optimizer.param_groups[number].update(options)
         vars(self._optimizer).update(self.attributes)
+        for key in shared_states(self._optimizer.state):
+            del self._optimizer.state[key]
+        self._optimizer.state.update(self.shared)
 
 
 def _random_states(members: Sequence[tuple[int, nn.Parameter, Any]]) -> tuple[Any, ...]:

@@ -298,7 +298,7 @@ class GradientAccumulation:
                 # A class without a fused rule may count in another way, or not at all.
                 p: state.get("noise_step", state.get("step"))
                 for p, state in optimizer.state.items()
-                if "noise_step" in state or "step" in state
+                if isinstance(p, Tensor) and ("noise_step" in state or "step" in state)
             }
             numbers = list(steps.values())
             if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in numbers):

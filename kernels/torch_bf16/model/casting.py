@@ -45,7 +45,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     working. What stays as it was: every buffer, metrics of torchmetrics, modules with running
     statistics (batch norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), modules named
     by ``recipe.keep_fp32`` (which compute in fp32, their inputs upcast), and parameters that are
-    not fp32 or not plain tensors (quantised weights).
+    not plain tensors (quantised weights) or that are frozen in another dtype than fp32.
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
@@ -60,9 +60,9 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         ``model`` itself.
 
     Raises:
-        ValueError: a parameter is fp16, fp64 or lazy, the model is wrapped by DDP or FSDP1 or has
-            run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of ``keep_fp32``
-            matches nothing; nothing has been changed then.
+        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP
+            or FSDP1 or has run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of
+            ``keep_fp32`` matches nothing; nothing has been changed then.
 
     Example:
         >>> model = cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -82,7 +82,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             )
         if id(parameter) in kept or not _is_plain(parameter):
             continue
-        if parameter.dtype in (torch.float16, torch.float64):
+        if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
             raise ValueError(
                 f"parameter {name!r} of shape {tuple(parameter.shape)} is {parameter.dtype}; "
                 "cast_model starts from float32. Call model.float() first"
@@ -154,7 +154,8 @@ def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     staying = {id(p) for p in asked}
     for sub in module.modules():
         metric = any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__)
-        if metric or (isinstance(sub, _NormBase) and sub.track_running_stats):
+        # The flag can be switched off later, as Lightning's BaseFinetuning does; they stay.
+        if metric or (isinstance(sub, _NormBase) and sub.running_mean is not None):
             staying.update(id(p) for p in sub.parameters())
     return staying
 

@@ -348,7 +348,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         # torch calls this after loading a state dict, too.
         if "_engine" in state:
             self.observers = []
-            shards = [shard_of(each) for each in self.state]
+            shards = [shard_of(each) for each in self.state if isinstance(each, Tensor)]
             self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
             accumulate_as(self.recipe, self)
 

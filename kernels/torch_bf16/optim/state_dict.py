@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torch_bf16.errors import StateMismatchError, suffix_errors
+from torch_bf16.model import residuals
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.recoding import Changes
@@ -38,13 +39,21 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = {key: to_view(each) for key, each in state_dict["state"].items()}
-    for group, its in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], its["params"], strict=True):
-            if key in states and (shapes := unit_shapes(parameter)):
-                states[key] = gatherable(
-                    state_dict["state"][key], parameter, shapes, optimizer.recipe
-                )
+    shared = _shared(state_dict)
+    states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
+    for number, its in enumerate(state_dict["param_groups"]):
+        group = optimizer.param_groups[number]
+        for position, key in enumerate(its["params"]):
+            parameter = group["params"][position]
+            if shapes := unit_shapes(parameter):
+                if key in states:
+                    states[key] = gatherable(
+                        state_dict["state"][key], parameter, shapes, optimizer.recipe
+                    )
+            elif key not in states and residuals.remembered(shard := shard_of(parameter)):
+                # Before the first step: what the cast took from the weight is nowhere else.
+                label = optimizer.label(number, position)
+                states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
     return {**state_dict, "state": states}
 
 
@@ -62,7 +71,7 @@ def load(
         recipe = schema.check_header(header, optimizer.recipe)
         loaded.update(_read(optimizer, given, changes))
         # torch would cast what it finds here.
-        return {**given, "state": {}, "param_groups": _named_groups(optimizer, given)}
+        return {**given, "state": _shared(given), "param_groups": _named_groups(optimizer, given)}
 
     def put(_: Any) -> None:
         optimizer.state.update(loaded)
@@ -109,6 +118,12 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
             )
         for _ in _read(optimizer, state_dict, Changes()):
             pass
+
+
+def _shared(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """States under keys that are no parameters; only classes without a fused rule have any."""
+    parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
+    return {key: each for key, each in state_dict["state"].items() if key not in parameters}
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:

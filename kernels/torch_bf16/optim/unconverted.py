@@ -1,0 +1,70 @@
+"""Optimizers that step over our bf16 weights without knowing it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from torch_bf16.argument_checks import check_module
+
+from .optimizer import BF16Optimizer
+
+__all__ = ["warn_unconverted"]
+
+
+_hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
+
+
+def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
+    """Warn, once for each, when an optimizer that was not converted steps bf16 weights of a model.
+
+    It would round every update to the nearest bf16 number, and nothing else would show it. Looks at
+    every optimizer of the process, at its first step alone.
+
+    Args:
+        model: cast already, and perhaps sharded later; not kept alive.
+        advice: what to do instead; ends the warning.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+
+    Example:
+        >>> model = torch_bf16.cast_model(torch.nn.Linear(4, 4))
+        >>> handle = torch_bf16.warn_unconverted(model, "Call torch_bf16.convert(optimizer).")
+    """
+    check_module("warn_unconverted", model)
+    reference = weakref.ref(model)
+    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, BF16Optimizer) or optimizer in seen:
+            return
+        live = reference()
+        if live is None:
+            return
+        seen.add(optimizer)
+        # ZeroRedundancyOptimizer, and what wraps a converted optimizer, leave the step to it.
+        if any(isinstance(each, BF16Optimizer) for each in vars(optimizer).values()):
+            return
+        cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
+        if any(p in cast for group in optimizer.param_groups for p in group["params"]):
+            warnings.warn(
+                f"{type(optimizer).__name__} steps over bfloat16 weights of "
+                f"{type(live).__name__} and was not converted: it rounds every update to nearest, "
+                f"and small ones are lost. {advice}",
+                stacklevel=3,
+            )
+
+    # Not by the hook itself: torch is going through all of them then.
+    for model_then, handle in _hooks[:]:
+        if model_then() is None:
+            handle.remove()
+            _hooks.remove((model_then, handle))
+    _hooks.append((reference, register_optimizer_step_pre_hook(before_step)))
+    return _hooks[-1][1]

@@ -1,0 +1,69 @@
+"""Optimizers that step weights of ours without knowing it are warned about."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+
+import torch_bf16
+
+
+@pytest.fixture
+def cast():
+    """A model that was cast, and is watched until the test ends."""
+    model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
+    handle = torch_bf16.warn_unconverted(model, "Do this instead")
+    yield model
+    handle.remove()
+
+
+def step(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_one_that_was_not_converted_is_named_once(cast):
+    optimizer = torch.optim.SGD(cast.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="SGD steps over bfloat16 weights of Linear.*Do this inst"):
+        step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(optimizer)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Around an optimizer that was converted."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups[0]["params"], {})
+        self.base = base
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+def test_nothing_is_said_of_others(cast):
+    converted = torch_bf16.convert(torch.optim.SGD(cast.parameters(), lr=0.1))
+    others = torch.optim.SGD(torch.nn.Linear(3, 3).bfloat16().parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (converted, Wrapper(converted), others):
+            step(optimizer)
+
+
+def test_a_model_that_is_gone_is_watched_no_longer():
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    model = torch_bf16.cast_model(torch.nn.Linear(3, 3))
+    before = len(hooks)
+    torch_bf16.warn_unconverted(model, "")
+    assert len(hooks) == before + 1
+    del model
+    gc.collect()
+    step(torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1))
+    handle = torch_bf16.warn_unconverted(torch_bf16.cast_model(torch.nn.Linear(3, 3)), "")
+    handle.remove()
+    assert len(hooks) <= before
