@@ -39,11 +39,12 @@ def by_the_oracle(variant):
     tensors = []
     for number, (planes, gradient) in enumerate(zip(trial.planes, trial.gradients, strict=True)):
         values = {role: tuple(map(_floats, each)) for role, each in zip(roles, planes, strict=True)}
-        run = (int(trial.widths[number]), int(trial.pitches[number])) if variant.strided else None
+        _, start, width, pitch = trial.runs[number]
+        run = (width, pitch) if variant.strided else None
         for step in STEPS:
             values = oracle.optimizer_step(
                 variant.rule.name, formats, values, _floats(gradient), GROUP, seed=SEED,
-                name=f"p{number}", step=step, start=int(trial.offsets[number]), run=run,
+                name=f"p{number}", step=step, start=start, run=run,
             )  # fmt: skip
         tensors.append([[_bits(plane) for plane in values[role]] for role in roles])
     return settled(variant.formats, tensors)

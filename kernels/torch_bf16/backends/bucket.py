@@ -11,7 +11,15 @@ from torch import Tensor
 
 from torch_bf16 import rules
 from torch_bf16.formats import Format
-from torch_bf16.numerics.counter_rng import FIRST_MOMENT, GRADIENT, SECOND_MOMENT, WEIGHT, Draw
+from torch_bf16.numerics.counter_rng import (
+    FIRST_MOMENT,
+    GRADIENT,
+    SECOND_MOMENT,
+    WEIGHT,
+    Draw,
+    stream_base,
+    tensor_key,
+)
 from torch_bf16.rules import Rule
 
 __all__ = ["Bucket", "Variant"]
@@ -81,3 +89,28 @@ class Bucket:
     widths: np.ndarray
     pitches: np.ndarray
     bases: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        variant: Variant,
+        planes: Sequence[Sequence[tuple[Tensor, ...]]],
+        runs: Sequence[tuple[int, int, int, int]],
+        names: Sequence[str],
+        seed: int,
+    ) -> Bucket:
+        """A bucket whose noise follows from names.
+
+        Args:
+            variant: of all tensors.
+            planes: as the attribute.
+            runs: of each tensor: number of elements, offset, width, pitch.
+            names: one for each tensor; with ``seed`` they key the noise.
+            seed: of the noise.
+        """
+        streams = [draw.stream for draw in variant.draws]
+        keys = map(tensor_key, names)
+        bases = [[stream_base(seed, key, stream) for stream in streams] for key in keys]
+        numels, offsets, widths, pitches = np.array(runs, np.int64).T.copy()
+        bases = np.array(bases, np.uint32)
+        return cls(variant, planes, numels, offsets, widths, pitches, bases)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torch_bf16.backends import Backend, Bucket, KernelInputs, ScalarRows, Variant, choose_for
 from torch_bf16.formats import Format
-from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Span
 
@@ -81,21 +80,16 @@ class Batch:
             backend = choose_for(variant, backend)
         self.backend = backend
         spans = [job.span for job in jobs]
-        keys = [tensor_key(span.name) for span in spans]
-        bases = [[stream_base(seed, key, draw.stream) for draw in variant.draws] for key in keys]
-        self.bases = np.array(bases, np.uint32)
-        self._first_row = np.zeros(len(jobs), np.int64)
-        self._kernel = backend.load(
-            Bucket(
-                variant=variant,
-                planes=[job.planes for job in jobs],
-                numels=np.array([span.numel for span in spans], np.int64),
-                offsets=np.array([span.offset for span in spans], np.int64),
-                widths=np.array([span.width for span in spans], np.int64),
-                pitches=np.array([span.pitch for span in spans], np.int64),
-                bases=self.bases,
-            )
+        bucket = Bucket.of(
+            variant,
+            [job.planes for job in jobs],
+            [(span.numel, span.offset, span.width, span.pitch) for span in spans],
+            [span.name for span in spans],
+            seed,
         )
+        self.bases = bucket.bases
+        self._first_row = np.zeros(len(jobs), np.int64)
+        self._kernel = backend.load(bucket)
 
     def __len__(self) -> int:
         return len(self.bases)

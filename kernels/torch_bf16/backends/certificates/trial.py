@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from torch_bf16.backends.backend import Backend
 from torch_bf16.backends.bucket import Bucket, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 from torch_bf16.formats import Format
-from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 from torch_bf16.rules import Rule
 
 __all__ = ["GROUP", "SEED", "STEPS", "Trial", "digests_of", "names_of", "settled"]
@@ -97,18 +96,14 @@ class Trial:
         variant: what is tried.
         planes: for each tensor, for each format, its planes.
         gradients: of each tensor.
-        numels: int64, elements of each tensor.
-        offsets, widths, pitches: as in :class:`.Bucket`.
+        runs: number of elements, offset, width and pitch of each tensor.
         scalars: of each step.
     """
 
     variant: Variant
     planes: list[list[tuple[np.ndarray, ...]]]
     gradients: list[np.ndarray]
-    numels: np.ndarray
-    offsets: np.ndarray
-    widths: np.ndarray
-    pitches: np.ndarray
+    runs: list[tuple[int, int, int, int]]
     scalars: list[ScalarRows]
 
     @classmethod
@@ -130,11 +125,14 @@ class Trial:
             numbers = [_numbers(source, role, k, size) for k, role in enumerate(roles, 1)]
             pairs = zip(variant.formats, numbers, strict=True)
             planes.append([_planes(source, each, x) for each, x in pairs])
-        widths = pitches = numels = np.array(sizes, np.int64)
-        if variant.strided:
-            widths, pitches = np.array(_RUNS, np.int64).T * unit
-        offsets = np.array(_OFFSETS, np.int64) // unit * unit
-        return cls(variant, planes, gradients, numels, offsets, widths, pitches, scalars)
+        runs = [(width * unit, pitch * unit) for width, pitch in _RUNS]
+        if not variant.strided:
+            runs = [(size, size) for size in sizes]
+        offsets = [offset // unit * unit for offset in _OFFSETS]
+        runs = [
+            (size, offset, *run) for size, offset, run in zip(sizes, offsets, runs, strict=True)
+        ]
+        return cls(variant, planes, gradients, runs, scalars)
 
     def run(
         self, backend: Backend, device: torch.device, beside: bool = False
@@ -155,25 +153,15 @@ class Trial:
         formats = self.variant.formats
         planes = [
             [
-                tuple(
-                    place(array, plane.dtype)
-                    for array, plane in zip(arrays, each.planes, strict=False)
-                )
+                tuple(map(place, arrays, (plane.dtype for plane in each.planes)))
                 for arrays, each in zip(numbers, formats, strict=True)
             ]
             for numbers in self.planes
         ]
         gradients = [place(each, self.variant.gradient) for each in self.gradients]
-        keys = [tensor_key(f"p{number}") for number in range(len(planes))]
-        draws = self.variant.draws
-        bases = [[stream_base(SEED, key, draw.stream) for draw in draws] for key in keys]
-        variant = Variant(
-            self.variant.rule, formats, self.variant.gradient, device, self.variant.strided
-        )
-        runs = self.offsets, self.widths, self.pitches
-        kernel = backend.load(
-            Bucket(variant, planes, self.numels, *runs, np.array(bases, np.uint32))
-        )
+        variant = replace(self.variant, device=device)
+        names = [f"p{number}" for number in range(len(planes))]
+        kernel = backend.load(Bucket.of(variant, planes, self.runs, names, SEED))
         for each in self.scalars:
             kernel(KernelInputs(gradients, each))
         return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
