@@ -85,7 +85,9 @@ def test_a_cpu_step_is_timed_on_its_own():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, and pytest -m gpu"
+)
 def test_the_command_on_a_gpu(tmp_path, capsys):
     # Any matrix product before has left a workspace.
     before = torch.cuda.memory_allocated()
