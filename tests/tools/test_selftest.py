@@ -106,6 +106,15 @@ def test_kernels_are_tried_in_processes_and_nothing_is_left(monkeypatch, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_without_other_processes_the_verdicts_are_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
+    monkeypatch.setattr(certificates, "variants_for", short)
+    found = certify(CPU, 0)
+    assert [(each.variant, each.fault) for each in found] == [
+        (each.name, None) for each in variants_for(CPU)[:3]
+    ]
+
+
 def killed(pipe, device, numbers):
     """Stands for a kernel that ends its process at the second variant."""
     for number in numbers:
@@ -167,6 +176,33 @@ def test_what_is_wrong_is_named_and_ends_with_status_1(quick, monkeypatch, capsy
         said = "bf16-stochastic was not timed: ZeroDivisionError"
     assert cli.main(["selftest", "--device", "cpu"]) == 1
     assert said in capsys.readouterr().out
+
+
+def on_a_gpu(monkeypatch, fault, mode):
+    """The record of a GPU that is not there; the number of processes."""
+    state, processes = {"compute_mode": mode}, []
+    place = {"device_state": state, "backends": {"triton": None, "eager": None}}
+    monkeypatch.setattr(command, "environment", lambda device: place)
+    tried = Certificate("adamw_x", "triton", fault, 0.1)
+    monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
+    monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}})
+    return command._found(torch.device("cuda", 0), ["selftest"]), processes[0]
+
+
+def test_eager_is_not_timed_on_a_gpu_where_a_kernel_is_wrong(quick, monkeypatch):
+    found, _ = on_a_gpu(monkeypatch, "weight has other bits than it must", "Default")
+    assert found["speed"] == []
+    assert "eager would run in place of Triton" in found["notes"][0]
+    assert not found["passed"]
+    found, _ = on_a_gpu(monkeypatch, None, "Default")
+    assert len(found["speed"]) == 1
+    assert found["passed"]
+
+
+@pytest.mark.parametrize(("mode", "alone"), [("Default", False), ("Exclusive_Process", True)])
+def test_a_gpu_for_one_process_is_not_shared(quick, monkeypatch, mode, alone):
+    _, processes = on_a_gpu(monkeypatch, None, mode)
+    assert (processes == 0) == alone
 
 
 def test_what_does_not_fit_is_a_note(quick, monkeypatch, capsys):

@@ -96,13 +96,18 @@ def certify(
 
     Args:
         device: where.
-        processes: that compile and try at a time.
+        processes: that compile and try at a time; 0 for this one alone, which then does not
+            survive a kernel that ends its process.
         progress: is told, line by line, what is going on.
 
     Returns:
         A certificate for each, in that order.
     """
     variants, backend = variants_for(device), choose(device).name
+    names = [each.name + ("_strided" if each.strided else "") for each in variants]
+    if processes == 0:
+        pairs = zip(names, variants, strict=True)
+        return [Certificate(name, backend, *_tried(each)) for name, each in pairs]
     left = list(range(len(variants)))
     found: dict[int, Certificate] = {}
     workers: dict[Connection, _Worker] = {}
@@ -130,8 +135,7 @@ def certify(
                     fault, seconds = f"the process that tried it ended with {code}", 0.0
                     if others:
                         start(others)
-                name = variants[number].name + ("_strided" if variants[number].strided else "")
-                found[number] = Certificate(name, backend, fault, seconds)
+                found[number] = Certificate(names[number], backend, fault, seconds)
                 if len(found) % 10 == 0 or fault:
                     progress(f"{len(found)} of {len(variants)} kernels tried")
     finally:
@@ -163,12 +167,16 @@ class _Worker:
 
 
 def _try(pipe: Connection, device: str, numbers: Sequence[int]) -> None:
-    place = torch.device(device)
-    variants = variants_for(place)
+    variants = variants_for(torch.device(device))
     for number in numbers:
-        start = time.perf_counter()
-        try:
-            fault = fault_of(choose(place), variants[number])
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-        pipe.send((number, fault, time.perf_counter() - start))
+        pipe.send((number, *_tried(variants[number])))
+
+
+def _tried(variant: Variant) -> tuple[str | None, float]:
+    """The fault that the first backend for the device has with a variant, and the seconds."""
+    start = time.perf_counter()
+    try:
+        fault = fault_of(choose(variant.device), variant)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    return fault, time.perf_counter() - start

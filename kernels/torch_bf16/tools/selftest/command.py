@@ -79,17 +79,22 @@ def _found(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     place = environment(device)
     fast = "cpu" if device.type == "cpu" else "triton"
     reason = place["backends"][fast]
-    # GPUs that one process may use at a time are not shared with those that would compile.
-    exclusive = place["device_state"].get("compute_mode") not in (None, "Default")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    _say(f"trying the kernels of {device} in processes of their own")
-    certificates = certify(device, 1 if exclusive else min(_PROCESSES, cores or 1), _say)
+    # A GPU that one process may use at a time is this one's.
+    exclusive = place["device_state"].get("compute_mode") not in (None, "Default")
+    processes = 0 if exclusive else min(_PROCESSES, cores or 1)
+    _say(f"trying the kernels of {device} in {processes or 'no other'} processes")
+    certificates = certify(device, processes, _say)
     outcomes = []
     for name, check in all_checks().items():
         _say(name)
         outcomes.append(run(name, check, device))
     measured = []
-    for model, shapes in models_for(device).items():
+    models = models_for(device)
+    if device.type == "cuda" and (reason or any(each.fault for each in certificates)):
+        notes.append("nothing was timed: eager would run in place of Triton, for many minutes")
+        models = {}
+    for model, shapes in models.items():
         _say(f"timing {model}")
         try:
             measured.append(speed(device, model, shapes, _say))
