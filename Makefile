@@ -10,8 +10,9 @@ INPUTS := pyproject.toml $(CONSTRAINTS) kernels/bf16_autoload.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test lint bench gpu install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/lightning_demo.py $(DEMO_ARGS)
@@ -26,6 +27,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m torch_bf16 bench $(BENCH_ARGS)
+
+gpu: $(STAMP)
+	$(BIN)/python examples/gpu_record.py $(GPU_ARGS)
 
 install: $(STAMP)
 

@@ -6,9 +6,15 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from gpu_marks import hide_gpus
 from ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config):
+    """Host tests must not wander onto a GPU: before anything asks torch for one."""
+    hide_gpus(config.getoption("markexpr"), os.environ)
 
 
 @pytest.fixture(scope="session")

@@ -17,15 +17,14 @@ from bucket_cases import (
     make_case,
     poison,
 )
+from gpu_marks import gpus
 
 from torch_bf16 import backends
+from torch_bf16.tools.selftest.steps import waiting_is_an_error
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = gpus()
 AT_ZERO = (0,) * len(SIZES)
 GPU = torch.device("cuda")
 STOCHASTIC = ("adamw", "stochastic", torch.bfloat16)
@@ -99,8 +98,5 @@ def test_a_step_does_not_wait_for_the_device():
     case = make_case(*STOCHASTIC, AT_ZERO, device="cuda")
     kernel = backends.choose(GPU, "triton").load(case[0])
     kernel(inputs_of(*case, 1))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         kernel(inputs_of(*case, 2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

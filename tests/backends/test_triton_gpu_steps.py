@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from gpu_marks import gpus, sanitize
 from optimizer_cases import (
     assert_same,
     make_optimizer,
@@ -16,13 +17,13 @@ from optimizer_cases import (
 )
 
 import torch_bf16
+from torch_bf16.tools.selftest.steps import waiting_is_an_error
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
-]
+pytestmark = gpus()
+HERE = str(Path(__file__).parent)
+SUPPORT = str(Path(__file__).parents[1] / "support")
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
@@ -141,12 +142,9 @@ def test_a_step_with_everything_on_the_device_does_not_wait_for_it():
     same_gradients([optimizer], 0)
     torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         torch_bf16.clip_next_step(optimizer, 1.0, skip_nonfinite=True)
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert optimizer.skipped_steps == 0
 
 
@@ -207,13 +205,11 @@ def test_total_norm_is_the_same_at_every_run():
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_compute_sanitizer_finds_nothing(tool):
     script = (
-        "import sys; sys.path.insert(0, 'tests/support')\n"
+        f"import sys; sys.path[:0] = {[HERE, SUPPORT]}\n"
         "from test_triton_gpu_steps import *\n"
         "o = make_optimizer('adamw', 'mixed', 'triton', on_gpu())\n"
         "for p in parameters_of(o): p.grad = torch.zeros_like(p)\n"
         "for seed in range(2): same_gradients([o], seed); o.step()\n"
         "torch.cuda.synchronize()\n"
     )
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "7", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    sanitize(SANITIZER, tool, [sys.executable, "-c", script])

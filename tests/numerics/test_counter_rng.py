@@ -295,7 +295,9 @@ def test_a_linear_counter_fails_these_tests():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, and pytest -m gpu"
+)
 def test_cuda_gives_the_bits_of_the_cpu():
     args = (3, 2**31 + 1, KEYS[0], GRADIENT.stream, 2**33 - 2000, 4097)
     assert torch.equal(noise(*args, device="cuda").cpu(), noise(*args))

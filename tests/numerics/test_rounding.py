@@ -258,7 +258,9 @@ def test_refuses_halves_of_the_wrong_kind():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, and pytest -m gpu"
+)
 def test_cuda_gives_the_bits_of_the_cpu(every_upper_half):
     x = every_upper_half
     cuda = x.cuda()

@@ -45,6 +45,7 @@ ROOMS = {
     "safetensors": ("torch_bf16/checkpoints/export",),
     "peft": ("accelerate_bf16",),
     "matplotlib": ("torch_bf16/tools/bench/plot",),
+    "rich": ("torch_bf16/tools/selftest/report",),
 }
 
 MAX_LINES = 400

@@ -74,6 +74,7 @@ class Ranks:
         seconds: float = 120,
         timeout: float = 60,
         grace: float = 5,
+        device: str = "cpu",
     ) -> list[Any]:
         """What a function returned on each rank.
 
@@ -84,6 +85,7 @@ class Ranks:
             seconds: after which ranks that still run are killed.
             timeout: of the group's collectives, in seconds.
             grace: seconds that the others have after the first failure.
+            device: ``"cuda"`` gives each rank the GPU of its number, and the group NCCL.
 
         Raises:
             RankError: it failed on some rank, or did not end in time.
@@ -94,7 +96,7 @@ class Ranks:
                 self._start()
             self._calls += 1
             store = str(self._folder / f"store{self._calls}")
-            call = pickle.dumps((world, store, timeout, function, arguments))
+            call = pickle.dumps((world, store, timeout, device, function, arguments))
             for pipe in self._pipes[:world]:
                 pipe.send_bytes(call)
             replies = self._replies(world, seconds, grace)
@@ -174,15 +176,25 @@ def _serve(rank: int, pipe: Connection, log: Path) -> None:
     os._exit(1)
 
 
-def _run(rank: int, world: int, store: str, timeout: float, function: Any, arguments: Any) -> Any:
+def _run(
+    rank: int,
+    world: int,
+    store: str,
+    timeout: float,
+    device: str,
+    function: Any,
+    arguments: Any,
+) -> Any:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     random.seed(0)
     torch.manual_seed(0)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         store=dist.FileStore(store, world),
         rank=rank,
         world_size=world,

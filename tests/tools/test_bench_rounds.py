@@ -102,10 +102,29 @@ def test_a_profiler_that_fails_costs_the_launches_alone(monkeypatch):
     def launches(self, step):
         raise RuntimeError("no counters for this user")
 
+    monkeypatch.setattr(CpuClock, "counts_launches", True)
     monkeypatch.setattr(CpuClock, "launches", launches)
     measured = measure([entry()], SHAPES, CPU, 2)
     assert measured.failures == {}
     assert measured.results[0].launches is None
+
+
+def test_launches_are_counted_after_all_groups_were_timed(monkeypatch):
+    log = []
+
+    def launches(self, step):
+        log.append("count")
+        step()
+        return {"kernels": 3, "copies": 0, "fills": 0}
+
+    timed = CpuClock.time
+    monkeypatch.setattr(CpuClock, "time", lambda *each: log.append("time") or timed(*each))
+    monkeypatch.setattr(CpuClock, "counts_launches", True)
+    monkeypatch.setattr(CpuClock, "launches", launches)
+    measured = measure([entry("base"), entry("a"), entry("b")], SHAPES, CPU, 2, most=2)
+    assert len(measured.groups) == 2
+    assert log.index("count") == len(log) - 3
+    assert [each.launches["kernels"] for each in measured.results] == [3, 3, 3]
 
 
 def test_without_the_baseline_there_is_no_result():

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bf16 {info,bench,export}``."""
+"""The command line: ``python -m torch_bf16 {info,bench,selftest,export}``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch_bf16.foreign.optimizer import BUCKET_BYTES
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.command import add_arguments, file_to_write, run
 from torch_bf16.tools.bench.record import describe, processor, versions
+from torch_bf16.tools.selftest.command import add_selftest_arguments, selftest
 
 __all__ = ["main"]
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("info", help="versions, recipes, and which backend runs where, and why")
     bench = commands.add_parser("bench", help="time AdamW steps beside those of torch and others")
     add_arguments(bench)
+    check = commands.add_parser("selftest", help="whether it works on this machine, and how fast")
+    add_selftest_arguments(check)
     export = commands.add_parser("export", help="write the exact fp32 weights of a checkpoint")
     export.add_argument("checkpoint", type=Path, help="of save_checkpoint, torch or Lightning")
     export.add_argument(
@@ -49,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "export":
         return _export(options)
+    if options.command == "selftest":
+        return selftest(options, arguments)
     return _info() if options.command == "info" else run(options, arguments)
 
 

@@ -19,7 +19,13 @@ _IN_A_ROW = 5
 
 
 class Clock:
-    """Time and memory of one device."""
+    """Time and memory of one device.
+
+    Attributes:
+        counts_launches: whether :meth:`launches` can tell.
+    """
+
+    counts_launches = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,6 +79,8 @@ class CpuClock(Clock):
 
 class CudaClock(Clock):
     """Events on the stream; the host is timed for a step that finds the device idle."""
+
+    counts_launches = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

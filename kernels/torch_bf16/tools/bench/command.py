@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.recipe import RECIPES
 
 from .clock import clock_for
+from .device_state import device_state
 from .entries import BASELINE, OURS, PEERS, Entry, ours
 from .memory import peak_bytes
 from .models import MODELS, RANDOM, Shapes, random_shapes
@@ -25,8 +27,9 @@ from .record import describe, record
 from .report import table
 from .rounds import Measured, measure
 from .rules import BASE, every_rule
+from .ways import WAYS, in_ways
 
-__all__ = ["add_arguments", "file_to_write", "run"]
+__all__ = ["add_arguments", "device_argument", "file_to_write", "run"]
 
 _PARAMETERS, _TENSORS = 50_000_000, 150
 # Of a hundred entries those measured at a time, so that a noisy machine meets them alike.
@@ -35,7 +38,7 @@ _TOGETHER = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--device", type=device_argument, default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument(
         "--model", choices=MODELS, default=RANDOM, help="whose parameter shapes (default: random)"
     )
@@ -68,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backend", choices=BACKENDS, help="ours (default: the one chosen for the device)"
+    )
+    parser.add_argument(
+        "--ways",
+        type=_names(WAYS, "way"),
+        default=[],
+        metavar="NAME",
+        help=f"more rows of ours and of the baseline: {','.join(WAYS)} (default: none)",
     )
     parser.add_argument(
         "--rules",
@@ -120,12 +130,16 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     if options.plot and can_plot():
-        plot(found, options.plot)
+        plot([found], options.plot)
     return 0
 
 
 def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     device, shapes = options.device, _shapes(options)
+    options.backend = options.backend or os.environ.get("TORCH_BF16_BACKEND")
+    if device.type == "cuda":
+        # Eager would be timed for minutes; where Triton cannot run, that is said instead.
+        options.backend = options.backend or "triton"
     entries, missing, baseline = _contenders(options)
     failures = {
         each.name: f"needs {each.only_on.upper()}"
@@ -135,6 +149,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     entries = [each for each in entries if each.name not in failures]
     torch.set_num_threads(options.threads)
     choose(device, options.backend)
+    before = device_state(device)
     measured = measure(
         entries,
         shapes,
@@ -157,14 +172,12 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
         "baseline": baseline,
         "rules": "every elementwise rule" if options.rules else "AdamW",
         "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
+        "device_state": {"before": before, "after": device_state(device)},
     }
     # Of a hundred kinds, what is held says enough.
     peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
     cache = clock_for(device).cache_bytes()
-    notes = []
-    if device.type == "cuda" and setting["backend"] == "eager":
-        notes.append("ours ran the eager backend; --backend triton measures the fused kernels")
-    found = record(measured, setting, device, peaks, missing, cache, notes)
+    found = record(measured, setting, device, peaks, missing, cache)
     print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
     return found
 
@@ -182,7 +195,9 @@ def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str
         raise ValueError(f"no entry {options.baseline!r}; known ones: {', '.join(known)}")
     found = [each for peer in peers.values() if peer.installed for each in peer.entries]
     missing = {name: peer.pip for name, peer in peers.items() if not peer.installed}
-    chosen = {each.name: each for each in (known[options.baseline], *found, *recipes)}
+    baseline = known[options.baseline]
+    more = in_ways((baseline, *recipes), options.ways)
+    chosen = {each.name: each for each in (baseline, *found, *recipes, *more)}
     return list(chosen.values()), missing, options.baseline
 
 
@@ -224,7 +239,8 @@ def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
     return parse
 
 
-def _device(text: str) -> torch.device:
+def device_argument(text: str) -> torch.device:
+    """The type of an argument that names a device: a CPU or a GPU that is there."""
     try:
         device = torch.device(text)
     except RuntimeError:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.recipe import RECIPES, get_recipe
+from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 
 from .models import Shapes
 
@@ -43,6 +43,7 @@ class Entry:
         scratch: bytes per element of the largest tensor that a step needs for a moment, likewise.
         compiles: its first step runs ``torch.compile``.
         only_on: the device type that it needs, None for any.
+        way: how its steps are taken, one of ``WAYS``; None for gradients that stay where they are.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Entry:
     scratch: float = 32
     compiles: bool = False
     only_on: str | None = None
+    way: str | None = None
 
     def make(self, shapes: Shapes, device: torch.device) -> torch.optim.Optimizer:
         """The optimizer over parameters of these shapes, each with a gradient."""
@@ -243,11 +245,11 @@ OURS = tuple(recipe.name for recipe in dict.fromkeys(RECIPES.values()))
 """Names of our entries: those of the recipes."""
 
 
-def ours(names: Sequence[str], backend: str | None = None) -> tuple[Entry, ...]:
+def ours(names: Sequence[str | Recipe], backend: str | None = None) -> tuple[Entry, ...]:
     """Our AdamW in each of these recipes.
 
     Args:
-        names: of recipes; aliases count as what they stand for.
+        names: of recipes, or recipes; aliases count as what they stand for.
         backend: None for the one that is chosen for the device.
     """
     recipes = [get_recipe(name) for name in names]
@@ -258,7 +260,7 @@ def ours(names: Sequence[str], backend: str | None = None) -> tuple[Entry, ...]:
             "torch_bf16:AdamW",
             # Vectors keep masters and fp32 moments; there are few of them.
             estimate=2.1 + recipe.bytes_per_parameter,
-            options={"recipe": recipe.name},
+            options={"recipe": recipe},
             attributes={"backend": backend},
             scratch=0 if backend != "eager" else 48,
         )

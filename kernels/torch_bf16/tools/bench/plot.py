@@ -1,9 +1,9 @@
-"""The picture of a run, made from its record: time and memory side by side."""
+"""The picture of runs, made from their records: time and memory side by side."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,25 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(record: Mapping[str, Any], file: Path) -> None:
-    """Draw a record into a file whose ending says the format, such as ``.png``."""
+def plot(records: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw records, one below the other, into a file whose ending says the format: ``.png``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    heights = [1.6 + 0.42 * len(each["results"]) for each in records]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts: Any = figure.subfigures(len(records), 1, squeeze=False, height_ratios=heights)
+    for part, record in zip(parts.ravel(), records, strict=True):
+        _draw(part, record)
+    figure.savefig(file, dpi=150)
+
+
+def _draw(figure: Any, record: Mapping[str, Any]) -> None:
     rows = sorted(record["results"], key=lambda row: -row["ms"]["median"])
     names = [row["name"] for row in rows]
     ours = set(record["ours"])
     colors = ["tab:orange" if name in ours else "tab:gray" for name in names]
-    figure = Figure(figsize=(11, 1.6 + 0.42 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
     speed, memory = figure.subplots(1, 2, sharey=True)
 
     medians = [row["ms"]["median"] for row in rows]
@@ -52,4 +60,3 @@ def plot(record: Mapping[str, Any], file: Path) -> None:
         f"{record['parameters'] / 1e6:,.0f} M parameters, {place}, {record['date']}",
         fontsize=10,
     )
-    figure.savefig(file, dpi=150)

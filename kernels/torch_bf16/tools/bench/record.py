@@ -28,7 +28,6 @@ def record(
     peaks: Mapping[str, int | None],
     missing: Mapping[str, str],
     cache: int | None,
-    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything about a run as numbers, strings, lists and dicts.
 
@@ -39,7 +38,6 @@ def record(
         peaks: bytes by entry's name where they were measured apart.
         missing: pip name of each library that is not installed.
         cache: bytes of the last cache.
-        notes: sentences to add.
     """
     copy = _spread(np.array(measured.copy_rates) / 1e9)
     base = next(e.moved for e in measured.results if e.entry.name == setting["baseline"])
@@ -59,7 +57,7 @@ def record(
         "results": rows,
         "failed": measured.failures,
         "missing": dict(missing),
-        "notes": [*notes, *_notes(measured, setting["baseline"], cache)],
+        "notes": _notes(measured, setting["baseline"], cache),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import methodcaller
 
@@ -39,8 +40,8 @@ class Result:
         held: bytes of weights, gradients and states.
         moved: bytes that a step must read and write.
         peak: most bytes during a step; None on a CPU, where a process of its own tells.
-        launches: kernels, copies and fills of one step; None where there are none to count.
         interleaved: whether the baseline ran in the same rounds.
+        launches: kernels, copies and fills of one step; None where there are none to count.
     """
 
     entry: Entry
@@ -51,8 +52,8 @@ class Result:
     held: int
     moved: int
     peak: int | None
-    launches: dict[str, int] | None
     interleaved: bool
+    launches: dict[str, int] | None = None
 
 
 @dataclass
@@ -140,6 +141,11 @@ def measure(
             result = _result(each, reference, beside is not None)
             finished.setdefault(each.entry.name, result)
     measured.results = [finished[each.name] for each in entries if each.name in finished]
+    if clock.counts_launches:
+        # Last: a profiler that has been there may leave launches slower.
+        progress("counting launches")
+        for result in measured.results:
+            result.launches = _launches(result.entry, shapes, clock, first_seconds)
     return measured
 
 
@@ -218,11 +224,23 @@ def _rounds(
                 # Another goes first in every round: caches are full of the copy then.
                 first = number % max(len(running), 1)
                 _each(running, methodcaller("run", clock, number >= 0), failures, first)
-            # Last: a profiler that has been there may leave launches slower.
-            for each in running:
-                each.count_launches(clock)
     finally:
         gc.enable()
+
+
+def _launches(
+    entry: Entry, shapes: Shapes, clock: Clock, first_seconds: float
+) -> dict[str, int] | None:
+    """Of a step of an optimizer that is made for it; None where that fails."""
+    # A profiler that cannot work here must not take the measured times along.
+    with suppress(Exception), quiet(), time_limit(first_seconds):
+        running = Running(entry, shapes, clock)
+        try:
+            return running.count_launches(clock)
+        finally:
+            running.close()
+            gc.collect()
+            clock.release()
 
 
 def _each(
@@ -251,7 +269,6 @@ def _result(each: Running, reference: np.ndarray | np.floating, interleaved: boo
         held=each.held,
         moved=each.moved,
         peak=each.peak,
-        launches=each.launches,
         interleaved=interleaved,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
@@ -12,6 +11,7 @@ from .clock import Clock
 from .entries import Entry
 from .memory import held_bytes, moved_bytes
 from .models import Shapes
+from .ways import stepping
 
 __all__ = ["Copy", "Running"]
 
@@ -25,7 +25,6 @@ class Running:
         held: bytes of weights, gradients and states.
         moved: bytes that a step must read and write.
         peak: most bytes during the second and third step; None where only the system knows.
-        launches: kernels, copies and fills of one step, once counted.
         seconds: per step, one number for each timed round.
         host_seconds: until the call of a step returned, likewise.
 
@@ -35,12 +34,11 @@ class Running:
 
     def __init__(self, entry: Entry, shapes: Shapes, clock: Clock) -> None:
         self.entry = entry
-        self.launches: dict[str, int] | None = None
         self.seconds: list[float] = []
         self.host_seconds: list[float] = []
         before = clock.allocated()
         optimizer = entry.make(shapes, clock.device)
-        self._step: Callable[[], object] = optimizer.step
+        self._step: Callable[[], object] = stepping(optimizer, entry.way)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         some = max(parameters, key=torch.Tensor.numel).detach().view(-1)[:4096]
         at_first = some.clone()
@@ -68,11 +66,9 @@ class Running:
             self.seconds.append(seconds)
             self.host_seconds.append(host)
 
-    def count_launches(self, clock: Clock) -> None:
-        """Take one more step, and count what it gives the device; None where that fails."""
-        # A profiler that cannot work here must not take the measured times along.
-        with suppress(Exception):
-            self.launches = clock.launches(self._step)
+    def count_launches(self, clock: Clock) -> dict[str, int] | None:
+        """Take one more step: the kernels, copies and fills that it gives the device."""
+        return clock.launches(self._step)
 
     def close(self) -> None:
         """Free the tensors; the figures stay."""

@@ -1,0 +1,182 @@
+"""Certificates of all kernels that the named recipes ask for, tried anew in several processes.
+
+A process that a kernel kills takes its own verdict along and no other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from torch_bf16 import rules
+from torch_bf16.backends import Variant, choose
+from torch_bf16.backends.certificates import fault_of
+from torch_bf16.recipe import RECIPES, Recipe
+
+__all__ = ["INT8_MOMENTS", "Certificate", "certify", "fresh_verdicts", "variants_for"]
+
+INT8_MOMENTS = Recipe("int8-moments", exp_avg="int8", exp_avg_sq="int8")
+
+_RULES = (rules.ADAMW, rules.SGD_MOMENTUM, rules.LION, rules.MUON)
+_FOLDER = "TORCH_BF16_CACHE"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the trial of a variant found.
+
+    Attributes:
+        variant: its name.
+        backend: what was tried.
+        fault: why it must not be used; None where its bits are right.
+        seconds: that took, compiling included.
+    """
+
+    variant: str
+    backend: str
+    fault: str | None
+    seconds: float
+
+
+def variants_for(device: torch.device) -> list[Variant]:
+    """What AdamW, SGD, Lion and Muon run for matrices and vectors, in bf16 and in fp32.
+
+    For the named recipes and one with int8 moments; on a GPU also for what several kinds of
+    sharding cut into runs.
+    """
+    found: dict[Variant, None] = {}
+    for rule in _RULES:
+        roles = ("weights", *(state.role for state in rule.states))
+        for recipe in (*RECIPES.values(), INT8_MOMENTS):
+            for shape, dtype in (
+                ((64, 64), torch.bfloat16),
+                ((3, 5), torch.bfloat16),
+                ((64,), torch.bfloat16),
+                ((64, 64), torch.float32),
+            ):
+                formats = tuple(recipe.format_of(role, shape, dtype) for role in roles)
+                gradient = torch.float32 if rule is rules.MUON else dtype
+                for strided in (False, True)[: 1 + (device.type == "cuda" and shape == (64, 64))]:
+                    found[Variant(rule, formats, gradient, device, strided)] = None
+            for shape in ((64, 64), (3, 5)):
+                momentum = (recipe.format_of(rules.FIRST_MOMENT, shape),)
+                found[Variant(rules.AVERAGE, momentum, torch.bfloat16, device)] = None
+    return list(found)
+
+
+@contextmanager
+def fresh_verdicts() -> Iterator[None]:
+    """Nothing that an earlier run on this machine found counts, and nothing is left for later."""
+    before = os.environ.get(_FOLDER)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[_FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_FOLDER]
+            if before is not None:
+                os.environ[_FOLDER] = before
+
+
+def certify(
+    device: torch.device, processes: int, progress: Callable[[str], None] = lambda line: None
+) -> list[Certificate]:
+    """Try every variant of :func:`variants_for` with the first backend for the device.
+
+    Args:
+        device: where.
+        processes: that compile and try at a time; 0 for this one alone, which then does not
+            survive a kernel that ends its process.
+        progress: is told, line by line, what is going on.
+
+    Returns:
+        A certificate for each, in that order.
+    """
+    variants, backend = variants_for(device), choose(device).name
+    names = [each.name + ("_strided" if each.strided else "") for each in variants]
+    if processes == 0:
+        pairs = zip(names, variants, strict=True)
+        return [Certificate(name, backend, *_tried(each)) for name, each in pairs]
+    left = list(range(len(variants)))
+    found: dict[int, Certificate] = {}
+    workers: dict[Connection, _Worker] = {}
+
+    def start(numbers: list[int]) -> None:
+        worker = _Worker(device, numbers)
+        workers[worker.pipe] = worker
+
+    try:
+        for first in range(min(processes, len(left))):
+            start(left[first::processes])
+        while workers:
+            for pipe in wait(list(workers)):
+                worker = workers[pipe]  # pyright: ignore[reportArgumentType]
+                try:
+                    number, fault, seconds = worker.pipe.recv()
+                    worker.left.remove(number)
+                except EOFError:
+                    worker.process.join()
+                    del workers[worker.pipe]
+                    if not worker.left:
+                        continue
+                    number, *others = worker.left
+                    code = worker.process.exitcode
+                    fault, seconds = f"the process that tried it ended with {code}", 0.0
+                    if others:
+                        start(others)
+                found[number] = Certificate(names[number], backend, fault, seconds)
+                if len(found) % 10 == 0 or fault:
+                    progress(f"{len(found)} of {len(variants)} kernels tried")
+    finally:
+        for worker in workers.values():
+            worker.process.kill()
+            worker.process.join()
+    return [found[number] for number in left]
+
+
+class _Worker:
+    """A process that tries some variants, one after the other."""
+
+    def __init__(self, device: torch.device, numbers: Sequence[int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.left = list(numbers)
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process: Any = context.Process(
+            target=_try, args=(theirs, str(device), self.left), daemon=True
+        )
+        # Ctrl-C reaches it, too: it inherits the mask, and its parent ends it. The tracker, which
+        # resets the mask, must run before.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        theirs.close()
+
+
+def _try(pipe: Connection, device: str, numbers: Sequence[int]) -> None:
+    variants = variants_for(torch.device(device))
+    for number in numbers:
+        pipe.send((number, *_tried(variants[number])))
+
+
+def _tried(variant: Variant) -> tuple[str | None, float]:
+    """The fault that the first backend for the device has with a variant, and the seconds."""
+    start = time.perf_counter()
+    try:
+        fault = fault_of(choose(variant.device), variant)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    return fault, time.perf_counter() - start

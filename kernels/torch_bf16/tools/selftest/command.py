@@ -1,0 +1,125 @@
+"""``python -m torch_bf16 selftest``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from torch_bf16.tools.bench.command import device_argument, file_to_write
+from torch_bf16.tools.bench.plot import can_plot, plot
+
+from .certificates import certify, fresh_verdicts
+from .environment import environment
+from .report import show
+from .speed import models_for, speed
+from .steps import all_checks, run
+
+__all__ = ["add_selftest_arguments", "selftest"]
+
+_PROCESSES = 8
+_INTERRUPTED = 130
+
+
+def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device",
+        type=device_argument,
+        default=default,
+        help=f"cpu, cuda or cuda:N (default here: {default})",
+    )
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write all that was found there"
+    )
+    parser.add_argument(
+        "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
+    )
+
+
+def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Find out whether the package works here, and how fast; print it, and write it if asked to.
+
+    Args:
+        options: parsed.
+        arguments: as they were given, for the record.
+
+    Returns:
+        The exit status: 0 where all is right, 1 where something is not, 130 where interrupted.
+    """
+    if options.plot and not can_plot():
+        _say("no picture: matplotlib is missing (pip install 'torch-bf16[plots]')")
+    try:
+        with fresh_verdicts():
+            found = _found(options.device, arguments)
+    except KeyboardInterrupt:
+        _say("interrupted: nothing was written")
+        return _INTERRUPTED
+    show(found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        print(f"the record, to send with a report: {options.json}")
+    if options.plot and can_plot() and found["speed"]:
+        plot(found["speed"], options.plot)
+    return 0 if found["passed"] else 1
+
+
+def _found(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+    start, notes = time.perf_counter(), []
+    place = environment(device)
+    fast = "cpu" if device.type == "cpu" else "triton"
+    reason = place["backends"][fast]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    # A GPU that one process may use at a time is this one's.
+    exclusive = place["device_state"].get("compute_mode") not in (None, "Default")
+    processes = 0 if exclusive else min(_PROCESSES, cores or 1)
+    _say(f"trying the kernels of {device} in {processes or 'no other'} processes")
+    certificates = certify(device, processes, _say)
+    outcomes = []
+    for name, check in all_checks().items():
+        _say(name)
+        outcomes.append(run(name, check, device))
+    measured = []
+    models = models_for(device)
+    if device.type == "cuda" and (reason or any(each.fault for each in certificates)):
+        notes.append("nothing was timed: eager would run in place of Triton, for many minutes")
+        models = {}
+    for model, shapes in models.items():
+        _say(f"timing {model}")
+        try:
+            measured.append(speed(device, model, shapes, _say))
+        except (MemoryError, RuntimeError) as error:
+            notes.append(f"{model} was not timed: {error}")
+    wrong = [f"{each.backend}, {each.variant}" for each in certificates if each.fault]
+    wrong += [each.name for each in outcomes if each.fault]
+    wrong += [f"the {fast} backend: {reason}"] if reason else []
+    for each in measured:
+        wrong += [f"{name} was not timed: {why}" for name, why in each["failed"].items()]
+    return {
+        "schema": 1,
+        "kind": "selftest",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "environment": place,
+        "certificates": [asdict(each) for each in certificates],
+        "checks": [asdict(each) for each in outcomes],
+        "speed": measured,
+        "notes": notes,
+        "passed": not wrong,
+        "verdict": f"failed: {'; '.join(wrong)}" if wrong else f"passed on {device}",
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""What people see of a selftest: tables, by rich on a terminal where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .environment import environment_lines
+
+__all__ = ["show"]
+
+_Rows = list[Sequence[str]]
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print a selftest's record."""
+    print("\n".join(environment_lines(found["environment"])))
+    tried = found["certificates"]
+    right = sum(each["fault"] is None for each in tried)
+    print(f"\ncertificates: {right} of {len(tried)} kernels have the bits of the oracle")
+    for each in tried:
+        if each["fault"]:
+            print(f"  {each['backend']}, {each['variant']}: {each['fault']}")
+    rows: _Rows = [
+        (each["name"], each["skipped"] or each["fault"] or "ok", f"{each['seconds']:.2f}")
+        for each in found["checks"]
+    ]
+    _print_table("whole optimizers against eager", ("check", "result", "seconds"), rows)
+    for each in found["speed"]:
+        title = f"{each['model']}: {each['parameters']:,} parameters, {each['tensors']} tensors"
+        copy = each["copy_gb_per_second"]["median"]
+        _print_table(f"{title}; a copy of this device: {copy:.0f} GB/s", *_speed(each))
+        for name, why in each["failed"].items():
+            print(f"not measured: {name}: {why}")
+    for note in found["notes"]:
+        print(f"note: {note}")
+    print(f"\n{found['verdict']} ({found['seconds']:.0f} s)")
+
+
+def _speed(record: Mapping[str, Any]) -> tuple[Sequence[str], _Rows]:
+    columns = ("AdamW", "ms per step", "to torch fused", "of copy", "host ms", "bytes each")
+    rows: _Rows = [
+        (
+            row["name"],
+            f"{row['ms']['median']:.3f}",
+            f"{row['ratio']['median']:.2f}",
+            f"{row['share_of_copy']:.0%}",
+            f"{row['host_ms']['median']:.3f}",
+            f"{row['bytes_per_parameter']:.2f}",
+        )
+        for row in record["results"]
+    ]
+    return columns, rows
+
+
+def _print_table(title: str, columns: Sequence[str], rows: _Rows) -> None:
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    print(f"\n{title}")
+    for row in (columns, *rows):
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

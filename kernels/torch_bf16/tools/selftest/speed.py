@@ -1,0 +1,81 @@
+"""How fast steps over real models' shapes are, beside torch's fused AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_bf16.backends import choose
+from torch_bf16.recipe import RECIPES
+from torch_bf16.tools.bench.clock import clock_for
+from torch_bf16.tools.bench.device_state import device_state
+from torch_bf16.tools.bench.entries import BASELINE, PEERS, ours
+from torch_bf16.tools.bench.models import MODELS, Shapes, gpt2, llama
+from torch_bf16.tools.bench.record import record
+from torch_bf16.tools.bench.rounds import measure
+from torch_bf16.tools.bench.ways import in_ways
+
+from .certificates import INT8_MOMENTS
+
+__all__ = ["models_for", "speed"]
+
+# On a CPU, where the real ones would take minutes.
+_SMALL: dict[str, Shapes] = {
+    "gpt2-small-layers": gpt2(layers=4, width=256, vocabulary=8000, context=256),
+    "llama-small-layers": llama(4, 256, 1024, 128, 8000, tied=True),
+}
+_ROUNDS = {"cpu": 3, "cuda": 20}
+
+
+def models_for(device: torch.device) -> dict[str, Shapes]:
+    """Shapes by a name: those of gpt2-124m and llama-1b on a GPU, smaller ones on a CPU."""
+    if device.type == "cpu":
+        return dict(_SMALL)
+    return {name: MODELS[name]() for name in ("gpt2-124m", "llama-1b")}
+
+
+def speed(
+    device: torch.device,
+    model: str,
+    shapes: Sequence[tuple[int, ...]],
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
+
+    Args:
+        device: where.
+        model: what the shapes are called.
+        shapes: of the parameters.
+        progress: is told, line by line, what is going on.
+
+    Raises:
+        MemoryError: torch's fused AdamW does not fit.
+    """
+    recipes = ours([*dict.fromkeys(RECIPES.values()), INT8_MOMENTS])
+    (baseline,) = (each for each in PEERS["torch"].entries if each.name == BASELINE)
+    plain = (baseline, *recipes)
+    ways = ("moved", "graph") if device.type == "cuda" else ("moved",)
+    before = device_state(device)
+    rounds = _ROUNDS[device.type]
+    measured = measure([*plain, *in_ways(plain, ways)], list(shapes), device, rounds, progress)
+    setting = {
+        "command": "python -m torch_bf16 selftest",
+        "model": model,
+        "parameters": sum(torch.Size(shape).numel() for shape in shapes),
+        "tensors": len(shapes),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "backend": choose(device).name,
+        "baseline": BASELINE,
+        "rules": "AdamW",
+        "ours": [
+            each.entry.name
+            for each in measured.results
+            if each.entry.target.startswith("torch_bf16:")
+        ],
+        "device_state": {"before": before, "after": device_state(device)},
+    }
+    return record(measured, setting, device, {}, {}, clock_for(device).cache_bytes())

@@ -1,0 +1,299 @@
+"""Whole optimizers on a device against the eager backend, bit for bit, in what training does."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.gradients.clipping import clip_next_step
+from torch_bf16.optim.adam import AdamW
+from torch_bf16.optim.muon import Muon
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.sgd import SGD, Lion
+from torch_bf16.recipe import RECIPES, Recipe
+
+from .certificates import INT8_MOMENTS
+
+__all__ = ["Check", "NotHere", "Outcome", "all_checks", "differences", "run", "waiting_is_an_error"]
+
+Check = Callable[[torch.device], str | None]
+"""What is wrong on a device, or None; raises :class:`NotHere` where it cannot be asked."""
+
+_SHAPES = {
+    "embedding": (1000, 64),
+    "wide": (64, 192),
+    "tall": (130, 64),
+    "odd": (37, 65),
+    "bias": (192,),
+    "gain": (64,),
+    "head": (2,),
+}
+_KEPT_FP32 = ("gain",)
+_STEPS = 4
+
+_OPTIMIZERS: dict[str, tuple[type[BF16Optimizer], Mapping[str, Any]]] = {
+    "AdamW": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
+    "Muon": (Muon, {"lr": 0.01}),
+}
+_NAMED = tuple(dict.fromkeys(RECIPES.values()))
+
+
+class NotHere(Exception):
+    """A check that this device has no use for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found.
+
+    Attributes:
+        name: of the check.
+        fault: what is wrong, None if nothing.
+        skipped: why it was not made, None if it was.
+        seconds: that took.
+    """
+
+    name: str
+    fault: str | None
+    skipped: str | None
+    seconds: float
+
+
+def run(name: str, check: Check, device: torch.device) -> Outcome:
+    """Make a check; what it raises is a fault."""
+    start, fault, skipped = time.perf_counter(), None, None
+    try:
+        fault = check(device)
+    except NotHere as reason:
+        skipped = str(reason)
+    except Exception as error:
+        fault = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    return Outcome(name, fault, skipped, time.perf_counter() - start)
+
+
+def all_checks() -> dict[str, Check]:
+    """Each check by its name."""
+    found: dict[str, Check] = {}
+    for name in _OPTIMIZERS:
+        for recipe in (*_NAMED, INT8_MOMENTS):
+            found[f"{name}, {recipe.name}"] = _bound(_plain, recipe, name)
+    for recipe in _NAMED:
+        for what, check in _SITUATIONS.items():
+            found[f"{what}, {recipe.name}"] = _bound(check, recipe)
+    return found
+
+
+def _bound(check: Callable[..., str | None], *arguments: Any) -> Check:
+    return lambda device: check(device, *arguments)
+
+
+def _made(
+    device: torch.device,
+    recipe: Recipe,
+    name: str = "AdamW",
+    backend: str | None = None,
+    **more: Any,
+) -> BF16Optimizer:
+    """An optimizer over the same numbers on every device."""
+    generator = torch.Generator().manual_seed(0)
+    named = []
+    for key, shape in _SHAPES.items():
+        dtype = torch.float32 if key in _KEPT_FP32 else torch.bfloat16
+        tensor = torch.randn(shape, generator=generator).to(device, dtype)
+        named.append((key, nn.Parameter(tensor)))
+    groups: list[Any] = named
+    if name == "Muon":
+        matrices = [pair for pair in named if pair[1].ndim == 2 and pair[0] != "embedding"]
+        rest = [pair for pair in named if pair not in matrices]
+        groups = [{"params": matrices}, {"params": rest, "use_muon": False}]
+    made, options = _OPTIMIZERS[name]
+    arguments: dict[str, Any] = {**options, **more, "recipe": recipe, "backend": backend}
+    return made(groups, **arguments)
+
+
+def _judge_of(
+    device: torch.device, recipe: Recipe, name: str = "AdamW", **more: Any
+) -> BF16Optimizer:
+    # Muon's matrix products have other last bits on other devices.
+    place = device if name == "Muon" else torch.device("cpu")
+    return _made(place, recipe, name, "eager", **more)
+
+
+def _parameters(optimizer: BF16Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _give(optimizer: BF16Optimizer, seed: int, keep: bool = True) -> None:
+    """Random gradients, in the memory of those before where there are some and ``keep``."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    held = []
+    for parameter in _parameters(optimizer):
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if keep and parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+        else:
+            # The old ones live on until all new ones are there, so that none has its address.
+            held.append(parameter.grad)
+            parameter.grad = gradient.to(parameter.device)
+
+
+def differences(one: BF16Optimizer, other: BF16Optimizer) -> str | None:
+    """Where the bits of weights and states of two optimizers differ; None where nowhere."""
+    pairs = zip(_parameters(one), _parameters(other), strict=True)
+    for number, (a, b) in enumerate(pairs):
+        here, there = (
+            {"weight": p, **optimizer.state[p]} for p, optimizer in ((a, one), (b, other))
+        )
+        if here.keys() != there.keys():
+            return f"parameter {number} has states {sorted(here)} and not {sorted(there)}"
+        for key in here:
+            wrong = _bytes(here[key]) != _bytes(there[key])
+            if count := int(wrong.sum()):
+                return f"{count} bytes of {key} of parameter {number} differ from eager's"
+    return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _plain(device: torch.device, recipe: Recipe, name: str) -> str | None:
+    ours, judge = _made(device, recipe, name), _judge_of(device, recipe, name)
+    for seed in range(_STEPS):
+        for optimizer in (ours, judge):
+            _give(optimizer, seed)
+            optimizer.scale_next_step(0.5)
+            optimizer.step()
+    return differences(ours, judge)
+
+
+def _moved(device: torch.device, recipe: Recipe) -> str | None:
+    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    for seed in range(_STEPS):
+        for optimizer in (ours, judge):
+            _give(optimizer, seed, keep=False)
+            optimizer.step()
+    return differences(ours, judge)
+
+
+def _changed_sets(device: torch.device, recipe: Recipe) -> str | None:
+    """Other parameters take part in every step, as with experts or dropped layers."""
+    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    for seed in range(2 * _STEPS):
+        for optimizer in (ours, judge):
+            _give(optimizer, seed)
+            for number, parameter in enumerate(_parameters(optimizer)):
+                if seed and (number + seed) % 3 == 0:
+                    parameter.grad = None
+            optimizer.step()
+    return differences(ours, judge)
+
+
+def _found_inf(device: torch.device, recipe: Recipe) -> str | None:
+    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    for seed in range(_STEPS):
+        skip = seed == 1
+        _give(ours, seed)
+        ours.skip_next_step_where(torch.tensor([float(skip)], device=device))
+        ours.step()
+        if not skip:
+            _give(judge, seed)
+            judge.step()
+    if ours.skipped_steps != 1:
+        return f"{ours.skipped_steps} steps were counted as skipped and not 1"
+    return differences(ours, judge)
+
+
+def _clip(device: torch.device, recipe: Recipe) -> str | None:
+    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    for seed in range(_STEPS):
+        _give(ours, seed)
+        _give(judge, seed)
+        norm = clip_next_step(ours, 1.0, skip_nonfinite=True)
+        judge.scale_next_step((1.0 / (norm + 1e-6)).clamp(max=1.0).cpu())
+        exact = sum(float(p.grad.double().square().sum()) for p in _parameters(judge)) ** 0.5  # pyright: ignore
+        if abs(float(norm) / exact - 1) > 1e-5:
+            return f"the norm of the gradients is {float(norm)} and not {exact}"
+        ours.step()
+        judge.step()
+    return differences(ours, judge)
+
+
+def _replayed(device: torch.device, recipe: Recipe) -> str | None:
+    _needs_cuda(device)
+    rate = torch.tensor(0.01, device=device)
+    ours = _made(device, recipe, lr=rate, capturable=True)
+    judge = _judge_of(device, recipe, lr=rate.cpu())
+    _give(ours, 0)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        ours.step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    _give(judge, 0)
+    judge.step()
+    for seed in range(1, 2 * _STEPS):
+        _give(ours, seed)
+        # Replays and ordinary steps may take turns.
+        graph.replay() if seed % 3 else ours.step()
+        _give(judge, seed)
+        judge.step()
+    return differences(ours, judge)
+
+
+def _nothing_waits(device: torch.device, recipe: Recipe) -> str | None:
+    _needs_cuda(device)
+    optimizer = _made(device, recipe)
+    gradients = []
+    for seed in (0, 1):
+        _give(optimizer, seed, keep=False)
+        gradients.append([p.grad for p in _parameters(optimizer)])
+    optimizer.step()
+    for moved in (False, True):
+        for parameter, gradient in zip(_parameters(optimizer), gradients[not moved], strict=True):
+            parameter.grad = gradient
+        with waiting_is_an_error():
+            clip_next_step(optimizer, 1.0, skip_nonfinite=True)
+            optimizer.step()
+    return None
+
+
+def _needs_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise NotHere(f"not on a {device.type}")
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let torch raise where something in the block waits for a CUDA device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # torch says once that the mode is a prototype: where warnings are errors, after setting it.
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+_SITUATIONS: dict[str, Callable[[torch.device, Recipe], str | None]] = {
+    "gradients that move": _moved,
+    "other gradients in each step": _changed_sets,
+    "found_inf": _found_inf,
+    "clipping": _clip,
+    "CUDA graph": _replayed,
+    "nothing waits for the device": _nothing_waits,
+}

@@ -1,0 +1,124 @@
+"""`make gpu`: each part once for a source tree, its folder, and the README's table."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_record
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROW = {
+    "name": "bf16-stochastic",
+    "ms": {"median": 0.5},
+    "ratio": {"median": 0.55},
+    "share_of_copy": 0.93,
+    "bytes_per_parameter": 8.02,
+}
+
+
+def part(folder, status):
+    """A part that notes its run, says something, and ends with a status."""
+    script = f"open('runs', 'a').write('x'); print('said'); raise SystemExit({status})"
+    return [sys.executable, "-c", script]
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch):
+    monkeypatch.setattr(gpu_record, "LIMITS", {"one": 60, "two": 60})
+
+
+def runs(folder):
+    return len((folder / "runs").read_text())
+
+
+def test_a_part_that_ended_well_is_not_run_again_and_one_that_failed_is(tmp_path):
+    parts = {"one": part(tmp_path, 0), "two": part(tmp_path, 3)}
+    assert not gpu_record.run(tmp_path, parts, "tree")
+    assert runs(tmp_path) == 2
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert [each["status"] for each in state["parts"].values()] == [0, 3]
+    assert (tmp_path / "one.txt").read_text() == "said\n"
+    parts["two"] = part(tmp_path, 0)
+    assert gpu_record.run(tmp_path, parts, "tree")
+    assert runs(tmp_path) == 3
+    assert gpu_record.run(tmp_path, parts, "tree")
+    assert runs(tmp_path) == 3
+
+
+def test_another_source_tree_begins_anew(tmp_path):
+    parts = {"one": part(tmp_path, 0)}
+    assert gpu_record.run(tmp_path, parts, "tree")
+    assert gpu_record.run(tmp_path, parts, "other")
+    assert runs(tmp_path) == 2
+
+
+def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_record.LIMITS, "one", 0.5)
+    forever = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert not gpu_record.run(tmp_path, {"one": forever, "two": part(tmp_path, 0)}, "tree")
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert [each["status"] for each in state["parts"].values()] == ["timeout", 0]
+
+
+def test_a_tree_goes_on_in_the_folder_where_it_was_begun(tmp_path):
+    begun = tmp_path / "2026-01-02-nvidia-h200"
+    begun.mkdir()
+    (begun / "run.json").write_text('{"source": "tree"}')
+    assert gpu_record.folder_for(tmp_path, "NVIDIA H200", "tree") == begun
+    other = gpu_record.folder_for(tmp_path, "NVIDIA H200", "other")
+    assert other != begun
+    assert other.name.endswith("-nvidia-h200")
+
+
+def recorded(folder, device="cuda"):
+    folder.mkdir()
+    record = {"device_type": device, "hardware": {"device": "H200"}, "model": "gpt2-124m"}
+    (folder / "bench-x.json").write_text(json.dumps({**record, "results": [ROW]}))
+
+
+def test_the_table_has_the_rows_of_gpus_and_no_others(tmp_path):
+    assert gpu_record.table(tmp_path).startswith("No GPU has been measured yet")
+    recorded(tmp_path / "2026-01-01-cpu", "cpu")
+    assert gpu_record.table(tmp_path).startswith("No GPU has been measured yet")
+    recorded(tmp_path / "2026-01-02-h200")
+    lines = gpu_record.table(tmp_path).splitlines()
+    assert lines[2:] == [
+        "| [H200](examples/results/2026-01-02-h200) | gpt2-124m | bf16-stochastic "
+        "| 0.500 | 0.55 | 93% | 8.02 |"
+    ]
+    assert len(lines[0].split("|")) == len(lines[1].split("|")) == len(lines[2].split("|"))
+
+
+def test_the_table_takes_the_place_of_what_is_between_the_marks():
+    readme = f"before\n{gpu_record.BEGIN}\nold\n{gpu_record.END}\nafter\n"
+    found = gpu_record.written_into(readme, "new")
+    assert found == f"before\n{gpu_record.BEGIN}\n\nnew\n\n{gpu_record.END}\nafter\n"
+    assert gpu_record.written_into(found, "new") == found
+
+
+@pytest.mark.parametrize("readme", ["", gpu_record.BEGIN, gpu_record.END + gpu_record.BEGIN])
+def test_a_readme_without_the_marks_is_refused(readme):
+    with pytest.raises(ValueError, match=r"README\.md must have"):
+        gpu_record.written_into(readme, "new")
+
+
+def test_the_readme_has_the_table_of_the_records():
+    readme = (ROOT / "README.md").read_text()
+    assert gpu_record.written_into(readme, gpu_record.table(gpu_record.RESULTS)) == readme
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_part_has_a_limit(device, monkeypatch):
+    monkeypatch.undo()
+    parts = gpu_record.parts_for(device, gpu_record.gpu_test_files())
+    assert parts.keys() == gpu_record.LIMITS.keys()
+
+
+def test_the_files_with_gpu_tests_are_found():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "tests"]
+    skip = ["--ignore=tests/accelerate", "--ignore=tests/lightning", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *skip], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    collected = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert collected == set(gpu_record.gpu_test_files()), done.stdout[-2000:]

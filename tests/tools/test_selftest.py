@@ -1,0 +1,236 @@
+"""``python -m torch_bf16 selftest``: what it finds, says and writes; parts are tried one by one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_marks import each_device
+
+from torch_bf16.backends import choose
+from torch_bf16.recipe import RECIPES
+from torch_bf16.tools import cli
+from torch_bf16.tools.selftest import certificates, command, report, speed, steps
+from torch_bf16.tools.selftest.certificates import Certificate, certify, variants_for
+from torch_bf16.tools.selftest.steps import NotHere, all_checks, differences, run
+
+CPU = torch.device("cpu")
+CHECKS = all_checks()
+
+
+@each_device()
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_finds_nothing_here(name, device):
+    outcome = run(name, CHECKS[name], torch.device(device))
+    assert outcome.fault is None
+    on_gpus = name.startswith(("CUDA graph", "nothing waits"))
+    assert (outcome.skipped is not None) == (on_gpus and device == "cpu")
+
+
+@pytest.mark.parametrize("name", [each for each in CHECKS if not each.startswith("Muon")])
+def test_every_check_notices_one_bit(name, monkeypatch):
+    given = steps._give
+
+    def one_bit_off(optimizer, seed, keep=True):
+        given(optimizer, seed, keep)
+        if optimizer.backend is None and seed == 2:
+            weight = optimizer.param_groups[0]["params"][0].grad
+            weight.view(torch.int16)[3, 5] ^= 1 << 9
+
+    monkeypatch.setattr(steps, "_give", one_bit_off)
+    outcome = run(name, CHECKS[name], CPU)
+    if outcome.skipped is None:
+        assert re.search("differ from eager's|norm of the gradients", outcome.fault)
+
+
+def test_what_a_check_raises_is_a_fault_and_what_it_cannot_ask_is_not():
+    def broken(device):
+        raise RuntimeError("no\nkernel")
+
+    def elsewhere(device):
+        raise NotHere("not on a cpu")
+
+    assert run("a", broken, CPU).fault == "RuntimeError: no kernel"
+    assert run("b", elsewhere, CPU).skipped == "not on a cpu"
+
+
+def test_a_step_that_is_not_skipped_is_a_fault(monkeypatch):
+    monkeypatch.setattr(
+        "torch_bf16.optim.optimizer.BF16Optimizer.skip_next_step_where", lambda *_: None
+    )
+    name = "found_inf, bf16-stochastic"
+    assert run(name, CHECKS[name], CPU).fault == "0 steps were counted as skipped and not 1"
+
+
+def test_states_of_other_names_differ():
+    recipes = [RECIPES[name] for name in ("bf16-stochastic", "bf16-fp32-master")]
+    one, other = (steps._made(CPU, each) for each in recipes)
+    for each in (one, other):
+        steps._give(each, 0)
+        each.step()
+    assert "has states" in differences(one, other)
+
+
+def test_what_the_checks_run_was_tried_before(monkeypatch):
+    """Else a fault would be met by the process itself."""
+    used = set()
+    kept = type(choose(CPU)).load
+
+    def load(self, bucket):
+        used.add(replace(bucket.variant, strided=False))
+        return kept(self, bucket)
+
+    monkeypatch.setattr(type(choose(CPU)), "load", load)
+    for name, check in CHECKS.items():
+        run(name, check, CPU)
+    assert used <= set(variants_for(CPU))
+
+
+def short(device):
+    return variants_for(device)[:3]
+
+
+def test_kernels_are_tried_in_processes_and_nothing_is_left(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
+    monkeypatch.setattr(certificates, "variants_for", short)
+    with certificates.fresh_verdicts():
+        found = certify(CPU, 2)
+    assert [each.variant for each in found] == [each.name for each in variants_for(CPU)[:3]]
+    assert all(each.fault is None and each.backend == "cpu" for each in found)
+    assert os.environ["TORCH_BF16_CACHE"] == str(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_other_processes_the_verdicts_are_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
+    monkeypatch.setattr(certificates, "variants_for", short)
+    found = certify(CPU, 0)
+    assert [(each.variant, each.fault) for each in found] == [
+        (each.name, None) for each in variants_for(CPU)[:3]
+    ]
+
+
+def killed(pipe, device, numbers):
+    """Stands for a kernel that ends its process at the second variant."""
+    for number in numbers:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send((number, None, 0.5))
+
+
+def test_a_killed_process_takes_its_own_verdict_along_and_no_other(monkeypatch):
+    monkeypatch.setattr(certificates, "variants_for", short)
+    monkeypatch.setattr(certificates, "_try", killed)
+    faults = [each.fault for each in certify(CPU, 1)]
+    assert faults == [None, "the process that tried it ended with -9", None]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A selftest whose parts take no time."""
+    right = Certificate("adamw_x", "cpu", None, 0.1)
+    monkeypatch.setattr(command, "certify", lambda *_: [right])
+    monkeypatch.setattr(command, "all_checks", lambda: {"a check": lambda device: None})
+    monkeypatch.setattr(command, "models_for", lambda device: {"tiny": [(40, 64), (64,)]})
+    monkeypatch.setattr(speed, "_ROUNDS", {"cpu": 2})
+    monkeypatch.setattr("torch_bf16.tools.bench.rounds._COPY_BYTES", {"cpu": 1 << 20})
+
+
+def test_it_ends_in_a_verdict_a_table_a_picture_and_a_record(quick, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "record.json", tmp_path / "times.png"
+    wanted = ["selftest", "--device", "cpu", "--json", str(file), "--plot", str(picture)]
+    assert cli.main(wanted) == 0
+    out = capsys.readouterr().out
+    assert "certificates: 1 of 1 kernels have the bits of the oracle" in out
+    assert re.search(r"^a check +ok +0\.", out, re.MULTILINE)
+    assert re.search(r"^bf16-stochastic, moved +\d", out, re.MULTILINE)
+    assert "passed on cpu" in out
+    found = json.loads(file.read_text())
+    assert found["passed"]
+    assert found["command"].startswith("python -m torch_bf16 selftest --device cpu")
+    assert found["environment"]["versions"]["torch"] == torch.__version__
+    assert found["environment"]["backends"]["eager"] is None
+    names = [row["name"] for row in found["speed"][0]["results"]]
+    assert {"torch fused fp32", "bf16-fp32-master", "int8-moments, moved"} <= set(names)
+    assert str(tmp_path.home()) not in json.dumps(found["environment"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("part", ["certificate", "check", "time"])
+def test_what_is_wrong_is_named_and_ends_with_status_1(quick, monkeypatch, capsys, part):
+    if part == "certificate":
+        wrong = Certificate("adamw_x", "cpu", "weight has other bits than it must", 0.1)
+        monkeypatch.setattr(command, "certify", lambda *_: [wrong])
+        said = "failed: cpu, adamw_x"
+    elif part == "check":
+        monkeypatch.setattr(command, "all_checks", lambda: {"a check": lambda device: "3 bytes"})
+        said = "failed: a check"
+    else:
+        monkeypatch.setattr("torch_bf16.AdamW.step", lambda *_: 1 / 0)
+        said = "bf16-stochastic was not timed: ZeroDivisionError"
+    assert cli.main(["selftest", "--device", "cpu"]) == 1
+    assert said in capsys.readouterr().out
+
+
+def on_a_gpu(monkeypatch, fault, mode):
+    """The record of a GPU that is not there; the number of processes."""
+    state, processes = {"compute_mode": mode}, []
+    place = {"device_state": state, "backends": {"triton": None, "eager": None}}
+    monkeypatch.setattr(command, "environment", lambda device: place)
+    tried = Certificate("adamw_x", "triton", fault, 0.1)
+    monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
+    monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}})
+    return command._found(torch.device("cuda", 0), ["selftest"]), processes[0]
+
+
+def test_eager_is_not_timed_on_a_gpu_where_a_kernel_is_wrong(quick, monkeypatch):
+    found, _ = on_a_gpu(monkeypatch, "weight has other bits than it must", "Default")
+    assert found["speed"] == []
+    assert "eager would run in place of Triton" in found["notes"][0]
+    assert not found["passed"]
+    found, _ = on_a_gpu(monkeypatch, None, "Default")
+    assert len(found["speed"]) == 1
+    assert found["passed"]
+
+
+@pytest.mark.parametrize(("mode", "alone"), [("Default", False), ("Exclusive_Process", True)])
+def test_a_gpu_for_one_process_is_not_shared(quick, monkeypatch, mode, alone):
+    _, processes = on_a_gpu(monkeypatch, None, mode)
+    assert (processes == 0) == alone
+
+
+def test_what_does_not_fit_is_a_note(quick, monkeypatch, capsys):
+    monkeypatch.setattr("torch_bf16.tools.bench.rounds.available_bytes", lambda device: 0)
+    assert cli.main(["selftest", "--device", "cpu"]) == 0
+    assert "note: tiny was not timed: the baseline" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_it_without_a_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_bf16", "selftest", "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    first = process.stderr.readline()
+    assert first.startswith("trying the kernels")
+    # All processes of the terminal get it.
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: nothing was written" in err
+    assert "Traceback" not in out + err
+
+
+def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(report.sys.stdout, "isatty", lambda: True, raising=False)
+    report._print_table("title", ("a", "b"), [("1", "2")])
+    assert "┃" in capsys.readouterr().out
