@@ -1,7 +1,5 @@
 """Launching the Triton kernels without a GPU: a driver that compiles, and notes the launches."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -9,39 +7,13 @@ from bucket_cases import SIZES, inputs_of, make_case
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
-from triton.backends.compiler import GPUTarget
+from launchless import Driver
 from triton.runtime import driver
 
 import torch_bf16
 from torch_bf16.backends.triton import TritonBackend, launch
 from torch_bf16.backends.triton import scalars as scalars_module
 from torch_bf16.backends.triton.kernel import step
-
-
-class Driver:
-    """What Triton asks of a device, with a device that does nothing."""
-
-    def __init__(self):
-        self.launches = []
-        self.utils = types.SimpleNamespace(
-            load_binary=lambda *_: (None, 0, 80, 0, 1024),
-            get_device_properties=lambda _: {"max_shared_mem": 1 << 17},
-        )
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: self.launches.append(arguments)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_interface(self):
-        return types.SimpleNamespace(current_device=lambda: 0)
 
 
 @pytest.fixture

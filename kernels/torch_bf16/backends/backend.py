@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,20 +37,32 @@ class ScalarSource(Protocol):
     steps: list[Tensor]
     skipped: bool
 
-    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+    def set(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        told: StepInputs,
+        taking_part: np.ndarray | None = None,
+    ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
             told: what else this step was told.
+            taking_part: bool, for each tensor, bucket after bucket, whether it takes the step: the
+                others are not counted, and get rows without meaning. None for all.
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
         ...
 
-    def count(self) -> None:
-        """Count the step, once its tensors are updated."""
+    def count(self, updated: np.ndarray | None = None) -> None:
+        """Count the step, once its tensors are updated.
+
+        Args:
+            updated: where the step broke off, bool for each tensor, whether it was updated by then:
+                the others' step does not count. None for all that take part.
+        """
         ...
 
 

@@ -47,13 +47,18 @@ class EagerBackend:
 
 
 def _run(bucket: Bucket, inputs: KernelInputs) -> None:
-    for tensor in range(len(inputs.gradients)):
+    for tensor, gradient in enumerate(inputs.gradients):
+        if gradient is None:
+            continue
         numel = int(bucket.numels[tensor])
         for start in range(0, numel, SLICE):
-            _run_slice(bucket, inputs, tensor, start, min(numel, start + SLICE))
+            stop = min(numel, start + SLICE)
+            _run_slice(bucket, inputs, tensor, gradient.view(-1)[start:stop], start, stop)
 
 
-def _run_slice(bucket: Bucket, inputs: KernelInputs, tensor: int, start: int, stop: int) -> None:
+def _run_slice(
+    bucket: Bucket, inputs: KernelInputs, tensor: int, gradient: Tensor, start: int, stop: int
+) -> None:
     formats = bucket.variant.formats
     planes = [
         tuple(
@@ -63,10 +68,9 @@ def _run_slice(bucket: Bucket, inputs: KernelInputs, tensor: int, start: int, st
         for tensors, each in zip(bucket.planes[tensor], formats, strict=True)
     ]
     weight, *states = (each.decode(views) for each, views in zip(formats, planes, strict=True))
-    gradient = inputs.gradients[tensor].view(-1)[start:stop].float()
     scalars = tuple(float(x) for x in inputs.scalars.table[inputs.scalars.rows[tensor]])
     update = lift_rule(bucket.variant.rule.update)
-    weight, states = update(weight, gradient, tuple(states), scalars)
+    weight, states = update(weight, gradient.float(), tuple(states), scalars)
 
     for number, (each, x, views) in enumerate(zip(formats, (weight, *states), planes, strict=True)):
         r = None

@@ -46,6 +46,7 @@ class Member:
         rule: the group's rule.
         formats: of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
+        gradient: dtype of its gradients, bfloat16 or float32.
         snapshot: what the optimizer remembers of it.
         direction: makes of the gradient what the rule takes for it; None where it takes that.
         steps: how many it has taken, for the direction.
@@ -56,6 +57,7 @@ class Member:
     rule: Rule
     formats: tuple[Format, ...]
     state: dict[str, Any]
+    gradient: torch.dtype
     snapshot: Snapshot
     direction: Direction | None = None
     steps: int = 0

@@ -190,10 +190,10 @@ class BF16Optimizer(torch.optim.Optimizer):
             self._engine.captured += [plan] if plan is not None else []
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
-                plan = make_plan(self, parameters, setting)
+                plan = make_plan(self, parameters, setting, plan)
             invalidate_remainders((each.state, each.formats[0]) for each in plan.written())
             for observer in observers:
-                observer.before_update(plan.members, told.multiplier)
+                observer.before_update(plan.taking_part(), told.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, told)
         if scalars is not None:

@@ -55,7 +55,7 @@ class CpuKernel:
             # One kernel serves strided tensors and all others.
             variant = replace(bucket.variant, strided=False)
             self._compiled = compile_step(variant, scalars.table.shape[1])
-        self._addresses[:, 0] = [gradient.data_ptr() for gradient in inputs.gradients]
+        self._addresses[:, 0] = inputs.addresses
         arguments = (
             self._chunks,
             self._addresses,

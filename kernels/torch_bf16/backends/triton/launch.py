@@ -4,8 +4,8 @@
 ``tensors``, int64, has a row for each tensor: number of elements, global index of the first one,
 two words for each noise stream in use, the addresses of the planes of each number, and where the
 variant is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
-gradient's address and the row of its scalars in ``ScalarRows.table``. The first two are uploaded
-once, the third where it has changed.
+gradient's address, 0 where there is none, and the row of its scalars in ``ScalarRows.table``. The
+first two are uploaded once, the third where it has changed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class TritonKernel:
             changed = self._rows.copy()
             changed[:, 2 : 2 + words.shape[1]] = words
             tensors = self._tensors_with_bases.of(changed)
-        addresses = [gradient.data_ptr() for gradient in inputs.gradients]
-        gradients = np.stack([np.array(addresses, np.int64), rows], axis=1)
+        gradients = np.stack([inputs.addresses, rows], axis=1)
         with on(self._device):
             step[(len(self._chunks),)](
                 self._chunks, tensors, self._gradients.of(gradients), table, **self._arguments
