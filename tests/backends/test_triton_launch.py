@@ -74,3 +74,26 @@ def test_a_steps_two_kernels_are_compiled_at_the_first_step_and_never_again(devi
             assert len(scalars_module.prepare.device_caches[0][0]) == 1
     assert len(device.launches) == 2 * 20
     scalars_module.prepare.device_caches.clear()
+
+
+def test_kernels_are_compiled_when_a_step_is_planned_and_before_it_is_counted(device):
+    scalars_module.prepare.device_caches.clear()
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch_bf16.AdamW([weight], lr=1e-3, backend="triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonBackend, "unavailable", lambda self, device: None)
+        broken = patch.context()
+        with broken as inner:
+
+            def fail(*arguments, **named):
+                raise RuntimeError("no C compiler")
+
+            inner.setattr(step, "warmup", fail)
+            with pytest.raises(RuntimeError, match="no C compiler"):
+                optimizer.step()
+        assert device.launches == []
+        assert not optimizer.state
+        optimizer.step()
+    assert len(device.launches) == 2
+    scalars_module.prepare.device_caches.clear()

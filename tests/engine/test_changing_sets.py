@@ -204,3 +204,27 @@ def a_device_takes_its_count_back():
 def test_a_device_takes_its_count_back_where_a_launch_fails(interpreted):
     pytest.importorskip("triton", reason="the Triton backend needs triton")
     interpreted(a_device_takes_its_count_back)
+
+
+@pytest.mark.parametrize("kind", MATRIX_RULES.values())
+def test_what_a_step_was_told_is_read_once_and_not_for_each_matrix(kind, monkeypatch):
+    torch.manual_seed(0)
+    mine = [nn.Parameter(torch.randn(8, 64).to(BF16)) for _ in range(5)]
+    optimizer = kind(mine, backend="eager")
+    take_steps(optimizer, [0])
+    reads, read = [], torch.Tensor.__float__
+    coefficient = torch.tensor(0.5)
+    found = torch.zeros(())
+
+    def counted(self):
+        if self is coefficient or self is found:
+            reads.append(self)
+        return read(self)
+
+    optimizer.scale_next_step(coefficient)
+    optimizer.found_inf = found
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__float__", counted)
+        optimizer.step()
+    # Once for the scalars, once for all directions.
+    assert len(reads) == 4

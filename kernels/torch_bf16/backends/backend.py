@@ -24,6 +24,13 @@ class Kernel(Protocol):
         """Update every tensor once; on a GPU, return when that is in the current stream's queue."""
         ...
 
+    def compile(self, n_scalars: int) -> None:
+        """Compile what the first call would, for rules with so many scalars: a call cannot fail so.
+
+        Without it the first call compiles.
+        """
+        ...
+
 
 class ScalarSource(Protocol):
     """The scalars of each step, for all buckets on a device that share a rule.
@@ -86,7 +93,7 @@ class Backend(Protocol):
         ...
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket; compiled at its first call at the latest."""
+        """The kernel for a bucket, not compiled yet."""
         ...
 
     def scalars(

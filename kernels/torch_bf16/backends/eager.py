@@ -43,17 +43,28 @@ class EagerBackend:
 
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket."""
-        return functools.partial(_run, bucket)
+        return _EagerKernel(bucket)
 
 
-def _run(bucket: Bucket, inputs: KernelInputs) -> None:
-    for tensor, gradient in enumerate(inputs.gradients):
-        if gradient is None:
-            continue
-        numel = int(bucket.numels[tensor])
-        for start in range(0, numel, SLICE):
-            stop = min(numel, start + SLICE)
-            _run_slice(bucket, inputs, tensor, gradient.view(-1)[start:stop], start, stop)
+class _EagerKernel:
+    """torch's operations over a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def __call__(self, inputs: KernelInputs) -> None:
+        """Update every tensor of the bucket, in place."""
+        for tensor, gradient in enumerate(inputs.gradients):
+            if gradient is None:
+                continue
+            numel = int(self._bucket.numels[tensor])
+            for start in range(0, numel, SLICE):
+                stop = min(numel, start + SLICE)
+                part = gradient.view(-1)[start:stop]
+                _run_slice(self._bucket, inputs, tensor, part, start, stop)
+
+    def compile(self, n_scalars: int) -> None:
+        """Do nothing: there is nothing to compile."""
 
 
 def _run_slice(

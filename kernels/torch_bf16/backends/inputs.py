@@ -31,6 +31,11 @@ class StepInputs:
         """What gradients are multiplied by in all."""
         return self.coefficient if self.grad_scale is None else self.coefficient / self.grad_scale
 
+    def on_host(self) -> StepInputs:
+        """The same in numbers, for what asks for them often: each read waits for a device."""
+        found_inf = None if self.found_inf is None else float(self.found_inf)
+        return StepInputs(float(self.multiplier), None, found_inf)
+
 
 @dataclass(frozen=True, slots=True)
 class ScalarRows:

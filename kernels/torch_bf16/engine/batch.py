@@ -100,6 +100,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.bases)
 
+    def compile(self, n_scalars: int) -> None:
+        """Compile the kernel now, for a rule with so many scalars, and not at its first run."""
+        self._kernel.compile(n_scalars)
+
     def run(
         self,
         gradients: Sequence[Tensor | None],

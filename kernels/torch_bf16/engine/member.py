@@ -73,8 +73,9 @@ class Member:
         skipped = told.found_inf is not None and float(told.found_inf) != 0.0
         if self.direction is None or skipped:
             return gradient.float()
+        made = self.direction(gradient, self.steps + 1, told).contiguous()
         self.steps += 1
-        return self.direction(gradient, self.steps, told).contiguous()
+        return made
 
 
 def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:

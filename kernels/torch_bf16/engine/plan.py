@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
+from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.sharding import Span, local
 
 from .batch import Batch, Job, alike
@@ -37,6 +38,10 @@ class Plan:
         seed: of the noise.
         backend: name of the backend, None for the best that works on each device.
         setting: whatever else the members follow from; :meth:`fits` compares it.
+
+    Attributes:
+        members: all that it knows.
+        devices: where they are.
     """
 
     _guard: Guard
@@ -56,6 +61,22 @@ class Plan:
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
         self._sources = [(parts, _source(parts)) for parts in one_rule]
         self._selected: _Active | None = None
+        self.devices = {part.batch.variant.device for part in self._parts}
+
+    def compile(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compile the kernels for all that has a gradient, before anything is counted or updated.
+
+        Args:
+            groups: the optimizer's parameter groups; only hyperparameters are read.
+
+        Raises:
+            ValueError: no step follows from a group's options.
+        """
+        for part in self._parts:
+            there = (row.member for row in part.rows if row.member.parameter.grad is not None)
+            if not part.copied and (member := next(there, None)) is not None:
+                scalars = evaluate(member.rule, groups[member.group], member.group, 1)
+                part.batch.compile(len(scalars))
 
     def watch(
         self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
@@ -164,6 +185,8 @@ class Plan:
         fails, what was updated before it is counted, nothing else, and the error says how much.
         """
         active, found = self._active(), self._guard.gradients()
+        if any(part.rows[0].member.direction is not None for part in active.parts):
+            told = told.on_host()
         done: set[_Part] = set()
         try:
             for part, rows in zip(active.parts, scalars, strict=True):
@@ -231,6 +254,7 @@ class _Part:
 
     Attributes:
         numbers: int64, of the member of each row.
+        copied: whether each step goes through a contiguous copy.
     """
 
     def __init__(self, rows: Sequence[_Row], seed: int, backend: str | None) -> None:
@@ -238,8 +262,8 @@ class _Part:
         self._seed = seed
         self.numbers = np.array([row.number for row in rows], np.int64)
         self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
-        self._copied = not rows[0].member.shard.memory.is_contiguous()
-        self._direct = self._whole and not self._copied and rows[0].member.direction is None
+        self.copied = not rows[0].member.shard.memory.is_contiguous()
+        self._direct = self._whole and not self.copied and rows[0].member.direction is None
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
 
@@ -257,7 +281,7 @@ class _Part:
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
             taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
-        if self._copied:
+        if self.copied:
             (weight, *rest), *states = row.job.planes
             copy = weight.contiguous()
             job = replace(row.job, planes=((copy, *rest), *states))

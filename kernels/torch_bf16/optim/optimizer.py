@@ -183,7 +183,8 @@ class BF16Optimizer(torch.optim.Optimizer):
     ) -> Plan | None:
         """Take the step of some parameters, in their order; the plan to give again for the next."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
-        if cuda_graphs.capturing():
+        devices = (each.device for each in parameters) if plan is None else plan.devices
+        if cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
             # The graph refers to the plan's tables as long as it lives.

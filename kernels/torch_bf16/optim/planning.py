@@ -98,6 +98,7 @@ def make_plan(
         ordered = (p for group in optimizer.param_groups for p in group["params"])
         members = [known[p] for p in ordered if p in known]
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting)
+    plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
     keep_states(optimizer, members, changes)
