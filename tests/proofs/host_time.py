@@ -36,7 +36,7 @@ ROWS = ("same gradients", "moved gradients", "alternating sets", "planning")
 
 def stub_triton() -> None:
     """Let the Triton backend run on CPU tensors, but for the launches."""
-    from launchless import Driver
+    from launchless import Driver  # pyright: ignore[reportMissingImports]
     from triton.runtime import driver
 
     driver._active = Driver(notes=False)
@@ -103,7 +103,7 @@ def measure(row: str, count: int, blocks: int, names: list[str]) -> dict[str, li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="what a step costs the host")
     parser.add_argument("--tensors", type=int, nargs="+", default=[150, 1000, 5000])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--blocks", type=int, default=40)

@@ -207,4 +207,4 @@ def _at_zero(addresses: Sequence[int], gradients: Sequence[Tensor]) -> list[Tens
 
 
 def _values(states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [*chain.from_iterable(each.values() for each in states)]
+    return [*chain.from_iterable([each.values() for each in states])]

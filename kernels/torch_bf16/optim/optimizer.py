@@ -145,7 +145,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: a gradient is sparse or of another dtype than bf16 or fp32.
             StateMismatchError: a parameter was moved, recast or replaced since its state was made.
             RuntimeError: a CUDA graph is being captured whose replays would not be steps.
-            In all cases nothing has been updated.
+            In all cases nothing has been updated. Any other error, such as one of memory, ends with
+            how many parameters were updated; the steps of those are counted and of no others.
         """
         loss = None
         if closure is not None:
