@@ -250,7 +250,7 @@ def _raise_memory(bucket):
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr(certificate.cuda_graphs, "capturing", lambda: True)
+    monkeypatch.setattr(certificate.cuda_graphs, "capturing", lambda devices: True)
     assert "CUDA graph" in certificate.fault_of(Planted("nowhere"), VARIANT)
     assert certificate._known == {}
 

@@ -1,7 +1,5 @@
 """Launching the Triton kernels without a GPU: a driver that compiles, and notes the launches."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -9,39 +7,13 @@ from bucket_cases import SIZES, inputs_of, make_case
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
-from triton.backends.compiler import GPUTarget
+from launchless import Driver
 from triton.runtime import driver
 
 import torch_bf16
 from torch_bf16.backends.triton import TritonBackend, launch
 from torch_bf16.backends.triton import scalars as scalars_module
 from torch_bf16.backends.triton.kernel import step
-
-
-class Driver:
-    """What Triton asks of a device, with a device that does nothing."""
-
-    def __init__(self):
-        self.launches = []
-        self.utils = types.SimpleNamespace(
-            load_binary=lambda *_: (None, 0, 80, 0, 1024),
-            get_device_properties=lambda _: {"max_shared_mem": 1 << 17},
-        )
-
-    def launcher_cls(self, source, metadata):
-        return lambda *arguments: self.launches.append(arguments)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_interface(self):
-        return types.SimpleNamespace(current_device=lambda: 0)
 
 
 @pytest.fixture
@@ -101,4 +73,27 @@ def test_a_steps_two_kernels_are_compiled_at_the_first_step_and_never_again(devi
             assert compiled_kernels() == 1
             assert len(scalars_module.prepare.device_caches[0][0]) == 1
     assert len(device.launches) == 2 * 20
+    scalars_module.prepare.device_caches.clear()
+
+
+def test_kernels_are_compiled_when_a_step_is_planned_and_before_it_is_counted(device):
+    scalars_module.prepare.device_caches.clear()
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch_bf16.AdamW([weight], lr=1e-3, backend="triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonBackend, "unavailable", lambda self, device: None)
+        broken = patch.context()
+        with broken as inner:
+
+            def fail(*arguments, **named):
+                raise RuntimeError("no C compiler")
+
+            inner.setattr(step, "warmup", fail)
+            with pytest.raises(RuntimeError, match="no C compiler"):
+                optimizer.step()
+        assert device.launches == []
+        assert not optimizer.state
+        optimizer.step()
+    assert len(device.launches) == 2
     scalars_module.prepare.device_caches.clear()

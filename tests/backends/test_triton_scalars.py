@@ -156,7 +156,7 @@ class Graph:
         self.launches = []
         for room, name in ((launch, "step"), (scalars, "prepare")):
             patch.setattr(room, name, self._recording(getattr(room, name)))
-        patch.setattr(cuda_graphs, "capturing", lambda: True)
+        patch.setattr(cuda_graphs, "capturing", lambda devices: True)
 
     def _recording(self, kernel):
         class Recording:
@@ -234,7 +234,7 @@ def what_cannot_be_captured():
     from torch_bf16.backends import cuda_graphs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "capturing", lambda: True)
+        patch.setattr(cuda_graphs, "capturing", lambda devices: True)
         with pytest.raises(RuntimeError, match=r"shape \(4, 3\) is not contiguous"):
             optimizer.step()
         with pytest.raises(RuntimeError, match="was written since the last step"):

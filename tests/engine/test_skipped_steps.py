@@ -185,7 +185,7 @@ def test_a_gradscaler_of_ours_leaves_other_optimizers_to_torch():
 def test_a_step_under_capture_says_what_a_graph_cannot_repeat(monkeypatch, backend):
     p = nn.Parameter(torch.ones(2, 2))
     p.grad = torch.ones_like(p)
-    monkeypatch.setattr(torch_bf16.backends.cuda_graphs, "capturing", lambda: True)
+    monkeypatch.setattr(torch_bf16.backends.cuda_graphs, "capturing", lambda devices: True)
     plain = torch_bf16.AdamW([p])
     with pytest.raises(RuntimeError, match="capturable=False"):
         plain.step()
@@ -194,7 +194,7 @@ def test_a_step_under_capture_says_what_a_graph_cannot_repeat(monkeypatch, backe
     with pytest.raises(RuntimeError, match="take a step with the same parameters before"):
         capturable.step()
     with monkeypatch.context() as patch:
-        patch.setattr(torch_bf16.backends.cuda_graphs, "capturing", lambda: False)
+        patch.setattr(torch_bf16.backends.cuda_graphs, "capturing", lambda devices: False)
         capturable.step()
     before = p.detach().clone()
     with pytest.raises(RuntimeError, match=f"the {backend} backend reads step numbers"):

@@ -243,7 +243,7 @@ def test_a_cuda_graph_cannot_record_a_sum_that_counts_on_the_host(monkeypatch):
     gradient = torch.tensor(TINY).bfloat16()
     add(model.w, gradient)
     before = model.w.grad.clone()
-    monkeypatch.setattr("torch_bf16.backends.cuda_graphs.capturing", lambda: True)
+    monkeypatch.setattr("torch_bf16.backends.cuda_graphs.capturing", lambda devices: True)
     with pytest.raises(RuntimeError, match=r"Accumulate in 'fp32'.*this gradient was not added"):
         add(model.w, gradient)
     assert torch.equal(model.w.grad, before)
@@ -252,7 +252,7 @@ def test_a_cuda_graph_cannot_record_a_sum_that_counts_on_the_host(monkeypatch):
     assert (model.w.grad.double() - 2 * before.double()).abs().max() <= 2**-16
 
     wide, _ = model_and_optimizer("fp32")
-    monkeypatch.setattr("torch_bf16.backends.cuda_graphs.capturing", lambda: True)
+    monkeypatch.setattr("torch_bf16.backends.cuda_graphs.capturing", lambda devices: True)
     for _ in range(2):
         add(wide.w, gradient)
     assert torch.equal(

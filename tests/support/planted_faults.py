@@ -101,6 +101,7 @@ class Planted(EagerBackend):
                 gradients = [_shifted(each) for each in gradients]
             kernel(dataclasses.replace(inputs, scalars=rows, gradients=gradients))
 
+        run.compile = kernel.compile
         return run
 
 

@@ -99,7 +99,7 @@ def compiled(variant, target):
 def compiled_prepare(rule, target):
     """The kernel that computes a rule's scalars."""
     fixed = prepare_constants(rule, len(rule.options(HYPER)))
-    tables = {"rows_ptr": "*i32", "values_ptr": "*i64", "steps_ptr": "*fp32", "table_ptr": "*fp32"}
+    tables = {"rows_ptr": "*i64", "values_ptr": "*i64", "steps_ptr": "*fp32", "table_ptr": "*fp32"}
     signature = {**tables, **dict.fromkeys(fixed, "constexpr")}
     return compile(
         ASTSource(prepare, signature, constexprs=fixed), target=TARGETS[target], options=OPTIONS

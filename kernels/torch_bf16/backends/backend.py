@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,13 @@ class Kernel(Protocol):
         """Update every tensor once; on a GPU, return when that is in the current stream's queue."""
         ...
 
+    def compile(self, n_scalars: int) -> None:
+        """Compile what the first call would, for rules with so many scalars: a call cannot fail so.
+
+        Without it the first call compiles.
+        """
+        ...
+
 
 class ScalarSource(Protocol):
     """The scalars of each step, for all buckets on a device that share a rule.
@@ -36,20 +44,32 @@ class ScalarSource(Protocol):
     steps: list[Tensor]
     skipped: bool
 
-    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+    def set(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        told: StepInputs,
+        taking_part: np.ndarray | None = None,
+    ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
             told: what else this step was told.
+            taking_part: bool, for each tensor, bucket after bucket, whether it takes the step: the
+                others are not counted, and get rows without meaning. None for all.
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
         ...
 
-    def count(self) -> None:
-        """Count the step, once its tensors are updated."""
+    def count(self, updated: np.ndarray | None = None) -> None:
+        """Count the step, once its tensors are updated.
+
+        Args:
+            updated: where the step broke off, bool for each tensor, whether it was updated by then:
+                the others' step does not count. None for all that take part.
+        """
         ...
 
 
@@ -73,7 +93,7 @@ class Backend(Protocol):
         ...
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket; compiled at its first call at the latest."""
+        """The kernel for a bucket, not compiled yet."""
         ...
 
     def scalars(

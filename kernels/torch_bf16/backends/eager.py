@@ -43,17 +43,33 @@ class EagerBackend:
 
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket."""
-        return functools.partial(_run, bucket)
+        return _EagerKernel(bucket)
 
 
-def _run(bucket: Bucket, inputs: KernelInputs) -> None:
-    for tensor in range(len(inputs.gradients)):
-        numel = int(bucket.numels[tensor])
-        for start in range(0, numel, SLICE):
-            _run_slice(bucket, inputs, tensor, start, min(numel, start + SLICE))
+class _EagerKernel:
+    """torch's operations over a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def __call__(self, inputs: KernelInputs) -> None:
+        """Update every tensor of the bucket, in place."""
+        for tensor, gradient in enumerate(inputs.gradients):
+            if gradient is None:
+                continue
+            numel = int(self._bucket.numels[tensor])
+            for start in range(0, numel, SLICE):
+                stop = min(numel, start + SLICE)
+                part = gradient.view(-1)[start:stop]
+                _run_slice(self._bucket, inputs, tensor, part, start, stop)
+
+    def compile(self, n_scalars: int) -> None:
+        """Do nothing: there is nothing to compile."""
 
 
-def _run_slice(bucket: Bucket, inputs: KernelInputs, tensor: int, start: int, stop: int) -> None:
+def _run_slice(
+    bucket: Bucket, inputs: KernelInputs, tensor: int, gradient: Tensor, start: int, stop: int
+) -> None:
     formats = bucket.variant.formats
     planes = [
         tuple(
@@ -63,10 +79,9 @@ def _run_slice(bucket: Bucket, inputs: KernelInputs, tensor: int, start: int, st
         for tensors, each in zip(bucket.planes[tensor], formats, strict=True)
     ]
     weight, *states = (each.decode(views) for each, views in zip(formats, planes, strict=True))
-    gradient = inputs.gradients[tensor].view(-1)[start:stop].float()
     scalars = tuple(float(x) for x in inputs.scalars.table[inputs.scalars.rows[tensor]])
     update = lift_rule(bucket.variant.rule.update)
-    weight, states = update(weight, gradient, tuple(states), scalars)
+    weight, states = update(weight, gradient.float(), tuple(states), scalars)
 
     for number, (each, x, views) in enumerate(zip(formats, (weight, *states), planes, strict=True)):
         r = None

@@ -44,8 +44,14 @@ class HostScalars:
         # Views of the steps: to add to a 0-d tensor takes torch a microsecond.
         self._counters = [each.detach().numpy() for each in steps]
         self._numbers = np.empty(0, np.int64)
+        self._there: Any = slice(None)
 
-    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+    def set(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        told: StepInputs,
+        taking_part: np.ndarray | None = None,
+    ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket.
 
         Raises:
@@ -57,11 +63,13 @@ class HostScalars:
         n = len(groups)
         steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
         steps += 1
-        pairs = steps * n + self._groups
-        rows = np.zeros(len(pairs), np.int64)
+        there: Any = slice(None) if taking_part is None else taking_part
+        self._there = there
+        pairs = (steps * n + self._groups)[there]
+        rows = np.zeros(len(steps), np.int64)
         # Sorting one takes longer than all the rest, where gradients are released.
         if len(pairs) > 1:
-            pairs, rows = np.unique(pairs, return_inverse=True)
+            pairs, rows[there] = np.unique(pairs, return_inverse=True)
         table = np.array(
             [
                 evaluate(self._rule, groups[pair % n], pair % n, pair // n, scale, divisor)
@@ -71,10 +79,15 @@ class HostScalars:
         ).astype(np.float32)
         return [ScalarRows(steps[here], rows[here], table) for here in self._buckets]
 
-    def count(self) -> None:
-        """Count the step, once its tensors are updated."""
-        for counter, number in zip(self._counters, self._numbers.tolist(), strict=True):
-            counter[()] = number
+    def count(self, updated: np.ndarray | None = None) -> None:
+        """Count the step, once its tensors are updated; see :class:`.backend.ScalarSource`."""
+        counted = np.zeros(len(self._numbers), bool)
+        counted[self._there] = True if updated is None else updated[self._there]
+        for counter, number, its in zip(
+            self._counters, self._numbers.tolist(), counted.tolist(), strict=True
+        ):
+            if its:
+                counter[()] = number
 
 
 def evaluate(

@@ -31,6 +31,11 @@ class StepInputs:
         """What gradients are multiplied by in all."""
         return self.coefficient if self.grad_scale is None else self.coefficient / self.grad_scale
 
+    def on_host(self) -> StepInputs:
+        """The same in numbers, for what asks for them often: each read waits for a device."""
+        found_inf = None if self.found_inf is None else float(self.found_inf)
+        return StepInputs(float(self.multiplier), None, found_inf)
+
 
 @dataclass(frozen=True, slots=True)
 class ScalarRows:
@@ -55,12 +60,34 @@ class KernelInputs:
     """What one call of a kernel is given.
 
     Attributes:
-        gradients: one tensor for each tensor of the bucket, contiguous.
+        gradients: one tensor for each tensor of the bucket, contiguous; None leaves that one as it
+            is.
         scalars: the rule's scalars for them.
         bases: uint32 ``[n, f, 2]``, in place of the bucket's, where what the noise starts from
             changes from call to call.
+        known: :attr:`addresses`, where they are known already.
     """
 
-    gradients: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
     scalars: ScalarRows
     bases: np.ndarray | None = None
+    known: np.ndarray | None = None
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """Where the gradients are, int64 ``[n]``; 0 tells kernels to leave a tensor as it is.
+
+        Raises:
+            ValueError: a gradient has elements and no address.
+        """
+        if self.known is not None:
+            return self.known
+        found = [0 if each is None else each.data_ptr() for each in self.gradients]
+        for each, address in zip(self.gradients, found, strict=True):
+            if each is not None and not address and each.numel():
+                raise ValueError(
+                    f"a gradient is a {type(each).__name__} of shape {tuple(each.shape)}, whose "
+                    "numbers are not in memory of its own, where a kernel could read them. Replace "
+                    "it by a plain tensor, or train with backend='eager'"
+                )
+        return np.array(found, np.int64)

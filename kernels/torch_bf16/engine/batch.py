@@ -94,15 +94,26 @@ class Batch:
     def __len__(self) -> int:
         return len(self.bases)
 
-    def run(self, gradients: Sequence[Tensor], scalars: ScalarRows, bases: Any = None) -> None:
+    def compile(self, n_scalars: int) -> None:
+        """Compile the kernel now, for a rule with so many scalars, and not at its first run."""
+        self._kernel.compile(n_scalars)
+
+    def run(
+        self,
+        gradients: Sequence[Tensor | None],
+        scalars: ScalarRows,
+        bases: np.ndarray | None = None,
+        addresses: np.ndarray | None = None,
+    ) -> None:
         """Update the planes of all jobs.
 
         Args:
-            gradients: one for each job, contiguous.
+            gradients: one for each job, contiguous; None leaves that job's planes as they are.
             scalars: of the rule, and the number of the step.
             bases: what the noise starts from instead of :attr:`bases`.
+            addresses: of the gradients, int64, 0 for None, where they are known.
         """
-        self._kernel(KernelInputs(gradients, scalars, bases))
+        self._kernel(KernelInputs(gradients, scalars, bases, addresses))
 
     def run_alike(
         self,

@@ -46,6 +46,7 @@ class Member:
         rule: the group's rule.
         formats: of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
+        gradient: dtype of its gradients, bfloat16 or float32.
         snapshot: what the optimizer remembers of it.
         direction: makes of the gradient what the rule takes for it; None where it takes that.
         steps: how many it has taken, for the direction.
@@ -56,6 +57,7 @@ class Member:
     rule: Rule
     formats: tuple[Format, ...]
     state: dict[str, Any]
+    gradient: torch.dtype
     snapshot: Snapshot
     direction: Direction | None = None
     steps: int = 0
@@ -71,8 +73,9 @@ class Member:
         skipped = told.found_inf is not None and float(told.found_inf) != 0.0
         if self.direction is None or skipped:
             return gradient.float()
+        made = self.direction(gradient, self.steps + 1, told).contiguous()
         self.steps += 1
-        return self.direction(gradient, self.steps, told).contiguous()
+        return made
 
 
 def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:

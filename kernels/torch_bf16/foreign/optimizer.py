@@ -112,7 +112,7 @@ class ForeignOptimizer(BF16Optimizer):
         observers: Sequence[Observer] = (),
     ) -> None:
         """Take the step of some parameters. There is no plan to keep."""
-        if cuda_graphs.capturing():
+        if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)

@@ -257,7 +257,7 @@ class GradientAccumulation:
         with torch.no_grad():
             if total.dtype == torch.float32:
                 local(total).add_(local(new))
-            elif cuda_graphs.capturing():
+            elif cuda_graphs.capturing([new.device]):
                 parameter.grad = total
                 raise RuntimeError(
                     "a CUDA graph cannot record the sum of a second micro-batch in "

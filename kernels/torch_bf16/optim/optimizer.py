@@ -145,7 +145,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: a gradient is sparse or of another dtype than bf16 or fp32.
             StateMismatchError: a parameter was moved, recast or replaced since its state was made.
             RuntimeError: a CUDA graph is being captured whose replays would not be steps.
-            In all cases nothing has been updated.
+            In all cases nothing has been updated. Any other error, such as one of memory, ends with
+            how many parameters were updated; the steps of those are counted and of no others.
         """
         loss = None
         if closure is not None:
@@ -183,17 +184,18 @@ class BF16Optimizer(torch.optim.Optimizer):
     ) -> Plan | None:
         """Take the step of some parameters, in their order; the plan to give again for the next."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
-        if cuda_graphs.capturing():
+        devices = (each.device for each in parameters) if plan is None else plan.devices
+        if cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
             # The graph refers to the plan's tables as long as it lives.
             self._engine.captured += [plan] if plan is not None else []
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
-                plan = make_plan(self, parameters, setting)
+                plan = make_plan(self, parameters, setting, plan)
             invalidate_remainders((each.state, each.formats[0]) for each in plan.written())
             for observer in observers:
-                observer.before_update(plan.members, told.multiplier)
+                observer.before_update(plan.taking_part(), told.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, told)
         if scalars is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,19 +52,35 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
     return [(shard, number, label()) for shard, number, label in found]
 
 
-def make_plan(optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: Any) -> Plan:
-    """Check all that takes part, complete its states, and keep these if nothing is wrong."""
+def make_plan(
+    optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: Any, last: Plan | None = None
+) -> Plan:
+    """Check all that takes part, complete its states, and keep these if nothing is wrong.
+
+    Args:
+        optimizer: whose plan it is.
+        parameters: all that takes part.
+        setting: what else the plan follows from.
+        last: a plan whose members stay, as far as nothing of them has changed: so a set of
+            parameters that comes and goes is planned for once.
+    """
     optimizer.recipe = get_recipe(optimizer.recipe)
     engine, members, changes = optimizer._engine, [], Changes()
+    beside = {} if last is None else last.intact(setting, optimizer.state)
+    for each in parameters:
+        beside.pop(each, None)
+    steps = _steps_on_host(optimizer.state, [*parameters, *beside])
     for shard, number, label in collect(optimizer, parameters):
         group, parameter = optimizer.param_groups[number], shard.parameter
         rule = optimizer.rule_for(group, parameter)
-        state = optimizer._complete(
-            optimizer.state.get(parameter, {}), shard, group, label, changes
-        )
+        state = optimizer.state.get(parameter, {})
+        if parameter in steps:
+            state = {**state, "step": steps[parameter]}
+        state = optimizer._complete(state, shard, group, label, changes)
         snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
         formats = formats_of(shard, rule, optimizer.recipe)
-        member = Member(shard, number, rule, formats, state, snapshot)
+        dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
+        member = Member(shard, number, rule, formats, state, dtype, snapshot)
         if rule.stage_states:
             if shard.sharded:
                 raise NotImplementedError(
@@ -74,12 +91,35 @@ def make_plan(optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: A
         members.append(member)
     if engine.release is None:
         _check_cast(optimizer, members)
+    if beside:
+        for parameter in beside.keys() & steps.keys():
+            beside[parameter].state["step"] = steps[parameter]
+        known = beside | {each.parameter: each for each in members}
+        ordered = (p for group in optimizer.param_groups for p in group["params"])
+        members = [known[p] for p in ordered if p in known]
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting)
+    plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
     keep_states(optimizer, members, changes)
-    plan.watch(optimizer.state)
+    plan.watch(parameters, optimizer.state)
     return plan
+
+
+def _steps_on_host(
+    states: Mapping[Tensor, Mapping[str, Any]], parameters: Sequence[Tensor]
+) -> dict[Tensor, Tensor]:
+    """The steps that devices count, fp32, 0-d; all of a device at once, as reading one waits."""
+    found: dict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
+    for parameter in parameters:
+        step = states.get(parameter, {}).get("step")
+        if isinstance(step, Tensor) and not step.is_cpu:
+            found[step.device][parameter] = step.reshape(())
+    return {
+        parameter: step
+        for steps in found.values()
+        for parameter, step in zip(steps, torch.stack([*steps.values()]).cpu().float(), strict=True)
+    }
 
 
 def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Changes) -> None:

@@ -54,26 +54,10 @@ class Parameters:
             [each._spec for each in self._sharded], self._specs
         )
 
-    def gradients(self) -> tuple[list[Any], list[Any]]:
-        """This rank's part of each gradient, and the placements of those that are DTensors.
-
-        Raises:
-            AttributeError: a DTensor has a gradient that is none.
-        """
-        found: list[Any] = [*map(_GRADIENT, self._parameters)]
-        if not self._sharded:
-            return found, []
-        placements = [each._spec.placements for each in compress(found, self._flags)]
-        pairs = zip(found, self._flags, strict=True)
-        return [each._local_tensor if flag else each for each, flag in pairs], placements
-
-    def placements(self) -> list[Any]:
-        """Those of the parameters that are DTensors."""
-        return [each.placements for each in self._specs]
-
-    def settled(self, gradients: Sequence[Any]) -> bool:
-        """Whether no collective is under way that has still to fill one of these gradients."""
-        return not self._sharded or {*map(type, compress(gradients, self._flags))} == {Tensor}
+    def gradients(self, chosen: Sequence[bool]) -> Gradients:
+        """The gradients of some of the parameters, to be looked at in each step."""
+        parameters = [*compress(self._parameters, chosen)]
+        return Gradients(parameters, [*compress(self._flags, chosen)])
 
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""
@@ -84,6 +68,46 @@ class Parameters:
                 each._version + each._local_tensor._version if flag else each._version
                 for each, flag in zip(self._parameters, self._flags, strict=True)
             ]
+
+
+class Gradients:
+    """The gradients of parameters that all have one.
+
+    Args:
+        parameters: in the order of the plan.
+        flags: whether each is a DTensor.
+
+    Attributes:
+        parameters: the same.
+    """
+
+    def __init__(self, parameters: list[Any], flags: list[bool]) -> None:
+        self.parameters, self._flags = parameters, flags
+        sharded = [*compress(parameters, flags)]
+        self._specs = [each._spec for each in sharded]
+        self._shapes = [each._local_tensor.shape for each in sharded]
+
+    def look(self) -> tuple[list[Any], bool]:
+        """This rank's part of each, and whether they can be read as they are.
+
+        They can where they are placed like their parameters, as FSDP2 leaves them, and no
+        collective is under way that has still to fill one of them.
+
+        Raises:
+            AttributeError: a DTensor has a gradient that is none.
+        """
+        found: list[Any] = [*map(_GRADIENT, self.parameters)]
+        if not self._specs:
+            return found, True
+        placed = [*compress(found, self._flags)]
+        pairs = zip(found, self._flags, strict=True)
+        found = [each._local_tensor if flag else each for each, flag in pairs]
+        usable = (
+            [each._spec.placements for each in placed] == [each.placements for each in self._specs]
+            and {type(each._local_tensor) for each in placed} == {Tensor}
+            and [each._local_tensor.shape for each in placed] == self._shapes
+        )
+        return found, usable
 
 
 def all_same(some: Any, others: list[Any]) -> bool:

@@ -52,7 +52,7 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
     key = backend.name, key_of(variant), variant.device
     if key in _known or variant.device.type == "meta":
         return _known.get(key)
-    if cuda_graphs.capturing():
+    if cuda_graphs.capturing([variant.device]):
         return "it was not tried before a CUDA graph was captured; take an ordinary step first"
     with _lock:
         if key not in _known:

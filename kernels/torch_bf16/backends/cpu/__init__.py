@@ -55,7 +55,7 @@ class CpuBackend:
         return [numba.__version__, llvmlite.binding.get_host_cpu_name(), *map(str, target)]
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket; compiled, or read from Numba's cache, at its first call."""
+        """The kernel for a bucket, not compiled or read from Numba's cache yet."""
         from .launch import CpuKernel
 
         return CpuKernel(bucket)

@@ -119,7 +119,8 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
 def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last):
     for chunk in range(first, last):
         tensor, start = chunks[chunk, 0], chunks[chunk, 1]
-        stop = min(start + CHUNK, numels[tensor])
+        # Column 0 is the gradient's: 0 where there is none, and then nothing is to be done.
+        stop = min(start + CHUNK, numels[tensor]) if addresses[tensor, 0] else start
         while start < stop:
             offset, width, pitch = runs[tensor]
             run = start // width
@@ -151,7 +152,8 @@ def compile_step(variant: Variant, n_scalars: int):
         ``run(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last)``:
         updates chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of
         (tensor, first element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the
-        addresses of the gradient, the weight's planes and each state's planes; ``runs`` int64
+        addresses of the gradient, the weight's planes and each state's planes, and without a
+        gradient, 0, nothing is updated; ``runs`` int64
         ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket`` and ``ScalarRows``. It
         releases the GIL, allocates nothing that grows with the tensors, and may run in several
         threads over different chunks.

@@ -52,10 +52,8 @@ class CpuKernel:
         """Update every tensor of the bucket, in place."""
         scalars, bucket = inputs.scalars, self._bucket
         if self._compiled is None:
-            # One kernel serves strided tensors and all others.
-            variant = replace(bucket.variant, strided=False)
-            self._compiled = compile_step(variant, scalars.table.shape[1])
-        self._addresses[:, 0] = [gradient.data_ptr() for gradient in inputs.gradients]
+            self.compile(scalars.table.shape[1])
+        self._addresses[:, 0] = inputs.addresses
         arguments = (
             self._chunks,
             self._addresses,
@@ -82,6 +80,11 @@ class CpuKernel:
             wait(futures)
         for future in futures:
             future.result()
+
+    def compile(self, n_scalars: int) -> None:
+        """Compile the kernel, or read it from Numba's cache."""
+        # One kernel serves strided tensors and all others.
+        self._compiled = compile_step(replace(self._bucket.variant, strided=False), n_scalars)
 
 
 @functools.lru_cache(maxsize=1)

@@ -247,7 +247,9 @@ def step(
             planes = planes + (address + first // SHARED[i][j] * SIZES[i][j],)
         addresses = addresses + (planes,)
 
-    n_elements = tl.where(skipped, 0, tl.minimum(numel - first, CHUNK).to(tl.int32))
+    # Nothing is at address 0: the tensor has no gradient in this step.
+    idle = skipped | (gradient == 0)
+    n_elements = tl.where(idle, 0, tl.minimum(numel - first, CHUNK).to(tl.int32))
     if STRIDED:
         index = start_index
         aligned = (address_bits & 15) == 0

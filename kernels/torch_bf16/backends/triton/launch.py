@@ -4,16 +4,18 @@
 ``tensors``, int64, has a row for each tensor: number of elements, global index of the first one,
 two words for each noise stream in use, the addresses of the planes of each number, and where the
 variant is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
-gradient's address and the row of its scalars in ``ScalarRows.table``. The first two are uploaded
-once, the third where it has changed.
+gradient's address, 0 where there is none, and the row of its scalars in ``ScalarRows.table``. The
+first two are uploaded once, the third where it has changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket, Variant
@@ -38,7 +40,8 @@ class TritonKernel:
         self._chunks = upload(_chunks(bucket), self._device)
         self._tensors = upload(self._rows, self._device)
         self._tensors_with_bases, self._gradients = Table(self._device), Table(self._device)
-        self._arguments: dict[str, Any] | None = None
+        self._arguments: dict[str, Any] = {}
+        self._launch: Callable[..., None] | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
@@ -47,22 +50,36 @@ class TritonKernel:
         table, rows = inputs.scalars.table, inputs.scalars.rows
         if isinstance(table, np.ndarray):
             table, rows = self._upload_scalars(inputs.scalars, table), np.arange(len(rows))
-        if self._arguments is None:
-            variant = self._bucket.variant
-            fixed = constants(variant, table.shape[1] - 2)
-            self._arguments = {**fixed, **options(variant, torch.version.hip is not None)}
+        if not self._arguments:
+            self.compile(table.shape[1] - 2)
         tensors = self._tensors
         if inputs.bases is not None:
             words = _words(self._bucket.variant, inputs.bases)
             changed = self._rows.copy()
             changed[:, 2 : 2 + words.shape[1]] = words
             tensors = self._tensors_with_bases.of(changed)
-        addresses = [gradient.data_ptr() for gradient in inputs.gradients]
-        gradients = np.stack([np.array(addresses, np.int64), rows], axis=1)
+        gradients = np.stack([inputs.addresses, rows], axis=1)
         with on(self._device):
-            step[(len(self._chunks),)](
-                self._chunks, tensors, self._gradients.of(gradients), table, **self._arguments
-            )
+            arguments = self._chunks, tensors, self._gradients.of(gradients), table
+            if self._launch is None:
+                launch: Any = step[(len(self._chunks),)]
+                launch(*arguments, **self._arguments)
+            else:
+                self._launch(*arguments)
+
+    def compile(self, n_scalars: int) -> None:
+        """Compile the kernel, or read it from Triton's cache, and load it onto the device."""
+        variant = self._bucket.variant
+        fixed = constants(variant, n_scalars)
+        self._arguments = {**fixed, **options(variant, torch.version.hip is not None)}
+        # Triton's interpreter has nothing to compile.
+        if len(self._chunks) and isinstance(step, triton.JITFunction):
+            tables = torch.int32, torch.int64, torch.int64, torch.float32
+            with on(self._device):
+                compiled = step.warmup(*tables, grid=(1,), **self._arguments)
+                # Past the look-up by types of arguments, which takes as long as the launch itself.
+                launch = compiled[(len(self._chunks), 1, 1)]
+            self._launch = lambda *arguments: launch(*arguments, *fixed.values())
 
     def _upload_scalars(self, scalars: ScalarRows, table: np.ndarray) -> Tensor:
         """The host's scalars in the layout of the device's."""

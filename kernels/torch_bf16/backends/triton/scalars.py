@@ -32,6 +32,8 @@ __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 # The low two bits of an address say what is there; 0 is for a value that is not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
 _TOLD = 3
+# Less than any row: takes a counter out of the step.
+_ABSENT = -(2**31)
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 """How ``prepare`` is compiled, for every device."""
@@ -60,22 +62,25 @@ def prepare(
 ):
     """Compute a row of scalars for each step counter, and count the step.
 
-    Reads: ``rows``, int32 ``[n]``, the row of the values where each counter's group begins; the
-        values; ``steps``, fp32 ``[n]``, the counters.
+    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, and
+        less by 2^31 where the counter takes no part in the step; the values; ``steps``, fp32
+        ``[n]``, the counters.
     Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 where
-        it is skipped; ``steps``, unless it is.
+        it is skipped or takes no part; ``steps``, where it is neither.
     Numerics: fp64, nothing fused, the operations of the host in their order; rounded once to fp32.
     Launch: one program per counter, one warp.
     """
     counter = tl.program_id(0).to(tl.int64)
     first = tl.load(rows_ptr + counter)
+    absent = first < 0
+    first = tl.where(absent, first + 2147483648, first)
     options = ()
     for i in tl.static_range(N_OPTIONS):
         options = options + (_value(values_ptr, first + i),)
     sign = _value(values_ptr, first + N_OPTIONS)
     scale = _value(values_ptr, 0)
     divisor = _value(values_ptr, 1)
-    skipped = _value(values_ptr, 2) != 0.0
+    skipped = absent | (_value(values_ptr, 2) != 0.0)
     done = tl.load(steps_ptr + counter)
     number = done.to(tl.int64) + 1
     scalars = SCALARS(options, number, sign * scale / divisor)
@@ -119,7 +124,7 @@ class DeviceScalars:
         counters = {id(step): step for step in steps}
         rows = {key: row for row, key in enumerate(counters)}
         rows_of = np.array([rows[id(step)] for step in steps], np.int64)
-        self._rows_of = np.split(rows_of, np.cumsum(sizes)[:-1])
+        self._row_of, self._rows_of = rows_of, np.split(rows_of, np.cumsum(sizes)[:-1])
         numbers = [float(step) for step in counters.values()]
         self._counter = upload(np.array(numbers, np.float32), device)
         views = self._counter.unbind()
@@ -129,45 +134,82 @@ class DeviceScalars:
             [group_of[row] for row in range(len(rows))], return_inverse=True
         )
         self._used: list[int] = used.tolist()
-        self._values = Table(device)
+        self._present = self._used
+        self._values, self._rows = Table(device), Table(device)
         self._key: list[Any] = []
         self._encoded = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
-        self._made: tuple[Tensor, Tensor, dict[str, Any], list[ScalarRows]] | None = None
+        self._made: tuple[Tensor, dict[str, Any], list[ScalarRows]] | None = None
+        self._taking_part: np.ndarray | None = None
+        self._there = np.ones(len(rows), bool)
 
-    def set(self, groups: Sequence[Mapping[str, Any]], told: StepInputs) -> list[ScalarRows]:
+    def set(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        told: StepInputs,
+        taking_part: np.ndarray | None = None,
+    ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket; the launch also counts the step.
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
+        self._select(taking_part)
         self._converted = []
         values = (told.coefficient, told.grad_scale, told.found_inf)
         key = [self._seen(v, d) for v, d in zip(values, (1.0, 1.0, 0.0), strict=True)]
-        n_options = 0
-        for number in self._used:
+        found: dict[int, list[float | int]] = {}
+        for number in self._present:
             group = groups[number]
             try:
                 options = self._rule.options(group)
-                key += [self._seen(option) for option in options]
+                found[number] = [*map(self._seen, options), sign_of(group)]
             except (LookupError, TypeError, ValueError):
                 evaluate(self._rule, group, number, 1)
                 raise
-            key.append(sign_of(group))
-            n_options = len(options)
+        width = max(map(len, found.values()))
+        for number in self._used:
+            key += found.get(number) or [0.0] * width
         if key != self._key:
-            self._check(key, groups, n_options)
+            for number, its in found.items():
+                if all(isinstance(each, float) for each in its[:-1]):
+                    evaluate(self._rule, groups[number], number, 1)
             self._encoded = _encoded(key)
             self._key = key
-        rows, table, constants, scalars = self._made or self._make(n_options)
+        table, constants, scalars = self._made or self._make(width - 1)
+        rows = (_TOLD + self._place * width + np.where(self._there, 0, _ABSENT)).astype(np.int64)
         with on(self._device):
             prepare[(len(table),)](
-                rows, self._values.of(self._encoded), self._counter, table, **constants, **OPTIONS
+                self._rows.of(rows),
+                self._values.of(self._encoded),
+                self._counter,
+                table,
+                **constants,
+                **OPTIONS,
             )
         return scalars
 
-    def count(self) -> None:
-        """Do nothing: the device has counted."""
+    def count(self, updated: np.ndarray | None = None) -> None:
+        """Do nothing, because the device has counted; but take back the steps that were not taken.
+
+        See :class:`torch_bf16.backends.ScalarSource`.
+        """
+        if updated is None or self._made is None:
+            return
+        undone = np.ones(len(self._there), np.float32)
+        undone[self._row_of[updated]] = 0.0
+        # The last column is 1 where a counter was not raised.
+        raised = 1.0 - self._made[0][:, -1]
+        self._counter.sub_(raised * upload(undone, self._device))
+
+    def _select(self, taking_part: np.ndarray | None) -> None:
+        """Let the counters of some tensors take part in the steps from now on."""
+        if taking_part is not self._taking_part:
+            self._taking_part = taking_part
+            counted = self._row_of if taking_part is None else self._row_of[taking_part]
+            self._there = np.zeros(len(self._there), bool)
+            self._there[counted] = True
+            self._present = [self._used[n] for n in np.unique(self._place[self._there])]
 
     def _seen(self, value: Any, default: float = 0.0) -> float | int:
         """A number as a float, a tensor on the device as its address and kind."""
@@ -182,19 +224,11 @@ class DeviceScalars:
             self._converted.append(value)
         return value.data_ptr() | _KINDS[value.dtype]
 
-    def _check(self, key: list[Any], groups: Sequence[Mapping[str, Any]], n_options: int) -> None:
-        for position, number in enumerate(self._used):
-            first = _TOLD + position * (n_options + 1)
-            if all(isinstance(each, float) for each in key[first : first + n_options]):
-                evaluate(self._rule, groups[number], number, 1)
-
-    def _make(self, n_options: int) -> tuple[Tensor, Tensor, dict[str, Any], list[ScalarRows]]:
+    def _make(self, n_options: int) -> tuple[Tensor, dict[str, Any], list[ScalarRows]]:
         constants = prepare_constants(self._rule, n_options)
-        rows = upload((_TOLD + self._place * (n_options + 1)).astype(np.int32), self._device)
         shape = (len(self._place), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        scalars = [ScalarRows(None, each, table) for each in self._rows_of]
-        self._made = rows, table, constants, scalars
+        self._made = table, constants, [ScalarRows(None, each, table) for each in self._rows_of]
         return self._made
 
 

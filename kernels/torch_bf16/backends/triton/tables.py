@@ -52,7 +52,7 @@ class Table:
         Raises:
             RuntimeError: there were too many captures since the last ordinary step.
         """
-        if cuda_graphs.capturing():
+        if cuda_graphs.capturing([self._device]):
             return self._capture(table)
         if self._copy is None:
             self._copy = upload(table, self._device)

@@ -1,0 +1,133 @@
+"""What a step costs the host, beside torch's own AdamW.
+
+    python tests/proofs/host_time.py --tensors 150 1000 5000
+
+Tensors are so small that their kernel takes next to no time; the launches of the Triton backend are
+left out by a driver that does nothing (``tests/support/launchless.py``), so no GPU is needed. The
+optimizers step in turn, in blocks; counted is the CPU time of this process within ``step()``.
+Printed are the median and the quarters of all blocks, in microseconds per step, and the ratio to
+torch's fused AdamW in the same block. Rows:
+
+- ``same gradients``: at the same addresses in every step, as after ``zero_grad(set_to_none=False)``
+- ``moved gradients``: at other addresses than in the step before
+- ``alternating sets``: one half of the parameters has gradients in one step, the other in the next
+- ``planning``: the first step with a set of parameters that no plan knows, without compiling
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import torch_bf16
+from torch_bf16.backends.triton import TritonBackend
+
+ROWS = ("same gradients", "moved gradients", "alternating sets", "planning")
+
+
+def stub_triton() -> None:
+    """Let the Triton backend run on CPU tensors, but for the launches."""
+    from launchless import Driver  # pyright: ignore[reportMissingImports]
+    from triton.runtime import driver
+
+    driver._active = Driver(notes=False)
+    TritonBackend.unavailable = lambda self, device: None
+
+
+def parameters_of(count: int) -> list[nn.Parameter]:
+    """Two thirds matrices in bf16, which a cast model has, one third vectors: two batches."""
+    shapes = [(4, 4), (4, 4), (4,)] * -(-count // 3)
+    return [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
+
+
+CONTENDERS = {
+    "torch fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "torch foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "ours, triton": lambda p: torch_bf16.AdamW(p, lr=1e-3, backend="triton"),
+    "ours, cpu": lambda p: torch_bf16.AdamW(p, lr=1e-3, backend="cpu"),
+}
+
+
+class Run:
+    """An optimizer over parameters of its own."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.parameters = parameters_of(count)
+        self.optimizer = CONTENDERS[name](self.parameters)
+        self.sets = [[torch.randn_like(p) for p in self.parameters] for _ in range(2)]
+        self.turn = 0
+        self.give(0, 0)
+        self.optimizer.step()
+
+    def give(self, which: int, half: int) -> None:
+        """Gradients of one set, to all parameters (0), the even (1) or the odd ones (2)."""
+        for number, parameter in enumerate(self.parameters):
+            there = not half or number % 2 == half - 1
+            parameter.grad = self.sets[which][number] if there else None
+
+    def steps(self, row: str, count: int) -> float:
+        """Seconds of CPU time for each of some steps."""
+        total = 0.0
+        for _ in range(count):
+            self.turn += 1
+            turn = self.turn % 2
+            self.give(turn if row == "moved gradients" else 0, 1 + turn if "sets" in row else 0)
+            if row == "planning" and hasattr(self.optimizer, "_engine"):
+                self.optimizer._engine.invalidate()
+            start = time.process_time()
+            self.optimizer.step()
+            total += time.process_time() - start
+        return total / count
+
+
+def measure(row: str, count: int, blocks: int, names: list[str]) -> dict[str, list[float]]:
+    """Microseconds per step of each block."""
+    runs = {name: Run(name, count) for name in names}
+    steps = max(1, min(20, 3000 // count)) if row != "planning" else 1
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for block in range(blocks + 2):
+        for name, run in runs.items():
+            seconds = run.steps(row, steps)
+            if block > 1:
+                found[name].append(1e6 * seconds)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what a step costs the host")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[150, 1000, 5000])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    options = parser.parse_args()
+    stub_triton()
+    torch.set_num_threads(1)
+    gc.disable()
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {options.blocks} blocks")
+    for count in options.tensors:
+        for row in options.rows:
+            found = measure(row, count, options.blocks, options.only)
+            beside = found.get("torch fused", [])
+            for name, times in found.items():
+                low, middle, high = statistics.quantiles(times, n=4)
+                ratio = [a / b for a, b in zip(times, beside, strict=False)]
+                said = f"{statistics.median(ratio):6.2f} of torch fused" if ratio else ""
+                print(
+                    f"{count:6} tensors, {row:17} {name:14} {middle:9.0f} µs "
+                    f"({low:.0f} to {high:.0f}) {said}",
+                    flush=True,
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
