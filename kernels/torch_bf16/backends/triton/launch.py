@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from torch_bf16.backends.bucket import Bucket, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
@@ -49,8 +51,9 @@ class TritonKernel:
             table, rows = self._upload_scalars(inputs.scalars, table), np.arange(len(rows))
         if self._arguments is None:
             variant = self._bucket.variant
-            fixed = constants(variant, table.shape[1] - 2)
-            self._arguments = {**fixed, **options(variant, torch.version.hip is not None)}
+            n_scalars, chip = table.shape[1] - 2, _architecture(self._device)
+            fixed = constants(variant, n_scalars, chip)
+            self._arguments = {**fixed, **options(variant, n_scalars, chip)}
         tensors = self._tensors
         if inputs.bases is not None:
             words = _words(self._bucket.variant, inputs.bases)
@@ -69,6 +72,13 @@ class TritonKernel:
         steps = np.asarray(scalars.steps)
         columns = [table[scalars.rows], steps[:, None], np.zeros((len(steps), 1))]
         return upload(np.concatenate(columns, axis=1).astype(np.float32), self._device)
+
+
+def _architecture(device: torch.device) -> int | str:
+    if knobs.runtime.interpret:
+        return 0
+    with on(device):
+        return driver.active.get_current_target().arch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _chunks(bucket: Bucket) -> np.ndarray:
