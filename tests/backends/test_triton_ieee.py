@@ -1,6 +1,10 @@
 """Division and root of eight numbers at once are the assembler's own short way, and round right."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,3 +97,30 @@ def test_roots_and_the_hardest_quotients_round_right():
 
 def test_what_is_out_of_range_is_never_taken_for_usual():
     check_ranges(1, step=27)
+
+
+WITH_TRITON_3_5 = """
+import triton
+triton.__version__ = "3.5.1"
+from test_triton_ieee import ptx_of, _quotient, _root
+print(ptx_of(_quotient), ptx_of(_root))
+"""
+
+
+def ptx_of(kernel):
+    source = ASTSource(kernel, {"in_ptr": "*fp32", "out_ptr": "*fp32"})
+    return compile(source, target=TARGETS["sm_90"], options={"num_warps": 1}).asm["ptx"]
+
+
+def test_triton_35_which_flushes_subnormals_is_given_the_instructions():
+    ptx_text = subprocess.run(
+        [sys.executable, "-c", WITH_TRITON_3_5],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    ).stdout
+    inline = re.findall(r"begin inline asm\s+((?:div|sqrt)\S+)", ptx_text)
+    assert inline == ["div.rn.f32", "sqrt.rn.f32"]
