@@ -77,7 +77,7 @@ def in_rule(patch):
     from torch_bf16.backends.triton import arithmetic, kernel, launch
 
     other = arithmetic.lift_update(dataclasses.replace(ADAMW, update=_without_eps))
-    patch.setattr(kernel, "lift_update", lambda rule: other)
+    patch.setattr(kernel, "lift_update", lambda rule, together: other)
     patch.setattr(launch, "constants", kernel.constants.__wrapped__)
 
 

@@ -24,7 +24,7 @@ def encode_all(x_ptr, words_ptr, planes_ptr, n, FORMAT: tl.constexpr, BLOCK: tl.
     mask = at < n
     x = tl.load(x_ptr + at, mask=mask, other=0)
     word = tl.load(words_ptr + at, mask=mask, other=0).to(tl.uint32)
-    planes = codecs.encode(FORMAT, x, (word,), 0, 16)
+    planes = codecs.encode(FORMAT, x, (word,), 0, 16, False)
     for number in tl.static_range(len(planes)):
         raw = planes[number].to(tl.uint32, bitcast=True)
         tl.store(planes_ptr + number * n + at, raw, mask=mask)

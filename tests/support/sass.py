@@ -18,42 +18,58 @@ class Code:
 
     instructions: list[str]
     labels: dict[str, int]
+    resources: dict[str, int]
 
     @classmethod
     def of(cls, cubin: bytes, folder: Path) -> "Code":
         (folder / "kernel.cubin").write_bytes(cubin)
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        listing = subprocess.run(
-            [tool, "-c", folder / "kernel.cubin"],
-            capture_output=True, text=True, check=True, timeout=60,
-        ).stdout  # fmt: skip
-        code = cls([], {})
+        listing = _asked(["nvdisasm", "-c"], folder / "kernel.cubin")
+        usage = _asked(["cuobjdump", "-res-usage"], folder / "kernel.cubin")
+        found = {key: int(number) for key, number in re.findall(r"([A-Z]+):(\d+)", usage)}
+        code = cls([], {}, {})
         for line in listing.splitlines():
             if label := _LABEL.match(line):
                 code.labels[label[1]] = len(code.instructions)
             elif instruction := _INSTRUCTION.search(line):
                 code.instructions.append(instruction[1])
+        spills = [text for text in code.instructions if opcode(text).startswith(("LDL", "STL"))]
+        code.resources = {
+            "registers": found["REG"], "spills": len(spills),
+            "stack": found["STACK"] + found["LOCAL"], "shared": found["SHARED"],
+        }  # fmt: skip
         return code
 
     def loops(self) -> list[list[str]]:
-        """The bodies of all loops, each from its label to the branch back."""
-        return [
-            self.blocks(self.labels[target[1]], end + 1)
-            for end, text in enumerate(self.instructions)
-            if (target := _BRANCH.search(text)) and self.labels.get(target[1], end + 1) <= end
-        ]
+        """The opcodes of each loop, from its label to the branch back, without slow paths."""
+        found = []
+        for end, text in enumerate(self.instructions):
+            target = _BRANCH.search(text)
+            if target and self.labels.get(target[1], end + 1) <= end:
+                body = self.usual(self.labels[target[1]], end + 1)
+                found.append([opcode(text) for text in body])
+        return found
 
-    def blocks(self, first: int, last: int) -> list[list[str]]:
-        """Instructions ``first .. last - 1``, cut at labels and behind branches."""
-        starts = set(self.labels.values())
-        blocks: list[list[str]] = [[]]
-        for number in range(first, last):
-            if number in starts:
-                blocks.append([])
-            blocks[-1].append(self.instructions[number])
-            if opcode(self.instructions[number]).split(".")[0] in ("BRA", "EXIT", "RET"):
-                blocks.append([])
-        return [block for block in blocks if block]
+    def usual(self, first: int, last: int) -> list[str]:
+        """Instructions ``first .. last - 1``, without what branches to slow paths skip.
+
+        Division and square root have one where a number is subnormal, Inf, NaN or, for the root, 0.
+        """
+        found, number = [], first
+        while number < last:
+            found.append(self.instructions[number])
+            target = _BRANCH.search(found[-1])
+            number += 1
+            behind = self.labels.get(target[1], 0) if target else 0
+            if any("slowpath" in each for each in self.instructions[number:behind]):
+                number = behind
+        return found
+
+
+def _asked(command: list[str], file: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / command[0]
+    return subprocess.run(
+        [tool, *command[1:], file], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
 
 def opcode(instruction: str) -> str:
@@ -61,14 +77,21 @@ def opcode(instruction: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
 
 
-def usual(blocks: list[list[str]]) -> list[str]:
-    """Opcodes without the blocks that call a slow path.
+def bytes_stored(name: str) -> int:
+    """What a thread stores to global memory by one instruction."""
+    if not name.startswith("STG"):
+        return 0
+    width = re.search(r"\.(?:U?(8|16)|64|128)\b", name)
+    return 4 if not width else int(re.sub(r"\D", "", width[0])) // 8
 
-    Division and square root branch off where a number is subnormal, Inf, NaN or, for the root, 0.
-    """
-    return [
-        opcode(text)
-        for block in blocks
-        if not any(opcode(text).startswith("CALL") for text in block)
-        for text in block
-    ]
+
+def kind(name: str) -> str:
+    """``float`` of an opcode that computes in fp32, ``special`` of an approximation, and so on."""
+    base = name.split(".")[0]
+    if base == "MUFU":
+        return "special"
+    if base in ("BRA", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "BAR", "WARPSYNC", "NOP", "YIELD"):
+        return "control"
+    if base.startswith(("LD", "ST", "SHFL", "ATOM")):
+        return "memory"
+    return "float" if base.startswith("F") else "integer"

@@ -24,10 +24,9 @@ from torch_bf16.rules import (
 )
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89, 90, 100, 120)},
+    **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942")},
+    **{name: GPUTarget("hip", name, 32) for name in ("gfx1100", "gfx1201")},
 }
 # What one documented recipe for each byte count asks for, beside the named ones.
 OTHERS = (
@@ -86,13 +85,14 @@ def n_scalars(rule):
 
 def compiled(variant, target):
     """The kernel of a variant for a target, with its intermediate forms in ``asm``."""
-    fixed = constants(variant, n_scalars(variant.rule))
+    asked = variant, n_scalars(variant.rule), TARGETS[target].arch
+    fixed = constants(*asked)
     tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "gradients_ptr": "*i64"}
     signature = {**tables, "table_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
     return compile(
         ASTSource(step, signature, constexprs=fixed),
         target=TARGETS[target],
-        options=options(variant, hip=TARGETS[target].backend == "hip"),
+        options=options(*asked),
     )
 
 

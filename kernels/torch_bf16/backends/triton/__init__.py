@@ -20,7 +20,7 @@ from torch_bf16.backends.bucket import Bucket
 
 __all__ = ["TritonBackend"]
 
-_NEEDED = (3, 6)
+_NEEDED = (3, 5)
 
 
 @functools.cache

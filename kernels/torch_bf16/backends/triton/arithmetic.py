@@ -19,6 +19,8 @@ import triton.language as tl
 
 from torch_bf16.rules import Rule, arithmetic, lift
 
+from . import ieee
+
 __all__ = ["lift_scalars", "lift_update"]
 
 LOG2_E = tl.constexpr(arithmetic.LOG2_E)
@@ -30,12 +32,22 @@ INF, NAN = tl.constexpr(math.inf), tl.constexpr(math.nan)
 
 @triton.jit
 def _sqrt32(x):
-    return tl.sqrt_rn(x)
+    return ieee.sqrt(x, False)
 
 
 @triton.jit
 def _div32(a, b):
-    return tl.div_rn(a, b)
+    return ieee.div(a, b, False)
+
+
+@triton.jit
+def _sqrt32_together(x):
+    return ieee.sqrt(x, True)
+
+
+@triton.jit
+def _div32_together(a, b):
+    return ieee.div(a, b, True)
 
 
 @triton.jit
@@ -129,15 +141,16 @@ def _log(x):
 _FP32 = {
     "sqrt": _sqrt32, "div": _div32, "maximum": _maximum, "minimum": _minimum, "sign": _sign,
 }  # fmt: skip
+_TOGETHER = {**_FP32, "sqrt": _sqrt32_together, "div": _div32_together}
 _FP64 = {
     "sqrt": _sqrt, "div": _div, "where": _where, "power": _power, "exp": _exp, "log": _log,
 }  # fmt: skip
 
 
 @functools.cache
-def lift_update(rule: Rule) -> Any:
-    """A rule's ``update`` as a function of Triton's, with IEEE division and square root."""
-    return lift(rule.update, _FP32, triton.jit, tl=tl)
+def lift_update(rule: Rule, together: bool = False) -> Any:
+    """A rule's ``update`` as a function of Triton's, with division and root of :mod:`.ieee`."""
+    return lift(rule.update, _TOGETHER if together else _FP32, triton.jit, tl=tl)
 
 
 @functools.cache

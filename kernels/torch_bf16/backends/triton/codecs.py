@@ -1,19 +1,22 @@
 """The storage formats in Triton's dialect: how numbers are decoded to fp32 and encoded back.
 
-``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT)``, for an ``x`` that
-is the result of an operation, gives the planes, in the order of ``Format.planes``. A plane of
-four-byte elements is float32. One of two bytes is uint32 with these in its upper half, where fp32
-has the bits of a bf16; one of single bytes has them in the top byte. The bits below are dropped
-when they are stored. A plane of scales has one for each 64 elements. Triton's bf16 type is not
-used, because its conversion truncates in the interpreter. ``words`` are random words; a stochastic
-format takes number ``WORD``, and of that the 16 bits from ``SHIFT`` on. The format's name is a
-compile-time constant, so only its branch is compiled.
+``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT, TOGETHER)``, for an
+``x`` that is the result of an operation, gives the planes, in the order of ``Format.planes``. A
+plane of four-byte elements is float32. One of two bytes is uint32 with these in its upper half,
+where fp32 has the bits of a bf16; one of single bytes has them in the top byte. The bits below are
+dropped when they are stored. A plane of scales has one for each 64 elements. Triton's bf16 type is
+not used, because its conversion truncates in the interpreter. ``words`` are random words; a
+stochastic format takes number ``WORD``, and of that the 16 bits from ``SHIFT`` on. ``TOGETHER`` is
+for roots, see :mod:`.ieee`. The format's name is a compile-time constant, so only its branch is
+compiled.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .ieee import div, sqrt
 
 __all__ = ["decode", "encode", "key_pair", "noise_word"]
 
@@ -143,7 +146,7 @@ def _scales(x):
 
 @triton.jit
 def _per_scale(scale, TOP: tl.constexpr):
-    return tl.div_rn(tl.full(scale.shape, TOP, tl.float32), scale)
+    return div(tl.full(scale.shape, TOP, tl.float32), scale, False)
 
 
 @triton.jit
@@ -152,9 +155,9 @@ def _times(x, of_blocks):
 
 
 @triton.jit
-def _int8(x):
+def _int8(x, TOGETHER: tl.constexpr):
     scale = _scales(x)
-    root = _times(tl.sqrt_rn(tl.abs(x)), tl.sqrt_rn(_per_scale(scale, 16129.0)))
+    root = _times(sqrt(tl.abs(x), TOGETHER), sqrt(_per_scale(scale, 16129.0), False))
     # There is no code for NaN: 0.
     root = tl.where(root > 0, root, 0.0)
     signed = _float(_bits(root) | (_bits(x) & 0x80000000))
@@ -163,11 +166,11 @@ def _int8(x):
 
 
 @triton.jit
-def _uint8(x, r):
+def _uint8(x, r, TOGETHER: tl.constexpr):
     scale = _scales(x)
     per_scale = _per_scale(scale, 65025.0)
     # Two roots and a product, so that a rule that takes the root of its second moment shares it.
-    root = _times(tl.sqrt_rn(x), tl.sqrt_rn(per_scale))
+    root = _times(sqrt(x, TOGETHER), sqrt(per_scale, False))
     root = tl.where(root > 1.25, root, 1.25)
     # Rounded down; a whole number may become the one below, as a tie goes. The draw may add one.
     bits = _bits(root + 8388607.5)
@@ -204,7 +207,14 @@ def decode(FORMAT: tl.constexpr, planes):
 
 
 @triton.jit
-def encode(FORMAT: tl.constexpr, x, words, WORD: tl.constexpr, SHIFT: tl.constexpr):
+def encode(
+    FORMAT: tl.constexpr,
+    x,
+    words,
+    WORD: tl.constexpr,
+    SHIFT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
     """fp32 -> planes."""
     if FORMAT == "fp32":
         return (x,)
@@ -217,9 +227,9 @@ def encode(FORMAT: tl.constexpr, x, words, WORD: tl.constexpr, SHIFT: tl.constex
     elif FORMAT == "bf16+8":
         return _stochastic8(x, _draw16(words[WORD], SHIFT) >> 8)
     elif FORMAT == "int8":
-        return _int8(x)
+        return _int8(x, TOGETHER)
     elif FORMAT == "uint8":
-        return _uint8(x, _draw16(words[WORD], SHIFT))
+        return _uint8(x, _draw16(words[WORD], SHIFT), TOGETHER)
     elif FORMAT == "bf16+fp32":
         return _nearest(x), x
     else:

@@ -21,6 +21,7 @@ from torch_bf16.backends.bucket import Variant
 
 from .arithmetic import lift_update
 from .codecs import decode, encode, key_pair, noise_word
+from .ieee import together
 
 __all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
 
@@ -111,6 +112,7 @@ def _block(
     SHARED: tl.constexpr,
     DRAWS: tl.constexpr,
     STRIDED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
@@ -171,7 +173,7 @@ def _block(
     for i in tl.static_range(1, len(FORMATS)):
         planes = encode(
             tl.constexpr(FORMATS[i]), results[i - 1], words,
-            tl.constexpr(DRAWS[i][0]), tl.constexpr(DRAWS[i][1]),
+            tl.constexpr(DRAWS[i][0]), tl.constexpr(DRAWS[i][1]), TOGETHER,
         )  # fmt: skip
         for j in tl.static_range(len(SIZES[i])):
             _store(
@@ -195,6 +197,7 @@ def step(
     N_SCALARS: tl.constexpr,
     N_COLUMNS: tl.constexpr,
     STRIDED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -265,14 +268,16 @@ def step(
     while turn < n_whole:
         _block(
             addresses, scalars, keys, next_keys, turn * BLOCK, n_elements, index, run, bases,
-            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, BLOCK, True,
+            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, TOGETHER,
+            BLOCK, True,
         )  # fmt: skip
         turn += 1
     start = n_whole * BLOCK
     while start < n_elements:
         _block(
             addresses, scalars, keys, next_keys, start, n_elements, index, run, bases,
-            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, TAIL, False,
+            step_number, RULE, FORMATS, SIZES, SHARED, DRAWS, STRIDED, TOGETHER,
+            TAIL, False,
         )  # fmt: skip
         start += TAIL
 
@@ -283,20 +288,34 @@ def noise_streams(variant: Variant) -> list[int]:
     return list(dict.fromkeys(noisy))
 
 
-def options(variant: Variant, hip: bool) -> dict[str, Any]:
-    """How ``step`` is compiled for a variant, for AMD's GPUs or for NVIDIA's."""
+def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
+    """How ``step`` is compiled for a variant.
+
+    Args:
+        variant: what it updates.
+        n_scalars: how many its rule takes.
+        architecture: of the device, as Triton has it: 90 for sm_90, "gfx942"; 0 for its
+            interpreter.
+    """
     # Always explicit: the default changes in Triton 3.10, and a fused multiply-add rounds once.
     exact = {"enable_fp_fusion": False}
-    # BLOCK is eight elements for each thread. With 80 registers, which nothing spills, six programs
-    # share a multiprocessor; what packs bytes needs more, and five do, or three with blocks.
+    # Eight elements of BLOCK for each of 128 threads: two warps of 64 on gfx9, else four of 32.
+    if isinstance(architecture, str):
+        return {**exact, "num_warps": 2 if architecture.startswith("gfx9") else 4}
     sizes = {plane.dtype.itemsize for each in variant.formats for plane in each.planes}
     in_blocks = any(each.block > 1 for each in variant.formats)
-    registers = 160 if in_blocks else 96 if 1 in sizes else 80
-    return {**exact, "num_warps": 2} if hip else {**exact, "num_warps": 4, "maxnreg": registers}
+    # Where planes of two sizes meet, eight elements of each number take most registers, and from
+    # sm_100 on the assembler takes more of them.
+    mixed = len(variant.formats) + (architecture >= 100) if {2, 4} <= sizes else 0
+    # With 80 registers six programs share a multiprocessor. What packs bytes or holds much at once
+    # would spill, so it gets more, and five, four or, with blocks, three do.
+    large = 1 in sizes or mixed > 3 or n_scalars > 9
+    registers = 160 if in_blocks else 112 if mixed > 4 else 96 if large else 80
+    return {**exact, "num_warps": 4, "maxnreg": registers}
 
 
 @functools.cache
-def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
+def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
     """What ``step`` is compiled for: its arguments in capitals.
 
     ``FORMATS``, ``SIZES`` (bytes of each plane), ``SHARED`` (how many elements share one of its
@@ -314,7 +333,7 @@ def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
     sizes = [tuple(plane.dtype.itemsize for plane in each.planes) for each in variant.formats]
     shared = [tuple(plane.block for plane in each.planes) for each in variant.formats]
     return {
-        "RULE": lift_update(variant.rule),
+        "RULE": lift_update(variant.rule, together(architecture)),
         "FORMATS": (gradient, *(each.name for each in variant.formats)),
         "SIZES": ((variant.gradient.itemsize,), *sizes),
         "SHARED": ((1,), *shared),
@@ -323,6 +342,7 @@ def constants(variant: Variant, n_scalars: int) -> dict[str, Any]:
         "N_SCALARS": n_scalars,
         "N_COLUMNS": column + 2 * variant.strided,
         "STRIDED": variant.strided,
+        "TOGETHER": together(architecture),
         "BLOCK": BLOCK,
         "TAIL": TAIL,
         "CHUNK": CHUNK,

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from torch_bf16.backends.bucket import Bucket, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
@@ -69,9 +71,9 @@ class TritonKernel:
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Triton's cache, and load it onto the device."""
-        variant = self._bucket.variant
-        fixed = constants(variant, n_scalars)
-        self._arguments = {**fixed, **options(variant, torch.version.hip is not None)}
+        variant, chip = self._bucket.variant, _architecture(self._device)
+        fixed = constants(variant, n_scalars, chip)
+        self._arguments = {**fixed, **options(variant, n_scalars, chip)}
         # Triton's interpreter has nothing to compile.
         if len(self._chunks) and isinstance(step, triton.JITFunction):
             tables = torch.int32, torch.int64, torch.int64, torch.float32
@@ -86,6 +88,13 @@ class TritonKernel:
         steps = np.asarray(scalars.steps)
         columns = [table[scalars.rows], steps[:, None], np.zeros((len(steps), 1))]
         return upload(np.concatenate(columns, axis=1).astype(np.float32), self._device)
+
+
+def _architecture(device: torch.device) -> int | str:
+    if knobs.runtime.interpret:
+        return 0
+    with on(device):
+        return driver.active.get_current_target().arch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _chunks(bucket: Bucket) -> np.ndarray:
