@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_bf16.sharding import Parameters, Shard, all_same, no_torch_function
+from torch_bf16.sharding import (
+    Parameters,
+    Shard,
+    all_same,
+    no_torch_function,
+    unlike_memory,
+)
 
 __all__ = ["Guard"]
 
@@ -97,8 +103,9 @@ class Guard:
     def _look(self) -> tuple[Any, ...]:
         memory = self._many.memory
         gradients, placements = self._many.gradients()
+        unsettled, wrappers = unlike_memory(gradients)
         # FSDP2 gives a gradient the placements of its parameter; others must be brought there.
-        usable = placements == self._many.placements() and self._many.settled(gradients)
+        usable = placements == self._many.placements() and not unsettled and not wrappers
         self._found = gradients if usable else None
         return (
             [*map(Tensor.data_ptr, memory)],
@@ -109,9 +116,10 @@ class Guard:
             self._many.placements(),
             [*map(_DTYPE, gradients)],
             [*map(_SHAPE, gradients)],
-            [*map(_LAYOUT, gradients)],
+            {*map(_LAYOUT, gradients)},
             [*map(Tensor.get_device, gradients)],
             placements,
+            wrappers,
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
             [*map(Tensor.data_ptr, self._many.kept)],
         )

@@ -156,7 +156,7 @@ class _Row:
 def _job(member: Member, span: Span) -> Job:
     gradient: Any = member.parameter.grad
     dtype = gradient.dtype if member.direction is None else torch.float32
-    tensors = {**member.state, "": member.parameter.detach()}
+    tensors = {**member.state, "": member.shard.memory}
     names = ("", *(state.name for state in member.rule.states))
     planes = tuple(
         tuple(

@@ -8,22 +8,24 @@ DTensors, whose local tensors are what is asked, a third.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, compress
-from operator import attrgetter, is_
+from itertools import chain, compress, zip_longest
+from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .local import is_dtensor, local
+from .local import is_dtensor, layers, local
 
-__all__ = ["Parameters", "all_same", "no_torch_function"]
+__all__ = ["Parameters", "all_same", "no_torch_function", "unlike_memory"]
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Within it, torch does not look for ``__torch_function__`` at every attribute of a DTensor, which
 takes as long as to read it; DTensors have none."""
 
 _GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
+_NOTHING = torch.empty(0, device="cpu")
+_MEMORY = {Tensor}
 
 
 class Parameters:
@@ -45,17 +47,28 @@ class Parameters:
         self._placed: list[Any] = [*filter(is_dtensor, chain(parameters, beside))]
         self._specs = [each._spec for each in self._sharded]
         self._locals = [each._local_tensor for each in self._placed]
-        self.memory = [*map(local, parameters)]
+        deep = [*map(layers, parameters)]
+        # Row by row: the parameters, what is below those that are no memory themselves, and so on.
+        self._layers = [*zip_longest(*deep, fillvalue=_NOTHING)] or [()]
+        self.memory = [each[-1] for each in deep]
+        self._wrapped = [n for n, each in enumerate(deep) if len(each) > 1 + self._flags[n]]
         self.kept = [*map(local, beside)]
 
     def in_place(self) -> bool:
-        """Whether DTensors have the local tensors that they had, placed as they were."""
-        return all_same([each._local_tensor for each in self._placed], self._locals) and all_same(
-            [each._spec for each in self._sharded], self._specs
+        """Whether DTensors have the local tensors that they had, placed as they were.
+
+        And whether what another library has wrapped is what it was.
+        """
+        return (
+            all_same([each._local_tensor for each in self._placed], self._locals)
+            and all_same([each._spec for each in self._sharded], self._specs)
+            and all(local(self._parameters[n]) is self.memory[n] for n in self._wrapped)
         )
 
     def gradients(self) -> tuple[list[Any], list[Any]]:
         """This rank's part of each gradient, and the placements of those that are DTensors.
+
+        A part may be a tensor of another class than torch's, which has to be looked into.
 
         Raises:
             AttributeError: a DTensor has a gradient that is none.
@@ -71,21 +84,25 @@ class Parameters:
         """Those of the parameters that are DTensors."""
         return [each.placements for each in self._specs]
 
-    def settled(self, gradients: Sequence[Any]) -> bool:
-        """Whether no collective is under way that has still to fill one of these gradients."""
-        return not self._sharded or {*map(type, compress(gradients, self._flags))} == {Tensor}
-
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""
         with no_torch_function():
-            if not self._sharded:
-                return [*map(_VERSION, self._parameters)]
-            return [
-                each._version + each._local_tensor._version if flag else each._version
-                for each, flag in zip(self._parameters, self._flags, strict=True)
-            ]
+            first, *rest = (map(_VERSION, row) for row in self._layers)
+            for each in rest:
+                first = map(add, first, each)
+            return [*first]
 
 
 def all_same(some: Any, others: list[Any]) -> bool:
     """Whether two collections hold the very same objects, in order."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def unlike_memory(gradients: Sequence[Any]) -> tuple[set[type], set[type]]:
+    """The classes of gradients that are no memory themselves, or may not be.
+
+    Those that a collective still has to fill, and those of other libraries.
+    """
+    others = {*map(type, gradients)} - _MEMORY
+    unsettled = {each for each in others if hasattr(each, "wait")}
+    return unsettled, others - unsettled

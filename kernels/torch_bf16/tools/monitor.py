@@ -272,7 +272,7 @@ def _decode(member: Member, number: int, where: Tensor) -> Tensor:
     """Some elements of the weight, 0, or of one of the rule's states."""
     stored = member.formats[number]
     name = ("", *(each.name for each in member.rule.states))[number]
-    tensors = {**member.state, "": member.parameter.detach()}
+    tensors = {**member.state, "": member.shard.memory}
     planes = []
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
         # The places are whole blocks.
