@@ -50,6 +50,8 @@ class PrecisionBody(_Base):
         accumulate: format of the sum of gradients over ``accumulate_grad_batches``.
         keep_fp32: modules that stay in fp32, by pattern of their name or by class.
         seed: seed of the rounding noise, the same on every rank.
+        backend: what takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``; None for the best
+            that works.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             on a single device, without accumulation and without ``gradient_clip_val``.
         release_max_norm: how gradients that are released are clipped; None does not clip.
@@ -76,6 +78,7 @@ class PrecisionBody(_Base):
         accumulate: str | None = None,
         keep_fp32: Sequence[Any] = (),
         seed: int | None = None,
+        backend: str | None = None,
         release_gradients: bool = False,
         release_max_norm: float | None = None,
         release_norm: str = "parameter",
@@ -84,7 +87,8 @@ class PrecisionBody(_Base):
         if compute not in _COMPUTE:
             raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(_COMPUTE)}")
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        given: dict[str, Any] = {**formats, "accumulate": accumulate, "seed": seed}
+        others = {"accumulate": accumulate, "seed": seed, "backend": backend}
+        given: dict[str, Any] = {**formats, **others}
         overrides = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)

@@ -7,7 +7,20 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["check_max_norm", "check_module", "check_ranges"]
+__all__ = ["BACKENDS", "check_backend", "check_max_norm", "check_module", "check_ranges"]
+
+BACKENDS = ("cpu", "eager", "triton")
+"""Names of the backends that can be asked for."""
+
+
+def check_backend(name: Any) -> None:
+    """Refuse what is no backend's name.
+
+    Raises:
+        ValueError: there is no backend of that name.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(BACKENDS)}")
 
 
 def check_module(function: str, module: Any) -> None:

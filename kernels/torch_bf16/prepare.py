@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .argument_checks import check_module
-from .backends import BACKENDS
+from .argument_checks import check_backend, check_module
 from .foreign.capabilities import examine
 from .foreign.convert import CONVERTIBLE, convert
 from .model.casting import cast_model, cast_recipes
@@ -22,7 +21,7 @@ __all__ = ["prepare"]
 
 # What a cast, and what an optimizer follows from.
 _CAST = ("weights", "keep_fp32")
-_FORMATS = tuple(field.name for field in dataclasses.fields(Recipe) if field.name != "name")
+_FORMATS = tuple(f.name for f in dataclasses.fields(Recipe) if f.compare and f.name != "name")
 
 _M = TypeVar("_M", bound=nn.Module)
 _O = TypeVar("_O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
@@ -45,8 +44,8 @@ def prepare(
         optimizer: of ``torch.optim`` or another library, or one of this package made with the same
             recipe; or a sequence of them.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        backend: name of the backend that takes the steps; None for the best that works, or the one
-            that an optimizer of this package was made with.
+        backend: name of the backend that takes the steps; None for the one that an
+            optimizer of this package was made with, else the recipe's, else the best that works.
 
     Returns:
         ``model`` and ``optimizer`` themselves.
@@ -78,8 +77,8 @@ def prepare(
         elif type(each) not in CONVERTIBLE and not is_zero(each):
             # Refused before the model is cast.
             examine(each)
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
+    if backend is not None:
+        check_backend(backend)
     own = {id(parameter) for parameter in model.parameters()}
     for each in optimizers:
         if own.isdisjoint(id(p) for group in each.param_groups for p in group["params"]):
@@ -94,8 +93,8 @@ def prepare(
     for each in optimizers:
         if not isinstance(each, BF16Optimizer):
             convert(each, recipe, model=model, backend=backend)
-        elif backend is not None:
-            each.backend = backend
+        elif backend is not None or each.backend is None:
+            each.backend = recipe.backend if backend is None else backend
     return model, optimizer
 
 

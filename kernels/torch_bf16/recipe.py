@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .argument_checks import check_backend
 from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
@@ -51,6 +52,10 @@ class Recipe:
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
             parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
         seed: seed of the rounding noise. The same on every replica.
+        backend: name of the backend that takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``;
+            None for what ``TORCH_BF16_BACKEND`` says, else the best that works. An optimizer's own
+            ``backend=`` wins. It changes no bit, so recipes that differ in it are equal, and state
+            dicts do not hold it.
 
     Example:
         >>> Recipe("mine", weights="bf16+16", exp_avg_sq="bf16_stochastic").bytes_per_parameter
@@ -64,6 +69,7 @@ class Recipe:
     keep_fp32: tuple[str | type, ...] = ()
     seed: int = 0
     accumulate: str = "bf16_nearest"
+    backend: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -92,6 +98,8 @@ class Recipe:
         object.__setattr__(self, "keep_fp32", keys)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed={self.seed!r} must be an int")
+        if self.backend is not None:
+            check_backend(self.backend)
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -163,7 +171,7 @@ def get_recipe(recipe: str | Recipe, **overrides: Any) -> Recipe:
             f"recipe must be a name or a torch_bf16.Recipe, not {type(recipe).__name__}; "
             f"known recipes: {', '.join(RECIPES)}"
         )
-    fields = {field.name for field in dataclasses.fields(Recipe)}
+    fields = {each.name for each in dataclasses.fields(Recipe)}
     if unknown := overrides.keys() - fields:
         raise ValueError(
             f"unknown recipe option {', '.join(sorted(unknown))}; known options: "

@@ -132,6 +132,12 @@ def test_every_way_to_launch_reads_the_file_and_the_flag(tmp_path, config, comma
     assert stderr.count(f"mixed_precision={result['mode']}: 321 parameters") == 1
 
 
+def test_accelerate_launch_passes_the_backend_on(tmp_path, config):
+    command = [BIN / "accelerate", "launch", "--config_file", config(**ONE_PROCESS)]
+    _, stderr = launched([*command, SCRIPTS / "unchanged.py"], tmp_path, BF16_BACKEND="eager")
+    assert stderr.count(", backend eager") == 1
+
+
 @pytest.mark.parametrize(
     ("script", "mode"),
     [("nlp_example.py", "bf16-stochastic"), ("cv_example.py", "bf16-fp32-master")],

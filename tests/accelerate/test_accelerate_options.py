@@ -64,6 +64,26 @@ def test_the_environment_alone_is_enough(make_accelerator, monkeypatch):
     assert optimizer.recipe.accumulate == "bf16_stochastic"
 
 
+def test_the_backend_comes_from_the_handler_else_from_the_environment(
+    make_accelerator, monkeypatch
+):
+    def chosen(*handlers):
+        accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=list(handlers))
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        accelerator.prepare(model, optimizer)
+        mse_loss(model(batches()[0][0]), batches()[0][1]).backward()
+        optimizer.step()
+        return optimizer._engine.plan._parts[0].batch.backend.name
+
+    monkeypatch.setenv("TORCH_BF16_BACKEND", "eager")
+    assert chosen() == "eager"
+    assert chosen(BF16RecipeKwargs(backend="cpu")) == "cpu"
+    monkeypatch.setenv("BF16_BACKEND", "cpu")
+    assert chosen() == "cpu"
+    assert chosen(BF16RecipeKwargs(backend="eager")) == "eager"
+
+
 def test_variables_are_read_or_refused_by_name():
     read = from_environment(
         {
@@ -76,7 +96,7 @@ def test_variables_are_read_or_refused_by_name():
     assert read == BF16RecipeKwargs(
         keep_fp32=("head", "*.router"), release_gradients=True, release_max_norm=0.5
     )
-    assert len(ENVIRONMENT) == 9
+    assert len(ENVIRONMENT) == 10
     with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
         from_environment({"BF16_SEED": "one"})
     with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):
@@ -102,6 +122,7 @@ def test_options_that_cannot_be_meant_are_refused():
         ({"keep_fp32": 5}, "keep_fp32=5 must be a tuple"),
         ({"keep_fp32": ["head"]}, "keep_fp32='head' matches no module of Sequential"),
         ({"seed": 1.5}, "seed=1.5 must be an int"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'; known backends: cpu, eager, triton"),
         ({"release_max_norm": 1.0}, "release_gradients=True was not asked for"),
         ({"release_norm": "last_step"}, "release_gradients=True was not asked for"),
     ],

@@ -1,5 +1,6 @@
 """Whole steps of every backend against the NumPy oracle, bit for bit."""
 
+import contextlib
 import logging
 import multiprocessing
 import sys
@@ -18,13 +19,20 @@ from bucket_cases import (
     inputs_of,
     make_case,
 )
+from certificate_digests import variants
 from every_rule import RULES
 
 from torch_bf16 import BackendUnavailableError, Recipe, backends
-from torch_bf16.backends import choose, explain
+from torch_bf16.backends import Variant, choose, choose_for, explain
 from torch_bf16.backends import eager as eager_backend
 from torch_bf16.backends import triton as triton_backend
+from torch_bf16.backends.certificates import certificate
+from torch_bf16.backends.certificates.digests import expected
+from torch_bf16.backends.certificates.trial import Trial
+from torch_bf16.formats import FP32, UINT8
+from torch_bf16.numerics import roots
 from torch_bf16.optim.adam import AdamW
+from torch_bf16.rules import ADAMW
 
 every_backend = pytest.mark.parametrize("backend", ["cpu", "eager"])
 
@@ -124,13 +132,22 @@ def test_the_triton_backend_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(triton_backend, "_missing", triton_backend._missing.__wrapped__)
     triton = triton_backend.TritonBackend()
     assert "not on mps" in triton.unavailable(torch.device("mps"))
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.1.0"))
     reason = triton.unavailable(torch.device("cuda"))
-    assert "Triton 3.1.0 was found and 3.6 is needed" in reason
+    assert "Triton 3.1.0 was found and 3.5 is needed" in reason
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0+rocm"))
+    assert triton.unavailable(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    reason = triton.unavailable(torch.device("cuda"))
+    assert "Triton 3.6.0+rocm was found and 3.7 is needed" in reason
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0"))
+    assert triton.unavailable(torch.device("cuda")) is None
     monkeypatch.setitem(sys.modules, "triton", None)
     reason = triton.unavailable(torch.device("cuda"))
     assert "Triton cannot be imported" in reason
-    assert 'pip install "torch-bf16[gpu]"' in reason
+    assert "comes with torch 2.9 (ROCm: 2.12) or newer" in reason
+    assert "pip install" not in reason
 
 
 def test_a_gpu_without_triton_is_told_once_what_is_slow(monkeypatch, caplog):
@@ -144,6 +161,35 @@ def test_a_gpu_without_triton_is_told_once_what_is_slow(monkeypatch, caplog):
         backends._automatic.cache_clear()
     (record,) = caplog.records
     assert "triton backend cannot be used (Triton cannot be imported)" in record.getMessage()
+
+
+def test_a_gpu_that_emulates_bf16_is_named_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    backends._note_emulation.cache_clear()
+    variant = Variant(ADAMW, (FP32, FP32, FP32), torch.bfloat16, torch.device("cuda", 0))
+    try:
+        with caplog.at_level(logging.WARNING, "torch_bf16"):
+            for _ in range(2):
+                assert choose_for(variant, "eager").name == "eager"
+            assert len(caplog.records) == 1
+            assert "Tesla T4 (cuda:0) has no arithmetic in bf16" in caplog.text
+            monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+            backends._note_emulation.cache_clear()
+            choose_for(variant, "eager")
+        assert len(caplog.records) == 1
+    finally:
+        backends._note_emulation.cache_clear()
+
+
+def test_without_fp64_whole_steps_have_the_same_bits(monkeypatch):
+    monkeypatch.setattr(roots, "has_fp64", lambda device: False)
+    known = [each for each in variants("adamw") if expected(each) and not each.strided]
+    blocks = next(each for each in known if UINT8 in each.formats)
+    for variant in (known[0], blocks):
+        eager = choose(torch.device("cpu"), "eager")
+        assert certificate._other_bits(eager, Trial.of(variant)) is None
 
 
 def test_a_requested_backend_that_cannot_work_says_why_and_what_does():

@@ -25,6 +25,7 @@ OPTIONS = {
     "accumulate": "bf16_nearest",
     "keep_fp32": ["head"],
     "seed": 11,
+    "backend": "eager",
     "release_gradients": True,
     "release_max_norm": 0.5,
     "release_norm": "last_step",

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from torch_bf16 import RECIPES
+from torch_bf16.backends.certificates import source_hash
+from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.tools import cli
 
 
@@ -20,6 +22,24 @@ def test_info_tells_versions_recipes_and_backends(capsys):
         assert str(recipe.bytes_per_parameter) in line.split()
         assert ("alias of" in line) == (name != recipe.name)
     assert "backends for cpu:\n  cpu      works  <- used\n  eager    works\n" in out
+
+
+def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
+    now = [torch.__version__, source_hash()]
+    verdict(["cpu", "adamw_bf16", *now], lambda: None)
+    verdict(["cpu", "sgd_bf16", *now], lambda: "weight has other bits than it must")
+    verdict(["cpu", "old_bf16", torch.__version__, "another hash"], lambda: "wrong")
+    (tmp_path / "damaged.json").write_text("{")
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "before its first use on a device, each variant of a kernel takes two steps" in out
+    assert f"  verdicts in {tmp_path}: 2 of this version, 1 failed\n" in out
+    assert "  cpu: sgd_bf16 failed: weight has other bits than it must\n" in out
+    assert "old_bf16" not in out
+    monkeypatch.setenv("TORCH_BF16_CACHE", "/dev/null/verdicts")
+    cli.main(["info"])
+    assert "no verdict can be kept: set TORCH_BF16_CACHE" in capsys.readouterr().out
 
 
 def test_info_says_why_a_backend_does_not_work(capsys, monkeypatch):

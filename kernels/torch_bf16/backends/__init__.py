@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from torch_bf16.argument_checks import BACKENDS, check_backend
 from torch_bf16.errors import BackendUnavailableError
 
 from .backend import Backend, Kernel, ScalarSource
@@ -28,7 +29,6 @@ __all__ = [
     "ScalarSource",
     "StepInputs",
     "Variant",
-    "check_name",
     "choose",
     "choose_for",
     "explain",
@@ -37,9 +37,6 @@ __all__ = [
 _BACKENDS: dict[str, Backend] = {
     each.name: each for each in (CpuBackend(), EagerBackend(), TritonBackend())
 }
-
-BACKENDS = tuple(_BACKENDS)
-"""Names of the backends that can be asked for."""
 
 _ENVIRONMENT = "TORCH_BF16_BACKEND"
 
@@ -65,7 +62,7 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
     requested = requested or os.environ.get(_ENVIRONMENT)
     if not requested:
         return _automatic(device)[0]
-    check_name(requested)
+    check_backend(requested)
     backend = _BACKENDS[requested]
     if reason := backend.unavailable(device):
         works = [name for name, reason in explain(device).items() if reason is None]
@@ -87,6 +84,7 @@ def choose_for(variant: Variant, requested: str | None = None) -> Backend:
         ValueError, BackendUnavailableError: as for :func:`choose`; or no backend has the right
             bits.
     """
+    _note_emulation(variant.device)
     if requested or os.environ.get(_ENVIRONMENT):
         return choose(variant.device, requested)
     faults = []
@@ -99,16 +97,6 @@ def choose_for(variant: Variant, requested: str | None = None) -> Backend:
     raise BackendUnavailableError(
         f"no backend computes {variant.name} as it must on {variant.device}: {'; '.join(faults)}"
     )
-
-
-def check_name(name: str) -> None:
-    """Refuse what is no backend's name.
-
-    Raises:
-        ValueError: there is no backend of that name.
-    """
-    if name not in _BACKENDS:
-        raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(BACKENDS)}")
 
 
 def explain(device: torch.device) -> dict[str, str | None]:
@@ -132,6 +120,21 @@ def _automatic(device: torch.device) -> list[Backend]:
             *(order[0], first),
         )
     return [_BACKENDS[name] for name, reason in reasons.items() if reason is None]
+
+
+@functools.cache
+def _note_emulation(device: torch.device) -> None:
+    """Say once where a GPU has no arithmetic in bf16."""
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            _logger.warning(
+                "torch_bf16: %s (%s) has no arithmetic in bf16 and emulates it: training takes as "
+                "little memory as elsewhere, and forward and backward passes are slower than in "
+                "fp32 or fp16",
+                *(torch.cuda.get_device_name(device), device),
+            )
 
 
 @functools.cache

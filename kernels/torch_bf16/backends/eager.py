@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.numerics.counter_rng import block_keys, draw16, noise_bits
+from torch_bf16.numerics.roots import sqrt
 from torch_bf16.rules import lift
 
 from .backend import Kernel
@@ -112,12 +113,6 @@ def _noise(bucket, inputs, tensor: int, number: int, start: int, stop: int) -> T
     return words
 
 
-def _sqrt(x: Tensor) -> Tensor:
-    # torch's fp32 square root on CPUs is an ulp off for 6 numbers in 1000. Computed in fp64 and
-    # rounded again it is correct: 53 bits are more than twice 24 and 2.
-    return x.double().sqrt().float()
-
-
 def _maximum(a, b):
     return torch.where(a > b, a, torch.where(b >= a, b, a + b))
 
@@ -131,7 +126,7 @@ def _sign(x: Tensor) -> Tensor:
 
 
 _ARITHMETIC = {
-    "sqrt": _sqrt,
+    "sqrt": sqrt,
     "div": operator.truediv,
     "maximum": _maximum,
     "minimum": _minimum,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding import bare_name, unit_shapes
+from torch_bf16.sharding import bare_name, local, unit_shapes
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
@@ -125,12 +125,12 @@ def fp32_weights(
         )
     states = {to: states[name] for name, to in found_by.items() if to is not None}
     # A tied weight has a state under one of its names only.
-    same = {model[n].data_ptr(): state for n, state in states.items() if n in model}
+    same = {local(model[n]).data_ptr(): state for n, state in states.items() if n in model}
     found, exact = {}, 0
     for name, value in model.items():
         if not isinstance(value, Tensor):
             continue
-        state = states.get(name) or same.get(value.data_ptr(), {})
+        state = states.get(name) or same.get(local(value).data_ptr(), {})
         masters = masters_in(state)
         if value.dtype != torch.bfloat16:
             found[name] = value

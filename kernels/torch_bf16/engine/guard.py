@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bf16.sharding import Parameters, Shard, all_same, no_torch_function
+from torch_bf16.sharding import (
+    Parameters,
+    Shard,
+    all_same,
+    no_torch_function,
+)
 
 __all__ = ["Found", "Guard"]
 
@@ -75,6 +80,8 @@ class Guard:
         with no_torch_function():
             self._planned = self._look()
             self._select(self._parameters)
+            # Those of other classes have not been checked.
+            self._wrappers = self._many.wrappers()
 
     def holds(
         self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
@@ -170,13 +177,13 @@ class Guard:
 
     def _sees_gradients(self) -> bool:
         try:
-            found, usable = self._gradients.look()
+            found, usable, wrappers = self._gradients.look()
             self._addresses = _addresses(found) if usable else None
         except (AttributeError, RuntimeError):
             # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
             return False
         self._found = found if usable else None
-        return [*map(_DTYPE, found)] == self._expected
+        return [*map(_DTYPE, found)] == self._expected and wrappers <= self._wrappers
 
     def _look(self) -> tuple[list[Any], ...]:
         """What parameters and states are in memory, in lists that follow those."""

@@ -237,7 +237,7 @@ class _Row:
 
 def _job(member: Member, span: Span) -> Job:
     dtype = member.gradient if member.direction is None else torch.float32
-    tensors = {**member.state, "": member.parameter.detach()}
+    tensors = {**member.state, "": member.shard.memory}
     names = ("", *(state.name for state in member.rule.states))
     planes = tuple(
         tuple(

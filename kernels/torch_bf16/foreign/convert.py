@@ -66,7 +66,8 @@ def convert(
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         model: the module that owns the parameters: their names, and not their order, then key the
             rounding noise.
-        backend: name of the backend that takes the steps; None for the best that works.
+        backend: name of the backend that takes the steps; None for the recipe's, else the best that
+            works.
         roles: for a class without a kernel, states whose meaning their name does not say:
             ``{"z": "exp_avg"}`` has ``state["z"]`` stored as a first moment, None keeps it in fp32.
         elementwise: for a class without a kernel, whether each element is updated by its own

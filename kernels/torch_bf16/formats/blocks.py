@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import torch
 
+from torch_bf16.numerics.roots import sqrt
+
 from .floats import BF16_NEAREST, BF16_STOCHASTIC
 from .format import Format, Plane
 
@@ -42,11 +44,6 @@ def _scales(x):
     largest = bits.view(-1, BLOCK).amax(1) if len(x) else bits
     scale = torch.where(largest == 0, 0, largest.clamp(min=_SMALLEST_SCALE))
     return torch.where(scale >= _INFINITY, scale | _QUIET, scale).view(torch.float32)
-
-
-def _sqrt(x):
-    # Taken in fp64 and rounded once more it is exact, which torch's in fp32 is not on CPUs.
-    return x.double().sqrt().float()
 
 
 def _per_scale(scales, top):
@@ -73,7 +70,7 @@ def _decode_int8(planes):
 def _split_int8(x, r):
     flat = x.contiguous().view(-1)
     scales = _scales(flat)
-    root = _times(_sqrt(flat.abs()), _sqrt(_per_scale(scales, 127.0**2)))
+    root = _times(sqrt(flat.abs()), sqrt(_per_scale(scales, 127.0**2)))
     # Not of a NaN, which no integer is.
     code = torch.where(root > 0, root, 0).round()
     return _shaped(torch.where(flat < 0, -code, code), scales, x)
@@ -89,7 +86,7 @@ def _split_uint8(x, r):
     scales = _scales(flat)
     per_scale = _per_scale(scales, 255.0**2)
     # Two roots and a product, so that a rule that takes the root of its second moment shares it.
-    root = _times(_sqrt(flat), _sqrt(per_scale))
+    root = _times(sqrt(flat), sqrt(per_scale))
     # Down to a whole number, or from a whole number to the one below, from where it goes up again.
     code = (torch.where(root > 1.25, root, 1.25) + 8388607.5) - 8388608.0
     # The odd multiples of 2**-15: none is 0, and no code but a hair below one is taken for it.

@@ -23,7 +23,7 @@ from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.rules import ACCUMULATE
-from torch_bf16.sharding import Span, local, shard_of, unit_shapes
+from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
 
 from .backward import at_end_of_backward, at_outputs_of, own_parameters, sharded_modules
 from .reduction import Fp32Reduction
@@ -321,4 +321,6 @@ def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
         return False
     # Of a tensor that is not sharded the attribute is absent.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
-    return placed and local(new).shape == local(total).shape == local(parameter).shape
+    # Kernels write at addresses; the step refuses by name what has none.
+    there = not missing_memory(new) and not missing_memory(total)
+    return placed and there and local(new).shape == local(total).shape == local(parameter).shape

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending, clip_coefficient
+from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.sharding import local, shard_of
 
 from .backward import released
@@ -101,8 +102,9 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
     """
     totals = []
     for groups, some in norms.items():
-        together = torch.stack([each.to(some[0].device) for each in some])
-        # In fp64, where squares of fp32 numbers cannot overflow.
+        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
+        place = some[0].device if has_fp64(some[0].device) else "cpu"
+        together = torch.stack([each.to(place) for each in some])
         total = torch.linalg.vector_norm(together, dtype=torch.float64)
         if groups:
             total = total.square()
@@ -110,7 +112,8 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
                 dist.all_reduce(total, group=each)
             total = total.sqrt()
         totals.append(total)
-    return torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
+    norm = torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
+    return norm.to(next(iter(norms.values()))[0].device)
 
 
 def pending_of(optimizer: Optimizer) -> Pending | None:

@@ -19,7 +19,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.batch import Batch, Job, alike
 from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
-from torch_bf16.sharding import Span, shard_of, unit_shapes
+from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
 
 __all__ = ["EMA", "ema_multi_avg_fn"]
 
@@ -91,7 +91,17 @@ def _check_decay(decay: float, seed: int) -> None:
         raise ValueError(f"seed={seed!r} must be an int")
 
 
-def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
+def _refuse(tensors: Iterable[Tensor]) -> None:
+    tensors = list(tensors)
+    for each in tensors:
+        if not shard_of(each).sharded and (local(each) is not each or missing_memory(each)):
+            kind = type(each)
+            raise NotImplementedError(
+                f"an average of a {kind.__module__}.{kind.__qualname__}, which wraps the memory of "
+                "a weight, cannot be kept. Make the EMA before the model is converted, and update "
+                "it with a plain copy that load_state_dict() gave these weights. Nothing was "
+                "averaged"
+            )
     if any(shard_of(each).sharded for each in tensors):
         raise NotImplementedError(
             "an average of sharded parameters cannot be kept: each rank has a part of them. Make "
@@ -122,7 +132,7 @@ def ema_multi_avg_fn(
     kept = _Averages(seed, backend)
 
     def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
-        _refuse_sharded([*averages, *values])
+        _refuse([*averages, *values])
         ours = {f"#{n}": each for n, each in enumerate(averages)}
         theirs = {f"#{n}": each for n, each in enumerate(values)}
         kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
@@ -177,7 +187,7 @@ class EMA(AveragedModel):
                 f"EMA was given a {type(model).__name__} inside FullyShardedDataParallel (FSDP1), "
                 "which cannot be copied. Shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        _refuse_sharded(model.parameters())
+        _refuse(model.parameters())
         super().__init__(model, device, use_buffers=use_buffers)  # pyright: ignore[reportArgumentType]
         self.decay, self.seed, self.backend = decay, seed, backend
         self._averages = _Averages(seed, backend)
@@ -190,7 +200,7 @@ class EMA(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards the weights that ``model`` has now."""
         check_module("update_parameters", model)
-        _refuse_sharded(model.parameters())
+        _refuse(model.parameters())
         ours, theirs = dict(self.module.named_parameters()), dict(model.named_parameters())
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
         if self.use_buffers:

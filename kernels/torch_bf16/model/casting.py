@@ -209,9 +209,7 @@ def _check_groups(module: nn.Module, cast: set[int]) -> None:
 
 def _is_plain(parameter: Tensor) -> bool:
     # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
-    memory = local(parameter)
-    kind = nn.Parameter if memory is parameter else Tensor
-    return type(memory) is kind and parameter.is_floating_point()
+    return type(local(parameter)) in (Tensor, nn.Parameter) and parameter.is_floating_point()
 
 
 def kept(parameter: Tensor) -> bool:

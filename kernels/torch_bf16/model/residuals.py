@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import Shard, local, place_like, shard_of
+from torch_bf16.sharding import Shard, local, shard_of, shown_like
 
 __all__ = [
     "forget",
@@ -64,13 +64,13 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     memory = local(weight)
     planes = recipe.format_of("weights", weight.shape).planes
     if len(planes) == 1 or weight.device.type == "meta":
-        return place_like(weight, memory.to(torch.bfloat16)), None
+        return shown_like(weight, memory.to(torch.bfloat16)), None
     if planes[1].dtype == torch.float32:
         rest = memory.clone(memory_format=torch.contiguous_format)
-        return place_like(weight, memory.to(torch.bfloat16)), rest
+        return shown_like(weight, memory.to(torch.bfloat16)), rest
     # The halves belong together: their upper one rounds ties away from zero, not to even.
     upper, lower = split16(memory)
-    return place_like(weight, upper), lower.contiguous()
+    return shown_like(weight, upper), lower.contiguous()
 
 
 def remember(module: nn.Module, rests: Mapping[int, Tensor]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import BACKENDS, StepInputs, cuda_graphs
+from torch_bf16.argument_checks import check_backend
+from torch_bf16.backends import StepInputs, cuda_graphs
 from torch_bf16.engine.engine import Engine, Observer, engine_of
 from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
 from torch_bf16.engine.pending import check_capturable
@@ -43,7 +44,8 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     Attributes:
         recipe: how numbers are stored; loading a state dict takes over its noise seed.
-        backend: name of the backend, or None for the best that works.
+        backend: name of the backend, at first the recipe's where none was given; None for what the
+            environment says, else the best that works.
         observers: told of each update before and after it happens; copies start without them.
     """
 
@@ -93,9 +95,9 @@ class BF16Optimizer(torch.optim.Optimizer):
                 group.setdefault(FULLY_DECOUPLED, fully_decoupled_weight_decay)
             resolve_peak_lr(group, number, self.decouples_decay(group))
         self.recipe = get_recipe(recipe)
-        if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(BACKENDS)}")
-        self.backend = backend
+        if backend is not None:
+            check_backend(backend)
+        self.backend = self.recipe.backend if backend is None else backend
         self.observers = []
         self._engine = self._engine_class()
         for group in self.param_groups:

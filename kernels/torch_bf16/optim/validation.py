@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors
-from torch_bf16.sharding import Shard, shard_of
+from torch_bf16.sharding import Shard, missing_memory, shard_of
 
 __all__ = [
     "FULLY_DECOUPLED",
@@ -91,6 +91,12 @@ def check_parameter(shard: Shard) -> None:
             f"is {kind}; each element must have a place of its own in memory, and be written as it "
             "is read. Make it dense: torch.nn.Parameter(p.to_dense()) or "
             "torch.nn.Parameter(p.clone()), outside of inference_mode"
+        )
+    if why := missing_memory(parameter):
+        raise ValueError(
+            f"is {why}. Keep a bf16 or fp32 weight and let the library cast it as it computes "
+            "(TransformerEngine: fp8 autocast without fp8_model_init; torchao: float8 training, of "
+            "which weights are trained here), or train it with an optimizer of that library"
         )
 
 
@@ -179,6 +185,11 @@ def check_gradient(shard: Shard) -> None:
     if gradient.dtype not in _TRAINABLE:
         raise ValueError(
             f"has a gradient of {gradient.dtype}; bfloat16 and float32 gradients can be used"
+        )
+    if why := missing_memory(gradient):
+        raise ValueError(
+            f"has a gradient that is {why}. Give it a dense one: p.grad = p.grad.dequantize(), or "
+            "what else that class has for it, before the step"
         )
 
 

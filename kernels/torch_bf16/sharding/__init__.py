@@ -6,11 +6,12 @@ from torch import Tensor
 
 from .dtensor import DTensorShard
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
-from .local import is_dtensor, local, place_like, same_memory, version_of, whole
-from .many import Parameters, all_same, no_torch_function
+from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
+from .many import Parameters, all_same, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, without_wrappers
 from .shard import Shard
 from .span import Span
+from .wrapped import missing_memory
 
 __all__ = [
     "WRAPPERS",
@@ -20,12 +21,15 @@ __all__ = [
     "all_same",
     "bare_name",
     "local",
+    "missing_memory",
     "no_torch_function",
     "place_like",
     "register",
     "same_memory",
     "shard_of",
+    "shown_like",
     "unit_shapes",
+    "unlike_memory",
     "version_of",
     "whole",
     "without_wrappers",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .local import is_dtensor, whole
+from .local import is_dtensor, local, whole
 from .shard import Shard
 from .span import Span, runs_of
 
@@ -28,10 +28,6 @@ class DTensorShard(Shard):
     parameter: Any
     sharded = True
     replaces_parameter = True
-
-    @property
-    def memory(self) -> Tensor:
-        return self.parameter._local_tensor.detach()
 
     @cached_property
     def span(self) -> Span:
@@ -70,7 +66,7 @@ class DTensorShard(Shard):
         memory = tensor._local_tensor
         # What a collective that is still under way leaves here has no memory yet, and to_local()
         # does not wait for it where gradients are off.
-        return memory.wait() if hasattr(memory, "wait") else memory
+        return local(memory.wait() if hasattr(memory, "wait") else memory)
 
     def obstacle_of_gradient(self, gradient: Tensor) -> str | None:
         if not is_dtensor(gradient):

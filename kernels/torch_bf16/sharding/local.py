@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["is_dtensor", "local", "place_like", "same_memory", "version_of", "whole"]
+from .wrapped import PLAIN, inner_of
+
+__all__ = [
+    "is_dtensor",
+    "layers",
+    "local",
+    "place_like",
+    "same_memory",
+    "shown_like",
+    "version_of",
+    "whole",
+]
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -19,15 +30,32 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def layers(tensor: Tensor) -> list[Tensor]:
+    """A tensor, what it is a view of to the outside, and so on down to its memory on this rank.
+
+    A DTensor has a local tensor; one of another library's classes, such as torchao's float8 weight,
+    may hold the one whose numbers it shows.
+    """
+    found = [tensor]
+    while type(found[-1]) not in PLAIN:
+        inner = getattr(found[-1], "_local_tensor", None)
+        if inner is None:
+            inner = inner_of(found[-1])
+        if inner is None:
+            break
+        found.append(inner)
+    return found
+
+
 def local(tensor: Tensor) -> Tensor:
-    """The memory of a tensor on this rank: that of a DTensor, or the tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """The memory of a tensor on this rank: the last of its :func:`layers`."""
+    return tensor if type(tensor) in PLAIN else layers(tensor)[-1]
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that a write to the tensor raises, by its own name or in its memory on this rank."""
-    memory = local(tensor)
-    return tensor._version if memory is tensor else tensor._version + memory._version
+    """A number that a write to the tensor raises, by its own name or in one of its layers."""
+    # A write to a wrapper is not seen in what it holds.
+    return sum(each._version for each in layers(tensor))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -58,6 +86,21 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
     return DTensor.from_local(
         memory, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride
     )
+
+
+def shown_like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """A tensor with the layers of another over other numbers of the same shape.
+
+    Args:
+        tensor: plain, a DTensor, or wrapped by another library, or both.
+        memory: this rank's part, any floating-point dtype; may become the result's.
+    """
+    if all(type(each) in PLAIN or is_dtensor(each) for each in layers(tensor)):
+        return place_like(tensor, memory)
+    # A wrapper decides for itself what it becomes in another dtype.
+    shown = tensor.to(memory.dtype)
+    local(shown).copy_(memory)
+    return shown
 
 
 def same_memory(given: Any, own: Any) -> bool:

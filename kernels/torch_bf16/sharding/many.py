@@ -8,22 +8,24 @@ DTensors, whose local tensors are what is asked, a third.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, compress
-from operator import attrgetter, is_
+from itertools import chain, compress, zip_longest
+from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .local import is_dtensor, local
+from .local import is_dtensor, layers, local
 
-__all__ = ["Parameters", "all_same", "no_torch_function"]
+__all__ = ["Parameters", "all_same", "no_torch_function", "unlike_memory"]
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Within it, torch does not look for ``__torch_function__`` at every attribute of a DTensor, which
 takes as long as to read it; DTensors have none."""
 
 _GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
+_NOTHING = torch.empty(0, device="cpu")
+_MEMORY = {Tensor}
 
 
 class Parameters:
@@ -45,13 +47,22 @@ class Parameters:
         self._placed: list[Any] = [*filter(is_dtensor, chain(parameters, beside))]
         self._specs = [each._spec for each in self._sharded]
         self._locals = [each._local_tensor for each in self._placed]
-        self.memory = [*map(local, parameters)]
+        deep = [*map(layers, parameters)]
+        # Row by row: the parameters, what is below those that are no memory themselves, and so on.
+        self._layers = [*zip_longest(*deep, fillvalue=_NOTHING)] or [()]
+        self.memory = [each[-1] for each in deep]
+        self._wrapped = [n for n, each in enumerate(deep) if len(each) > 1 + self._flags[n]]
         self.kept = [*map(local, beside)]
 
     def in_place(self) -> bool:
-        """Whether DTensors have the local tensors that they had, placed as they were."""
-        return all_same([each._local_tensor for each in self._placed], self._locals) and all_same(
-            [each._spec for each in self._sharded], self._specs
+        """Whether DTensors have the local tensors that they had, placed as they were.
+
+        And whether what another library has wrapped is what it was.
+        """
+        return (
+            all_same([each._local_tensor for each in self._placed], self._locals)
+            and all_same([each._spec for each in self._sharded], self._specs)
+            and all(local(self._parameters[n]) is self.memory[n] for n in self._wrapped)
         )
 
     def gradients(self, chosen: Sequence[bool]) -> Gradients:
@@ -59,15 +70,18 @@ class Parameters:
         parameters = [*compress(self._parameters, chosen)]
         return Gradients(parameters, [*compress(self._flags, chosen)])
 
+    def wrappers(self) -> set[type]:
+        """The classes of the gradients that are there and that other libraries have wrapped."""
+        found = [each.grad for each in self._parameters if each.grad is not None]
+        return unlike_memory([getattr(each, "_local_tensor", each) for each in found])[1]
+
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""
         with no_torch_function():
-            if not self._sharded:
-                return [*map(_VERSION, self._parameters)]
-            return [
-                each._version + each._local_tensor._version if flag else each._version
-                for each, flag in zip(self._parameters, self._flags, strict=True)
-            ]
+            first, *rest = (map(_VERSION, row) for row in self._layers)
+            for each in rest:
+                first = map(add, first, each)
+            return [*first]
 
 
 class Gradients:
@@ -87,29 +101,38 @@ class Gradients:
         self._specs = [each._spec for each in sharded]
         self._shapes = [each._local_tensor.shape for each in sharded]
 
-    def look(self) -> tuple[list[Any], bool]:
-        """This rank's part of each, and whether they can be read as they are.
+    def look(self) -> tuple[list[Any], bool, set[type]]:
+        """This rank's part of each, whether they can be read as they are, and classes of wrappers.
 
-        They can where they are placed like their parameters, as FSDP2 leaves them, and no
-        collective is under way that has still to fill one of them.
+        They can where they are placed like their parameters, as FSDP2 leaves them, no collective is
+        under way that has still to fill one of them, and no other library has wrapped one.
 
         Raises:
             AttributeError: a DTensor has a gradient that is none.
         """
         found: list[Any] = [*map(_GRADIENT, self.parameters)]
-        if not self._specs:
-            return found, True
-        placed = [*compress(found, self._flags)]
-        pairs = zip(found, self._flags, strict=True)
-        found = [each._local_tensor if flag else each for each, flag in pairs]
-        usable = (
-            [each._spec.placements for each in placed] == [each.placements for each in self._specs]
-            and {type(each._local_tensor) for each in placed} == {Tensor}
-            and [each._local_tensor.shape for each in placed] == self._shapes
-        )
-        return found, usable
+        fitting = True
+        if self._specs:
+            placed = [*compress(found, self._flags)]
+            pairs = zip(found, self._flags, strict=True)
+            found = [each._local_tensor if flag else each for each, flag in pairs]
+            fitting = [each._spec.placements for each in placed] == [
+                each.placements for each in self._specs
+            ] and [each._local_tensor.shape for each in placed] == self._shapes
+        unsettled, wrappers = unlike_memory(found)
+        return found, fitting and not unsettled and not wrappers, wrappers
 
 
 def all_same(some: Any, others: list[Any]) -> bool:
     """Whether two collections hold the very same objects, in order."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def unlike_memory(gradients: Sequence[Any]) -> tuple[set[type], set[type]]:
+    """The classes of gradients that are no memory themselves, or may not be.
+
+    Those that a collective still has to fill, and those of other libraries.
+    """
+    others = {*map(type, gradients)} - _MEMORY
+    unsettled = {each for each in others if hasattr(each, "wait")}
+    return unsettled, others - unsettled

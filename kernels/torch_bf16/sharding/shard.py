@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .local import is_dtensor, place_like, version_of, whole
+from .local import is_dtensor, local, place_like, version_of, whole
 from .span import Span
 
 __all__ = ["Shard"]
@@ -48,7 +48,7 @@ class Shard:
     @property
     def memory(self) -> Tensor:
         """This rank's part, as it is in memory, detached."""
-        return self.parameter.detach()
+        return local(self.parameter).detach()
 
     @cached_property
     def span(self) -> Span:
@@ -75,7 +75,7 @@ class Shard:
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, brought into place, which may communicate."""
-        return self.parameter.grad  # pyright: ignore[reportReturnType]
+        return local(self.parameter.grad)  # pyright: ignore[reportArgumentType]
 
     def obstacle_of_gradient(self, gradient: Tensor) -> str | None:
         """Why a gradient on the same device and of the same shape does not fit, or None."""

@@ -16,6 +16,7 @@ from torch_bf16.backends.eager import lift_rule
 from torch_bf16.engine.member import Member
 from torch_bf16.formats import Format
 from torch_bf16.gradients.clipping import total_norm
+from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
@@ -234,7 +235,7 @@ def _take(member: Member, group: Mapping[str, Any], scale: float, size: int) -> 
     rule, memory = member.rule, member.shard.memory
     where = _places(memory.numel(), size, memory.device)
     weight, *states = (_decode(member, number, where) for number in range(len(member.formats)))
-    gradient = member.shard.gradient().reshape(-1)[where].float()
+    gradient = _with_fp64(member.shard.gradient().reshape(-1)[where].float())
     step = int(member.state["step"]) + 1
     sign = -1.0 if group.get("maximize") else 1.0
     options = tuple(float(option) for option in rule.options(group))
@@ -272,13 +273,18 @@ def _decode(member: Member, number: int, where: Tensor) -> Tensor:
     """Some elements of the weight, 0, or of one of the rule's states."""
     stored = member.formats[number]
     name = ("", *(each.name for each in member.rule.states))[number]
-    tensors = {**member.state, "": member.parameter.detach()}
+    tensors = {**member.state, "": member.shard.memory}
     planes = []
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
         # The places are whole blocks.
         at = where if plane.block == 1 else where[:: plane.block] // plane.block
         planes.append(local(tensors[key]).reshape(-1)[at])
-    return stored.decode(planes)
+    return _with_fp64(stored.decode(planes))
+
+
+def _with_fp64(sample: Tensor) -> Tensor:
+    """A sample where it can be summed in fp64."""
+    return sample if has_fp64(sample.device) else sample.cpu()
 
 
 def _places(numel: int, size: int, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """Proofs, made on the user's machine, that a backend computes the bits that it must."""
 
-from .certificate import fault_of
+from .certificate import fault_of, source_hash
+from .verdicts import folder, kept
 
-__all__ = ["fault_of"]
+__all__ = ["fault_of", "folder", "kept", "source_hash"]

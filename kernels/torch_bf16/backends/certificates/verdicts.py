@@ -16,7 +16,7 @@ except ImportError:
     # Without locks an attempt that is under way cannot be told from one that was killed.
     fcntl = None
 
-__all__ = ["folder", "verdict"]
+__all__ = ["folder", "kept", "verdict"]
 
 
 def folder() -> Path | None:
@@ -62,6 +62,21 @@ def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None
             )
             _write(path, key, fault)
     return fault
+
+
+def kept() -> list[tuple[list[str], str | None]]:
+    """All verdicts of this machine: what each depends on, backend and variant first, and its fault.
+
+    Those of other versions are among them.
+    """
+    place, found = folder(), []
+    for path in sorted(place.glob("*.json")) if place else ():
+        try:
+            entry = json.loads(path.read_text())
+            found.append((list(entry["key"]), entry["fault"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, and made again when it is needed
+    return found
 
 
 def _read(path: Path) -> tuple[bool, str | None]:

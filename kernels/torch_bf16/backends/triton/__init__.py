@@ -20,19 +20,23 @@ from torch_bf16.backends.bucket import Bucket
 
 __all__ = ["TritonBackend"]
 
-_NEEDED = (3, 5)
+# Second moments become subnormal. 3.5 flushes their roots on NVIDIA's GPUs (triton#8557), where
+# `arithmetic` has PTX instead; 3.6 makes NaN of them on AMD's (triton#8697).
+_NEEDED, _NEEDED_ON_ROCM = (3, 5), (3, 7)
 
 
 @functools.cache
 def _missing() -> str | None:
-    install = 'pip install "torch-bf16[gpu]"'
+    # torch pins its Triton: to install another one would replace torch itself.
+    advice = "it comes with torch 2.9 (ROCm: 2.12) or newer, in its builds for GPUs"
     try:
         import triton
     except ImportError as error:
-        return f"Triton cannot be imported ({error}); {install}"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _NEEDED:
-        needed = ".".join(map(str, _NEEDED))
-        return f"Triton {triton.__version__} was found and {needed} is needed; {install}"
+        return f"Triton cannot be imported ({error}); {advice}"
+    wanted = _NEEDED_ON_ROCM if torch.version.hip else _NEEDED
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < wanted:
+        needed = ".".join(map(str, wanted))
+        return f"Triton {triton.__version__} was found and {needed} is needed; {advice}"
     return None
 
 
