@@ -218,6 +218,8 @@ def test_an_interrupt_ends_it_without_a_traceback():
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell lets what it runs in the background ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     first = process.stderr.readline()
     assert first.startswith("trying the kernels")
