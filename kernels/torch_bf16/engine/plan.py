@@ -261,7 +261,7 @@ class _Part:
         self.batch, self.rows = Batch([row.job for row in rows], seed, backend), rows
         self._seed = seed
         self.numbers = np.array([row.number for row in rows], np.int64)
-        self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
+        self._whole = all(row.job.span.numel == row.member.shard.span.numel for row in rows)
         self.copied = not rows[0].member.shard.memory.is_contiguous()
         self._direct = self._whole and not self.copied and rows[0].member.direction is None
         variant, backend_name = self.batch.variant, self.batch.backend.name

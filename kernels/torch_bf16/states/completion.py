@@ -59,7 +59,7 @@ def complete_state(
         StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
             parameter that is fp32 now.
     """
-    given, state = state, _take_states(state, shard, label)
+    given, state, memory = state, _take_states(state, shard, label), shard.memory
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -70,12 +70,12 @@ def complete_state(
                 f"{each.name}: it is damaged. Load it as it was saved"
             )
         if each.shape is not None:
-            complete[each.name] = _factor(state.get(each.name), each, shard.memory, label)
+            complete[each.name] = _factor(state.get(each.name), each, memory, label)
             continue
         format_ = recipe.format_of(each.role, shard.shape, shard.parameter.dtype)
         if format_.block > 1:
             shard.check_blocks(format_.block)
-        planes = complete_moment(state, each.name, format_, shard.memory, label, changes)
+        planes = complete_moment(state, each.name, format_, memory, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, shard, recipe, label, changes)
     return place_states(complete, given, shard)
