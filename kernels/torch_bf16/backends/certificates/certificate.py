@@ -23,9 +23,8 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.eager import EagerBackend
 from torch_bf16.backends.host_scalars import HostScalars, evaluate
 from torch_bf16.backends.inputs import StepInputs
-from torch_bf16.rules import Rule
 
-from .digests import expected, key_of
+from .digests import FILE, expected, key_of
 from .trial import GROUP, Trial, digests_of, names_of
 from .verdicts import verdict
 
@@ -69,6 +68,8 @@ def source_hash() -> str:
     for room in ("backends", "formats", "numerics", "rules"):
         for source in sorted((package / room).rglob("*.py")):
             digest.update(source.read_bytes())
+    # A verdict is also about what it was compared with.
+    digest.update(FILE.read_bytes())
     return digest.hexdigest()
 
 
@@ -97,10 +98,8 @@ def _other_bits(backend: Backend, trial: Trial) -> str | None:
             return None
         digests = digests_of(trial.run(EagerBackend(), host))
     for beside in (False, True):
-        planes = trial.run(backend, variant.device, beside)
-        for name, _plane, want, got in zip(
-            names_of(variant), planes, digests, digests_of(planes), strict=True
-        ):
+        found = digests_of(trial.run(backend, variant.device, beside))
+        for name, want, got in zip(names_of(variant), digests, found, strict=True):
             if want != got:
                 where = "tensors that are not aligned" if beside else "aligned tensors"
                 return f"{name} has other bits than it must, in {where}"
@@ -110,8 +109,7 @@ def _other_bits(backend: Backend, trial: Trial) -> str | None:
 def _other_scalars(backend: Backend, variant: Variant) -> str | None:
     if backend.scalars is HostScalars:
         return None
-    rule: Rule = variant.rule
-    n = len(COUNTED)
+    rule, n = variant.rule, len(COUNTED)
     counters = [torch.tensor(float(step - 1)) for step in COUNTED]
     source = backend.scalars(rule, variant.device, [n], [0] * n, counters)
     (rows,) = source.set([GROUP], StepInputs())
