@@ -20,6 +20,7 @@ from optimizer_cases import (
     snapshot,
     take_steps,
 )
+from recorded_graphs import Graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bf16
@@ -144,33 +145,6 @@ def the_watch_sees_a_read():
 
 def test_the_watch_sees_what_the_eager_backend_reads(interpreted):
     interpreted(the_watch_sees_a_read)
-
-
-class Graph:
-    """What a CUDA graph keeps of a step: its launches, and the copies between tables."""
-
-    def __init__(self, patch):
-        from torch_bf16.backends import cuda_graphs
-        from torch_bf16.backends.triton import launch, scalars
-
-        self.launches = []
-        for room, name in ((launch, "step"), (scalars, "prepare")):
-            patch.setattr(room, name, self._recording(getattr(room, name)))
-        patch.setattr(cuda_graphs, "capturing", lambda devices: True)
-
-    def _recording(self, kernel):
-        class Recording:
-            def __getitem__(_, grid):
-                def launch(*arguments, **options):
-                    self.launches.append(lambda: kernel[grid](*arguments, **options))
-
-                return launch
-
-        return Recording()
-
-    def replay(self):
-        for launch in self.launches:
-            launch()
 
 
 def replays_are_steps(recipe):

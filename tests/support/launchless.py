@@ -20,7 +20,7 @@ class Driver:
     def __init__(self, notes: bool = True) -> None:
         self.launches: list | None = [] if notes else None
         self.utils = types.SimpleNamespace(
-            load_binary=lambda *_: (None, 0, 80, 0, 1024),
+            load_binary=lambda *_: (self, 0, 80, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 1 << 17},
         )
 

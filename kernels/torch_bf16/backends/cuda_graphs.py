@@ -1,18 +1,34 @@
-"""Whether a CUDA graph is being captured."""
+"""CUDA graphs: whether one is being captured, and one of some launches."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["capturing"]
+__all__ = ["capturing", "record"]
 
 
 def capturing(devices: Iterable[torch.device]) -> bool:
     """Whether a CUDA graph is being captured on the current stream of one of these devices."""
     if not torch.cuda.is_initialized():
         return False
+    here = torch.cuda.current_device()
     for device in {each for each in devices if each.type == "cuda"}:
-        with torch.cuda.device(device):
+        # To enter a device takes longer than to ask.
+        with contextlib.nullcontext() if device.index == here else torch.cuda.device(device):
             if torch.cuda.is_current_stream_capturing():
                 return True
     return False
+
+
+def record(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What replays launches on a device, in the stream that is current then.
+
+    Args:
+        launch: launches kernels and allocates nothing; is run once, and nothing happens by it.
+        device: a CUDA or ROCm device.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        launch()
+    return graph.replay

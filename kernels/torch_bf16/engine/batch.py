@@ -111,9 +111,25 @@ class Batch:
             gradients: one for each job, contiguous; None leaves that job's planes as they are.
             scalars: of the rule, and the number of the step.
             bases: what the noise starts from instead of :attr:`bases`.
-            addresses: of the gradients, int64, 0 for None, where they are known.
+            addresses: of the gradients, int64, 0 for None, where they are known; an array that
+                nobody writes afterwards, as its numbers are not looked at again.
         """
         self._kernel(KernelInputs(gradients, scalars, bases, addresses))
+
+    def bring(
+        self, gradients: Sequence[Tensor | None], scalars: ScalarRows, addresses: np.ndarray
+    ) -> None:
+        """Have the device know what :meth:`launch` is to work on, where a backend is capturable.
+
+        Args as for :meth:`run`.
+        """
+        kernel: Any = self._kernel
+        kernel.bring(KernelInputs(gradients, scalars, None, addresses))
+
+    def launch(self) -> None:
+        """Update the planes of all jobs by what :meth:`bring` brought."""
+        kernel: Any = self._kernel
+        kernel.launch()
 
     def run_alike(
         self,

@@ -12,6 +12,7 @@ from .member import Member, Snapshot
 from .names import ParameterNames
 from .pending import Pending
 from .plan import Plan
+from .setting import Setting
 
 __all__ = ["Engine", "Observer", "engine_of"]
 
@@ -52,6 +53,7 @@ class Engine:
         names: of the parameters.
         pending: what the next step was told.
         plan: that of the last step.
+        setting: what that follows from.
         snapshots: what parameters were when the last step had updated them.
         captured: plans that CUDA graphs refer to as long as they live.
         accumulation: how gradients are summed, where not by torch.
@@ -69,6 +71,7 @@ class Engine:
         """Drop what was derived from the tensors of the last step."""
         self.pending = Pending()
         self.plan: Plan | None = None
+        self.setting: Setting | None = None
         self.snapshots: dict[Tensor, Snapshot] = {}
 
     def __getstate__(self) -> dict[str, Any]:

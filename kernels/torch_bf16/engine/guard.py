@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, repeat
-from operator import attrgetter, eq, is_
+from itertools import chain, compress, islice, repeat
+from operator import attrgetter, eq, is_, is_not
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,17 @@ from torch_bf16.sharding import (
     Shard,
     all_same,
     no_torch_function,
+    unlike_memory,
 )
 
 __all__ = ["Found", "Guard"]
 
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter("grad")
+
+# Parameters that are looked at together, several times in turn: what one look has brought into a
+# processor's cache is still there for the next one.
+_BLOCK = 256
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Found:
     Attributes:
         gradients: this rank's part of each; None for a member that takes no part.
         addresses: int64, of each, 0 for None; None where a gradient is not contiguous, or negated
-            when it is read.
+            when it is read. The same array as in the step before where they have not changed.
     """
 
     gradients: Sequence[Tensor | None]
@@ -60,28 +67,21 @@ class Guard:
         states: Mapping[Tensor, Mapping[str, Any]],
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        self._shards, self._dtypes = list(shards), list(dtypes)
+        self._shards = list(shards)
         self._parameters = [each.parameter for each in shards]
-        self._numbers = {id(each): n for n, each in enumerate(self._parameters)}
-        own = [states[each] for each in self._parameters]
-        self._needed = [tuple(each) for each in own]
-        self._kept = _values(own)
-        self._compare_with(states, own)
-        tensors = [isinstance(each, Tensor) for each in self._kept]
-        # Whose state each tensor beside the parameters is.
-        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(own))
-        self._owners = [*compress(owners, tensors)]
-        self._many = Parameters(self._parameters, [*compress(self._kept, tensors)])
-        contiguous = map(Tensor.is_contiguous, self._many.memory)
-        self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
-        # What the last look found, for the step that follows it and no longer.
-        self._found: list[Any] | None = None
-        self._addresses: list[int] | None = None
+        self._candidates: Sequence[Tensor] = self._parameters
+        self._strangers: list[Tensor] = []
         with no_torch_function():
-            self._planned = self._look()
-            self._select(self._parameters)
-            # Those of other classes have not been checked.
-            self._wrappers = self._many.wrappers()
+            self._blocks = [
+                _Block(some, [states[each] for each in some], dtypes[first : first + _BLOCK])
+                for first in range(0, len(shards), _BLOCK)
+                for some in [self._parameters[first : first + _BLOCK]]
+            ]
+            self.taking_part = [each.grad is not None for each in self._parameters]
+        # What the last look found, for the step that follows it and no longer.
+        self._found: list[Tensor | None] | None = None
+        self._addresses: np.ndarray | None = None
+        self._last_addresses = np.empty(0, np.int64)
 
     def holds(
         self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
@@ -89,128 +89,206 @@ class Guard:
         """Whether all that take part are known, and all tensors the same in the same memory.
 
         Args:
-            parameters: those with a gradient, in the order of the plan.
+            parameters: all that may have a gradient; those that have one take part from now on.
             states: the optimizer's state.
         """
         with no_torch_function():
-            return (
-                self._has_the_same(states)
-                and self._many.in_place()
-                and self._look() == self._planned
-                and self.expect(parameters)
-                and self._sees_gradients()
-            )
-
-    def expect(self, parameters: Sequence[Tensor]) -> bool:
-        """Have some of the parameters take part from now on; whether they all are known."""
-        return all_same(parameters, self._gradients.parameters) or self._select(parameters)
+            return self._knows(parameters) and self._look(states)
 
     def intact(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[bool]:
         """For each parameter whether it and its states are what they were, where they were."""
         with no_torch_function():
-            if not self._many.in_place():
-                return [False] * len(self._parameters)
-            *memory, strides, kept = zip(self._look(), self._planned, strict=True)
-        found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
-        for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
-            for owner, one, other in zip(owners, now, then, strict=False):
-                found[owner] &= one == other
-        kept = iter(self._kept)
-        for n, (parameter, names) in enumerate(zip(self._parameters, self._needed, strict=True)):
-            own = states.get(parameter, {})
-            same = [own.get(name) is next(kept) for name in names]
-            found[n] &= all(same)
-        return found
+            return [same for each in self._blocks for same in each.intact(states)]
 
     def gradients(self) -> Found:
         """This rank's part of each gradient, which may communicate; for the step that follows."""
         found, addresses = self._found, self._addresses
         self._found = self._addresses = None
         if found is None:
-            found = [each.gradient() for each in compress(self._shards, self.taking_part)]
-            addresses = _addresses(found)
-        if len(found) < len(self.taking_part):
-            rest, places = iter(found), iter(addresses or ())
-            found = [next(rest) if there else None for there in self.taking_part]
-            if addresses is not None:
-                addresses = [next(places) if there else 0 for there in self.taking_part]
-        return Found(found, None if addresses is None else np.array(addresses, np.int64))
+            pairs = zip(self._shards, self.taking_part, strict=True)
+            found = [each.gradient() if there else None for each, there in pairs]
+            addresses = _addresses([*compress(found, self.taking_part)], self.taking_part)
+        return Found(found, None if addresses is None else self._same_or_new(addresses))
 
-    def versions(self) -> list[int]:
-        """For each parameter a number that a write to it raises."""
-        return self._many.versions()
+    def _knows(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether none but the plan's has a gradient, and they come in its order."""
+        if parameters is not self._candidates and not all_same(self._candidates, [*parameters]):
+            numbers = {*map(id, self._parameters)}
+            known = [id(each) in numbers for each in parameters]
+            # In another order than the plan's they would be given each other's gradients.
+            if not all_same([*compress(parameters, known)], self._parameters):
+                return False
+            pairs = zip(parameters, known, strict=True)
+            self._strangers = [each for each, flag in pairs if not flag]
+        self._candidates = parameters
+        return all(map(is_, map(_GRADIENT, self._strangers), repeat(None)))
 
-    def _compare_with(
-        self, states: Mapping[Tensor, Mapping[str, Any]], own: list[Mapping[str, Any]]
+    def _look(self, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        gradients: list[Tensor | None] = []
+        addresses: list[np.ndarray | None] = []
+        flags: list[bool] = []
+        usable, own = True, self._own(states)
+        for block in self._blocks:
+            if not block.holds([*islice(own, len(block.parameters))]):
+                return False
+            found = block.gradients()
+            if found is None:
+                return False
+            usable &= found.usable
+            gradients += found.gradients
+            addresses.append(found.addresses)
+            flags += found.there
+        if flags != self.taking_part:
+            self.taking_part = flags
+        if usable:
+            self._found = gradients
+            known = [each for each in addresses if each is not None]
+            self._addresses = np.concatenate(known) if len(known) == len(addresses) else None
+        return True
+
+    def _own(self, states: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[Any]:
+        """The states of the parameters, in their order."""
+        if all_same(states, self._parameters):
+            return iter(states.values())
+        return map(states.get, self._parameters)
+
+    def _same_or_new(self, addresses: np.ndarray) -> np.ndarray:
+        if addresses.tobytes() != self._last_addresses.tobytes():
+            self._last_addresses = addresses
+        return self._last_addresses
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Those of one block; see :class:`Found`.
+
+    Attributes:
+        usable: whether they can be read as they are: no collective is under way that has still to
+            fill one of them, and no other library has wrapped one.
+        there: for each parameter whether it has one.
+    """
+
+    gradients: list[Any]
+    addresses: np.ndarray | None
+    usable: bool
+    there: list[bool]
+
+
+class _Block:
+    """Some of the parameters.
+
+    Args:
+        parameters: in order.
+        own: their states.
+        dtypes: of their gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        own: Sequence[Mapping[str, Any]],
+        dtypes: Sequence[torch.dtype],
     ) -> None:
-        # Kept with the objects themselves, so that no id is given away again.
-        self._keys, self._states = list(states), list(states.values())
-        self._own = own
-        self._seen = _values(own)
+        self.parameters, self._dtypes = parameters, list(dtypes)
+        self._needed = [tuple(each) for each in own]
+        self._kept = _values(own)
+        # All that the states hold now, which may be more, or in another order.
+        self._seen = [*self._kept, _END]
+        tensors = [isinstance(each, Tensor) for each in self._kept]
+        # Whose state each tensor beside the parameters is.
+        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(own))
+        self._owners = [*compress(owners, tensors)]
+        self._many = Parameters(parameters, [*compress(self._kept, tensors)])
+        contiguous = map(Tensor.is_contiguous, self._many.memory)
+        self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
+        self._planned = self._look()
+        self._everyone = [True] * len(parameters)
+        # Those of other classes have not been checked.
+        self._wrappers = unlike_memory(self._many.gradients()[1])[1]
 
-    def _has_the_same(self, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-        if (
-            all_same(states, self._keys)
-            and all_same(states.values(), self._states)
-            and all_same(_values(self._own), self._seen)
-        ):
-            return True
+    def holds(self, own: list[Mapping[str, Any]]) -> bool:
+        """Whether parameters and states are what they were; ``own`` are the states."""
+        return self._has(own) and self._many.in_place() and self._look() == self._planned
+
+    def intact(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[bool]:
+        """The same for each parameter."""
+        if not self._many.in_place():
+            return [False] * len(self.parameters)
+        *memory, strides, kept = zip(self._look(), self._planned, strict=True)
+        found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
+        for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
+            for owner, one, other in zip(owners, now, then, strict=False):
+                found[owner] &= one == other
+        kept = iter(self._kept)
+        for n, (parameter, names) in enumerate(zip(self.parameters, self._needed, strict=True)):
+            own = states.get(parameter, {})
+            same = [own.get(name) is next(kept) for name in names]
+            found[n] &= all(same)
+        return found
+
+    def gradients(self) -> _Gradients | None:
+        """The gradients; None where one is of a kind that was not planned for."""
+        try:
+            found, kinds, fitting = self._many.gradients()
+            there, present, dtypes = self._everyone, found, self._dtypes
+            if NoneType in kinds:
+                there = [*map(is_not, found, repeat(None))]
+                present, dtypes = [*compress(found, there)], [*compress(dtypes, there)]
+            unsettled, wrappers = unlike_memory(kinds - {NoneType})
+            usable = fitting and not unsettled and not wrappers
+            if [*map(_DTYPE, present)] != dtypes or not wrappers <= self._wrappers:
+                return None
+            addresses = _addresses(present, there) if usable else None
+        except (AttributeError, RuntimeError):
+            # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
+            return None
+        return _Gradients(found, addresses, usable, there)
+
+    def _has(self, own: list[Mapping[str, Any]]) -> bool:
+        try:
+            now = chain(chain.from_iterable(map(dict.values, own)), (_END,))  # pyright: ignore
+            if all(map(is_, now, self._seen)):
+                return True
+        except TypeError:
+            # A parameter without states, or with one of another class.
+            if None in own:
+                return False
         # Somebody may have added to the states, or put the same tensors into another dict.
-        own = [states.get(each, {}) for each in self._parameters]
         pairs = zip(own, self._needed, strict=True)
         found = (its.get(name) for its, names in pairs for name in names)
         if not all(map(is_, found, self._kept)):
             return False
-        self._compare_with(states, own)
+        self._seen = [*_values(own), _END]
         return True
-
-    def _select(self, parameters: Sequence[Tensor]) -> bool:
-        numbers = [self._numbers.get(id(each)) for each in parameters]
-        if None in numbers:
-            return False
-        chosen = {*numbers}
-        self.taking_part = [n in chosen for n in range(len(self._parameters))]
-        self._gradients = self._many.gradients(self.taking_part)
-        self._expected = [*compress(self._dtypes, self.taking_part)]
-        # In another order than the plan's they would be given each other's gradients.
-        return all_same(parameters, self._gradients.parameters)
-
-    def _sees_gradients(self) -> bool:
-        try:
-            found, usable, wrappers = self._gradients.look()
-            self._addresses = _addresses(found) if usable else None
-        except (AttributeError, RuntimeError):
-            # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
-            return False
-        self._found = found if usable else None
-        return [*map(_DTYPE, found)] == self._expected and wrappers <= self._wrappers
 
     def _look(self) -> tuple[list[Any], ...]:
         """What parameters and states are in memory, in lists that follow those."""
         memory = self._many.memory
-        contiguous = [*map(Tensor.is_contiguous, memory)]
         return (
             [*map(Tensor.data_ptr, memory)],
             [*map(_DTYPE, memory)],
             [*map(_SHAPE, memory)],
-            contiguous,
+            [*map(Tensor.is_contiguous, memory)],
             [memory[n].stride() for n in self._scattered],
             # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
             [*map(Tensor.data_ptr, self._many.kept)],
         )
 
 
-def _addresses(gradients: Sequence[Tensor]) -> list[int] | None:
+def _addresses(gradients: Sequence[Any], there: list[bool]) -> np.ndarray | None:
+    """Where gradients are, and 0 for each parameter that has none, as ``there`` says."""
     # A lazily negated view is contiguous, too, and its memory has the other sign.
     if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
         return None
-    found = [*map(Tensor.data_ptr, gradients)]
+    found = np.fromiter(map(Tensor.data_ptr, gradients), np.int64, len(gradients))
     # A tensor without elements is at 0, too; what else is there has memory of another kind.
-    return None if 0 in found and any(map(Tensor.numel, _at_zero(found, gradients))) else found
-
-
-def _at_zero(addresses: Sequence[int], gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [each for each, address in zip(gradients, addresses, strict=True) if not address]
+    if not found.all() and any(gradients[n].numel() for n in np.flatnonzero(found == 0).tolist()):
+        return None
+    if len(found) < len(there):
+        of_all = np.zeros(len(there), np.int64)
+        of_all[there] = found
+        return of_all
+    return found
 
 
 def _values(states: Sequence[Mapping[str, Any]]) -> list[Any]:

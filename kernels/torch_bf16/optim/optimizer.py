@@ -14,6 +14,7 @@ from torch_bf16.engine.engine import Engine, Observer, engine_of
 from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
+from torch_bf16.engine.setting import Setting
 from torch_bf16.errors import suffix_errors
 from torch_bf16.formats import Format
 from torch_bf16.gradients.accumulation import accumulate_as
@@ -26,6 +27,7 @@ from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import masters_in
 
 from . import state_dict as state_dicts
+from .graphed import GraphedStep
 from .planning import make_plan
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
@@ -159,18 +161,20 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(groups):
                 self._check_options(group, number)
-        with no_torch_function():
-            taking_part = [p for group in groups for p in group["params"] if p.grad is not None]
+        setting = self._setting()
+        parameters = setting.parameters
+        # A plan finds those that have a gradient as it compares them all.
+        if engine.plan is None or engine.release is not None:
+            parameters = _with_gradients(parameters)
         if engine.release is not None:
             engine.release.finish()
-        if taking_part or engine.release is None:
-            engine.pending.drop_if_stale(p.grad for p in taking_part)  # pyright: ignore
+        if parameters or engine.release is None:
+            gradients = (p.grad for p in parameters if p.grad is not None)
+            engine.pending.drop_if_stale(gradients)
             told = engine.pending.inputs(
                 getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             )
-            engine.plan = self._update(
-                taking_part, engine.plan, self._setting(), told, self.observers
-            )
+            engine.plan = self._update(parameters, engine.plan, setting, told, self.observers)
             engine.pending.count(told)
         engine.pending.reset()
         return loss
@@ -180,12 +184,17 @@ class BF16Optimizer(torch.optim.Optimizer):
         self,
         parameters: list[Tensor],
         plan: Plan | None,
-        setting: Any,
+        setting: Setting,
         told: StepInputs,
         observers: Sequence[Observer] = (),
     ) -> Plan | None:
-        """Take the step of some parameters, in their order; the plan to give again for the next."""
+        """Take the step of those parameters that have a gradient; the plan to give the next time.
+
+        Without a plan all of them have one.
+        """
         fits = plan is not None and plan.fits(setting, parameters, self.state)
+        if not fits:
+            parameters = _with_gradients(parameters)
         devices = (each.device for each in parameters) if plan is None else plan.devices
         if cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
@@ -195,7 +204,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            invalidate_remainders((each.state, each.formats[0]) for each in plan.written())
+            self._forget_overwritten(plan)
             for observer in observers:
                 observer.before_update(plan.taking_part(), told.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
@@ -206,9 +215,50 @@ class BF16Optimizer(torch.optim.Optimizer):
             observer.after_update()
         # The kernels write through addresses, which autograd does not see.
         with no_torch_function():
-            torch.autograd.graph.increment_version(parameters)
+            torch.autograd.graph.increment_version(plan.updated())
         plan.note_versions()
         return plan
+
+    def _forget_overwritten(self, plan: Plan) -> bool:
+        """Drop the lower halves of weights that something else has written; whether any was."""
+        written = plan.written()
+        invalidate_remainders((each.state, each.formats[0]) for each in written)
+        return bool(written)
+
+    def graphed(self) -> GraphedStep:
+        """Capture a step in a CUDA graph, and return what replays it.
+
+        A replay launches one graph instead of the kernels, and leaves out most of what a step asks
+        of every tensor. It takes no step by being captured. What it takes is the step that
+        ``step()`` would take, to the bit: hyperparameters of the groups are read at each replay, so
+        that schedulers work and ``lr`` may be a number; so are clipping (:meth:`scale_next_step`)
+        and :meth:`skip_next_step_where`; steps are counted, ``state_dict()`` is that of ordinary
+        steps, and these may be taken in between.
+
+        Gradients must stay the tensors that they are now. ``zero_grad(set_to_none=False)`` keeps
+        them; where one is another tensor or gone, the replay is refused. What is put elsewhere by
+        ``.data`` is seen at every 64th replay alone, and tensors that a graph reads are freed only
+        with what this returns. Replays tell autograd nothing: a second ``backward()`` through a
+        graph of before the step is not refused.
+
+        Returns:
+            A callable without arguments that takes a step and returns nothing; it keeps the
+            optimizer alive.
+
+        Raises:
+            RuntimeError: no graph can hold the step: on CPUs, with Muon or Adafactor, with released
+                gradients, hooks on the step, or a parameter or gradient that is not contiguous.
+
+        Example:
+            >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
+            >>> step = None
+            >>> for batch in batches:
+            ...     model(batch).sum().backward()
+            ...     step = step or optimizer.graphed()
+            ...     step()
+            ...     optimizer.zero_grad(set_to_none=False)
+        """
+        return GraphedStep(self)
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
         """The fp32 number that the next step starts from, of one of this optimizer's parameters.
@@ -371,17 +421,18 @@ class BF16Optimizer(torch.optim.Optimizer):
         rule = self.rule_for(group, shard.parameter)
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
-    def _setting(self) -> tuple[Any, ...]:
-        """What a plan follows from beside the tensors that take part."""
-        groups = self.param_groups
-        return (
-            self.recipe,
-            self.backend,
-            [self.rule_of(group) for group in groups],
-            # Names, or places where there are none, key the noise.
-            [tuple(group.get("param_names") or ()) for group in groups],
-            [tuple(map(id, group["params"])) for group in groups],
-        )
+    def _setting(self) -> Setting:
+        """What a plan follows from beside memory; the same object as long as it is the same."""
+        groups, last = self.param_groups, self._engine.setting
+        fixed = self.recipe, self.backend, [self.rule_of(group) for group in groups]
+        if last is None or not last.holds(fixed, groups):
+            last = self._engine.setting = Setting(fixed, groups)
+        return last
+
+
+def _with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    with no_torch_function():
+        return [p for p in parameters if p.grad is not None]
 
 
 def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -> None:

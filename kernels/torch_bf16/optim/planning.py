@@ -19,6 +19,7 @@ from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
 from torch_bf16.sharding import Shard, shard_of
 from torch_bf16.states.recoding import Changes
+from torch_bf16.states.views import MASTERS
 
 from .validation import check_gradient, check_parameter, check_replaced, check_unchanged
 
@@ -76,8 +77,13 @@ def make_plan(
         state = optimizer.state.get(parameter, {})
         if parameter in steps:
             state = {**state, "step": steps[parameter]}
+        planes = [each for key in MASTERS if isinstance(each := state.get(key), Tensor)]
+        lower = [each for each in planes if not each.is_floating_point()]
         state = optimizer._complete(state, shard, group, label, changes)
         snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
+        if not lower:
+            # Versions are followed for what is the lower half of one weight and of no other.
+            snapshot.version = shard.version()
         formats = formats_of(shard, rule, optimizer.recipe)
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
         member = Member(shard, number, rule, formats, state, dtype, snapshot)
@@ -102,7 +108,7 @@ def make_plan(
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
     keep_states(optimizer, members, changes)
-    plan.watch(parameters, optimizer.state)
+    plan.watch(optimizer.state)
     return plan
 
 

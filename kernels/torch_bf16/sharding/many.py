@@ -29,7 +29,7 @@ _MEMORY = {Tensor}
 
 
 class Parameters:
-    """Parameters with gradients, plain or sharded, and the tensors kept beside them.
+    """Parameters, plain or sharded, and the tensors kept beside them.
 
     Args:
         parameters: in the order of the plan.
@@ -59,21 +59,40 @@ class Parameters:
 
         And whether what another library has wrapped is what it was.
         """
+        if not self._placed and not self._wrapped:
+            return True
         return (
             all_same([each._local_tensor for each in self._placed], self._locals)
             and all_same([each._spec for each in self._sharded], self._specs)
             and all(local(self._parameters[n]) is self.memory[n] for n in self._wrapped)
         )
 
-    def gradients(self, chosen: Sequence[bool]) -> Gradients:
-        """The gradients of some of the parameters, to be looked at in each step."""
-        parameters = [*compress(self._parameters, chosen)]
-        return Gradients(parameters, [*compress(self._flags, chosen)])
+    def gradients(self) -> tuple[list[Any], set[type], bool]:
+        """This rank's part of each gradient, None where there is none, as they are in memory.
 
-    def wrappers(self) -> set[type]:
-        """The classes of the gradients that are there and that other libraries have wrapped."""
-        found = [each.grad for each in self._parameters if each.grad is not None]
-        return unlike_memory([getattr(each, "_local_tensor", each) for each in found])[1]
+        Returns:
+            The gradients; their classes; and whether those of DTensors are placed like these, as
+            FSDP2 leaves them.
+
+        Raises:
+            AttributeError: a DTensor has a gradient that is none.
+        """
+        found: list[Any] = [*map(_GRADIENT, self._parameters)]
+        if not self._sharded:
+            return found, {*map(type, found)}, True
+        pairs = zip(found, self._flags, strict=True)
+        placed = [each for each, flag in pairs if flag and each is not None]
+        here = self._sharded
+        if len(placed) < len(here):
+            here = [each for each in here if each.grad is not None]
+        pairs = zip(found, self._flags, strict=True)
+        found = [g._local_tensor if flag and g is not None else g for g, flag in pairs]
+        fitting = [each._spec.placements for each in placed] == [
+            each._spec.placements for each in here
+        ] and [each._local_tensor.shape for each in placed] == [
+            each._local_tensor.shape for each in here
+        ]
+        return found, {*map(type, found)}, fitting
 
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""
@@ -84,55 +103,16 @@ class Parameters:
             return [*first]
 
 
-class Gradients:
-    """The gradients of parameters that all have one.
-
-    Args:
-        parameters: in the order of the plan.
-        flags: whether each is a DTensor.
-
-    Attributes:
-        parameters: the same.
-    """
-
-    def __init__(self, parameters: list[Any], flags: list[bool]) -> None:
-        self.parameters, self._flags = parameters, flags
-        sharded = [*compress(parameters, flags)]
-        self._specs = [each._spec for each in sharded]
-        self._shapes = [each._local_tensor.shape for each in sharded]
-
-    def look(self) -> tuple[list[Any], bool, set[type]]:
-        """This rank's part of each, whether they can be read as they are, and classes of wrappers.
-
-        They can where they are placed like their parameters, as FSDP2 leaves them, no collective is
-        under way that has still to fill one of them, and no other library has wrapped one.
-
-        Raises:
-            AttributeError: a DTensor has a gradient that is none.
-        """
-        found: list[Any] = [*map(_GRADIENT, self.parameters)]
-        fitting = True
-        if self._specs:
-            placed = [*compress(found, self._flags)]
-            pairs = zip(found, self._flags, strict=True)
-            found = [each._local_tensor if flag else each for each, flag in pairs]
-            fitting = [each._spec.placements for each in placed] == [
-                each.placements for each in self._specs
-            ] and [each._local_tensor.shape for each in placed] == self._shapes
-        unsettled, wrappers = unlike_memory(found)
-        return found, fitting and not unsettled and not wrappers, wrappers
-
-
 def all_same(some: Any, others: list[Any]) -> bool:
     """Whether two collections hold the very same objects, in order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def unlike_memory(gradients: Sequence[Any]) -> tuple[set[type], set[type]]:
-    """The classes of gradients that are no memory themselves, or may not be.
+def unlike_memory(kinds: set[type]) -> tuple[set[type], set[type]]:
+    """Of the classes of some gradients, those that are no memory themselves, or may not be.
 
     Those that a collective still has to fill, and those of other libraries.
     """
-    others = {*map(type, gradients)} - _MEMORY
+    others = kinds - _MEMORY
     unsettled = {each for each in others if hasattr(each, "wait")}
     return unsettled, others - unsettled

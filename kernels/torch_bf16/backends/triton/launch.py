@@ -42,32 +42,45 @@ class TritonKernel:
         self._chunks = upload(_chunks(bucket), self._device)
         self._tensors = upload(self._rows, self._device)
         self._tensors_with_bases, self._gradients = Table(self._device), Table(self._device)
+        self._host = np.empty((0, 2), np.int64)
+        self._known: tuple[np.ndarray, np.ndarray] | None = None
+        self._tables: tuple[Tensor, ...] = ()
         self._arguments: dict[str, Any] = {}
         self._launch: Callable[..., None] | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
+        self.bring(inputs)
+        self.launch()
+
+    def bring(self, inputs: KernelInputs) -> None:
+        """Have the device know what :meth:`launch` is to work on.
+
+        A CUDA graph of a launch alone works on what was brought last, at each of its replays.
+        """
         if len(self._chunks) == 0:
             return
-        table, rows = inputs.scalars.table, inputs.scalars.rows
+        scalars = inputs.scalars
+        table, rows = scalars.table, scalars.rows
         if isinstance(table, np.ndarray):
-            table, rows = self._upload_scalars(inputs.scalars, table), np.arange(len(rows))
+            table, rows = self._upload_scalars(scalars, table), np.arange(len(rows))
         if not self._arguments:
             self.compile(table.shape[1] - 2)
-        tensors = self._tensors
-        if inputs.bases is not None:
-            words = _words(self._bucket.variant, inputs.bases)
-            changed = self._rows.copy()
-            changed[:, 2 : 2 + words.shape[1]] = words
-            tensors = self._tensors_with_bases.of(changed)
-        gradients = np.stack([inputs.addresses, rows], axis=1)
         with on(self._device):
-            arguments = self._chunks, tensors, self._gradients.of(gradients), table
+            tensors = self._tensors if inputs.bases is None else self._tensors_of(inputs.bases)
+            gradients = self._gradients.of(self._gradient_table(inputs.addresses, rows))
+        self._tables = self._chunks, tensors, gradients, table
+
+    def launch(self) -> None:
+        """Update every tensor of the bucket by the tables that are on the device."""
+        if len(self._chunks) == 0:
+            return
+        with on(self._device):
             if self._launch is None:
                 launch: Any = step[(len(self._chunks),)]
-                launch(*arguments, **self._arguments)
+                launch(*self._tables, **self._arguments)
             else:
-                self._launch(*arguments)
+                self._launch(*self._tables)
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Triton's cache, and load it onto the device."""
@@ -82,6 +95,21 @@ class TritonKernel:
                 # Past the look-up by types of arguments, which takes as long as the launch itself.
                 launch = compiled[(len(self._chunks), 1, 1)]
             self._launch = lambda *arguments: launch(*arguments, *fixed.values())
+
+    def _gradient_table(self, addresses: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The table ``gradients``: the same array for the same two."""
+        if self._known is None or self._known[0] is not addresses or self._known[1] is not rows:
+            self._host = np.empty((len(rows), 2), np.int64)
+            self._host[:, 0], self._host[:, 1] = addresses, rows
+            self._known = addresses, rows
+        return self._host
+
+    def _tensors_of(self, bases: np.ndarray) -> Tensor:
+        """The table ``tensors`` with other words of noise."""
+        words = _words(self._bucket.variant, bases)
+        changed = self._rows.copy()
+        changed[:, 2 : 2 + words.shape[1]] = words
+        return self._tensors_with_bases.of(changed)
 
     def _upload_scalars(self, scalars: ScalarRows, table: np.ndarray) -> Tensor:
         """The host's scalars in the layout of the device's."""

@@ -11,7 +11,7 @@ come, for each parameter group, the rule's options and the gradient's sign.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,9 +139,11 @@ class DeviceScalars:
         self._key: list[Any] = []
         self._encoded = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
-        self._made: tuple[Tensor, dict[str, Any], list[ScalarRows]] | None = None
+        self._made: tuple[Tensor, Callable[..., None], list[ScalarRows]] | None = None
+        self._tables: tuple[Tensor, ...] = ()
         self._taking_part: np.ndarray | None = None
         self._there = np.ones(len(rows), bool)
+        self._places: np.ndarray | None = None
 
     def set(
         self,
@@ -153,6 +155,20 @@ class DeviceScalars:
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
+        """
+        scalars = self.bring(groups, told, taking_part)
+        self.launch()
+        return scalars
+
+    def bring(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        told: StepInputs,
+        taking_part: np.ndarray | None = None,
+    ) -> list[ScalarRows]:
+        """Have the device know what :meth:`launch` is to compute; as :meth:`set`.
+
+        A CUDA graph of a launch alone computes, at each replay, from what was brought last.
         """
         self._select(taking_part)
         self._converted = []
@@ -176,18 +192,20 @@ class DeviceScalars:
                     evaluate(self._rule, groups[number], number, 1)
             self._encoded = _encoded(key)
             self._key = key
-        table, constants, scalars = self._made or self._make(width - 1)
-        rows = (_TOLD + self._place * width + np.where(self._there, 0, _ABSENT)).astype(np.int64)
+        table, _, scalars = self._made or self._make(width - 1)
+        if self._places is None:
+            absent = np.where(self._there, 0, _ABSENT)
+            self._places = (_TOLD + self._place * width + absent).astype(np.int64)
         with on(self._device):
-            prepare[(len(table),)](
-                self._rows.of(rows),
-                self._values.of(self._encoded),
-                self._counter,
-                table,
-                **constants,
-                **OPTIONS,
-            )
+            rows, values = self._rows.of(self._places), self._values.of(self._encoded)
+        self._tables = rows, values, self._counter, table
         return scalars
+
+    def launch(self) -> None:
+        """Compute the scalars of what was brought, and count the step."""
+        if self._made is not None:
+            with on(self._device):
+                self._made[1](*self._tables)
 
     def count(self, updated: np.ndarray | None = None) -> None:
         """Do nothing, because the device has counted; but take back the steps that were not taken.
@@ -210,6 +228,7 @@ class DeviceScalars:
             self._there = np.zeros(len(self._there), bool)
             self._there[counted] = True
             self._present = [self._used[n] for n in np.unique(self._place[self._there])]
+            self._places = None
 
     def _seen(self, value: Any, default: float = 0.0) -> float | int:
         """A number as a float, a tensor on the device as its address and kind."""
@@ -224,12 +243,25 @@ class DeviceScalars:
             self._converted.append(value)
         return value.data_ptr() | _KINDS[value.dtype]
 
-    def _make(self, n_options: int) -> tuple[Tensor, dict[str, Any], list[ScalarRows]]:
+    def _make(self, n_options: int) -> tuple[Tensor, Callable[..., None], list[ScalarRows]]:
         constants = prepare_constants(self._rule, n_options)
         shape = (len(self._place), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        self._made = table, constants, [ScalarRows(None, each, table) for each in self._rows_of]
+        made = [ScalarRows(None, each, table) for each in self._rows_of]
+        self._made = table, self._compiled(constants, len(table)), made
         return self._made
+
+    def _compiled(self, constants: dict[str, Any], programs: int) -> Callable[..., None]:
+        """What launches ``prepare``, given its tables."""
+        # Triton's interpreter has nothing to compile.
+        if not isinstance(prepare, triton.JITFunction):
+            return lambda *tables: prepare[(programs,)](*tables, **constants, **OPTIONS)
+        tables = torch.int64, torch.int64, torch.float32, torch.float32
+        with on(self._device):
+            compiled = prepare.warmup(*tables, grid=(1,), **constants, **OPTIONS)
+            # Past the look-up by types of arguments, which takes as long as the launch itself.
+            launch = compiled[(programs, 1, 1)]
+        return lambda *arguments: launch(*arguments, *constants.values())
 
 
 def _encoded(key: Sequence[float | int]) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 
 import numpy as np
 import torch
@@ -14,11 +15,14 @@ __all__ = ["Table", "on", "upload"]
 
 # Captures between two ordinary steps: each keeps a pinned copy of its own, allocated before.
 _SPARE = 8
+_NOTHING = contextlib.nullcontext()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """The device that Triton launches on, as a context."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    # To enter one takes longer than to ask.
+    there = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _NOTHING if there else torch.cuda.device(device)
 
 
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
@@ -43,11 +47,15 @@ class Table:
         self._device = device
         self._host: np.ndarray | None = None
         self._copy: Tensor | None = None
+        self._ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._spare: list[Tensor] = []
         self._captured: list[Tensor] = []
 
     def of(self, table: np.ndarray) -> Tensor:
         """The device's copy of ``table``, whose shape never changes.
+
+        Args:
+            table: not to be written afterwards: the same array is not looked at again.
 
         Raises:
             RuntimeError: there were too many captures since the last ordinary step.
@@ -56,12 +64,30 @@ class Table:
             return self._capture(table)
         if self._copy is None:
             self._copy = upload(table, self._device)
-        elif not np.array_equal(table, self._host):  # pyright: ignore[reportArgumentType]
-            self._copy.copy_(_staged(table, self._device), non_blocking=True)
+        elif table is not self._host and not np.array_equal(table, self._host):  # pyright: ignore[reportArgumentType]
+            self._write(self._copy, table)
         self._host = table
         if self._device.type == "cuda" and len(self._spare) < _SPARE:
             self._spare = list(torch.empty((_SPARE, *table.shape), dtype=torch.int64).pin_memory())
         return self._copy
+
+    def _write(self, copy: Tensor, table: np.ndarray) -> None:
+        """Have the device copy the table from pinned memory that none of its copies reads now."""
+        if self._device.type != "cuda":
+            copy.copy_(torch.from_numpy(table))
+            return
+        if self._ring and self._ring[0][1].query():
+            host, done = self._ring.popleft()
+        else:
+            # As many as the device lags behind: nothing waits for it.
+            host, done = (
+                torch.empty_like(torch.from_numpy(table), pin_memory=True),
+                torch.cuda.Event(),
+            )
+        host.numpy()[...] = table
+        copy.copy_(host, non_blocking=True)
+        done.record()
+        self._ring.append((host, done))
 
     def _capture(self, table: np.ndarray) -> Tensor:
         host = torch.from_numpy(table)

@@ -1,0 +1,176 @@
+"""What a plan is made of: spans of members that one batch takes, and the scalars of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
+from torch_bf16.sharding import Span, local
+
+from .batch import Batch, Job
+from .guard import Found
+from .member import Member
+
+__all__ = ["Active", "Part", "Row", "source_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A span of a member: one tensor of a batch.
+
+    Attributes:
+        number: of the member in the plan.
+        member: that.
+        job: what the batch takes.
+    """
+
+    number: int
+    member: Member
+    job: Job
+
+    @classmethod
+    def of(cls, number: int, member: Member, span: Span) -> Row:
+        """The row of a member's span."""
+        return cls(number, member, _job(member, span))
+
+    @property
+    def alone(self) -> int | None:
+        """What keeps it out of other members' batches.
+
+        A strided parameter goes through a contiguous copy, and what stands for the gradient of a
+        whole tensor is as large as it: no more than one of either is to exist at a time.
+        """
+        plain = self.member.direction is None and self.member.shard.memory.is_contiguous()
+        return None if plain else self.number
+
+
+def _job(member: Member, span: Span) -> Job:
+    dtype = member.gradient if member.direction is None else torch.float32
+    tensors = {**member.state, "": member.shard.memory}
+    names = ("", *(state.name for state in member.rule.states))
+    planes = tuple(
+        tuple(
+            span.of(local(tensors[key]), plane.block)
+            for key, plane in zip(each.plane_names(name), each.planes, strict=True)
+        )
+        for name, each in zip(names, member.formats, strict=True)
+    )
+    return Job(span, member.rule, member.formats, planes, dtype)
+
+
+class Part:
+    """The rows of one batch.
+
+    Attributes:
+        numbers: int64, of the member of each row.
+        copied: whether each step goes through a contiguous copy.
+        directed: whether its rule looks at a whole tensor first.
+        direct: whether kernels read gradients where they are.
+    """
+
+    def __init__(self, rows: Sequence[Row], seed: int, backend: str | None) -> None:
+        self.batch, self.rows = Batch([row.job for row in rows], seed, backend), rows
+        self._seed = seed
+        self.numbers = np.array([row.number for row in rows], np.int64)
+        self._whole = all(row.job.span.numel == row.member.shard.span.numel for row in rows)
+        self.copied = not rows[0].member.shard.memory.is_contiguous()
+        self.directed = rows[0].member.direction is not None
+        self.direct = self._whole and not self.copied and not self.directed
+        # Twice the first: of one number it would not make a tuple.
+        self._gradients = itemgetter(self.numbers[0], *self.numbers.tolist())
+        self._known = self.numbers, self.numbers
+        variant, backend_name = self.batch.variant, self.batch.backend.name
+        self.rule_on_device = (backend_name, variant.rule, variant.device)
+
+    def run(self, found: Found, scalars: ScalarRows, told: StepInputs) -> None:
+        """Update the rows that have a gradient; ``found`` are all members' gradients."""
+        taken: Sequence[Tensor | None] = self._gradients(found.gradients)[1:]
+        if found.addresses is None:
+            taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
+        elif self.direct:
+            self.batch.run(taken, scalars, addresses=self.addresses(found.addresses))
+            return
+        (row, *_) = self.rows
+        if self.directed and taken[0] is not None:
+            taken = [row.member.preprocess(taken[0], told)] * len(taken)
+        if not self._whole:
+            pairs = zip(self.rows, taken, strict=True)
+            taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
+        if self.copied:
+            (weight, *rest), *states = row.job.planes
+            copy = weight.contiguous()
+            job = replace(row.job, planes=((copy, *rest), *states))
+            Batch([job], self._seed, self.batch.backend).run(taken, scalars)
+            weight.copy_(copy)
+        else:
+            self.batch.run(taken, scalars)
+
+    def addresses(self, addresses: np.ndarray) -> np.ndarray:
+        """Those of the rows; the same array for the same one."""
+        of_all, mine = self._known
+        if of_all is not addresses:
+            mine = addresses[self.numbers]
+            self._known = addresses, mine
+        return mine
+
+
+@dataclass(frozen=True)
+class Active:
+    """What there is to do where some of the members take part.
+
+    Attributes:
+        flags: for each member, whether it does.
+        parameters: theirs.
+        parts: those with such a member.
+        sources: the scalars of those; for each the parts, and which of their rows take part, None
+            for all.
+        directed: whether a rule among them looks at a whole tensor first.
+    """
+
+    flags: list[bool]
+    parameters: list[Tensor]
+    parts: list[Part]
+    sources: list[tuple[list[Part], ScalarSource, np.ndarray | None]]
+    directed: bool
+
+    @classmethod
+    def of(
+        cls,
+        flags: list[bool],
+        members: Sequence[Member],
+        parts: Sequence[Part],
+        sources: Sequence[tuple[list[Part], ScalarSource]],
+    ) -> Active:
+        there = np.array(flags, bool)
+        rows = {part: there[part.numbers] for part in parts}
+        found = []
+        for its, source in sources:
+            which = np.concatenate([rows[part] for part in its])
+            if which.any():
+                found.append((its, source, None if which.all() else which))
+        active = [part for part in parts if rows[part].any()]
+        parameters = [each.parameter for each in compress(members, flags)]
+        return cls(flags, parameters, active, found, any(part.directed for part in active))
+
+
+def source_of(parts: Sequence[Part]) -> ScalarSource:
+    """What computes the scalars of parts that share a rule on a device, and counts their steps."""
+    members = [row.member for part in parts for row in part.rows]
+    variant = parts[0].batch.variant
+    source = parts[0].batch.backend.scalars(
+        variant.rule,
+        variant.device,
+        [len(part.batch) for part in parts],
+        [each.group for each in members],
+        [each.state["step"] for each in members],
+    )
+    for each, step in zip(members, source.steps, strict=True):
+        each.state["step"] = step
+    return source

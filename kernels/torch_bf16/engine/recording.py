@@ -1,0 +1,82 @@
+"""A step as a CUDA graph that reads its tables from where the host can bring others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_bf16.backends import StepInputs, cuda_graphs
+
+from .guard import Found
+from .parts import Active
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """The launches of a step in a graph for each device, and all that they read.
+
+    Only launches are in a graph: tables are copied to the device before each replay, where they
+    have changed, so that hyperparameters are those of the moment.
+
+    Args:
+        active: what there is to do, on backends that are capturable.
+        found: the gradients.
+        groups: the optimizer's parameter groups.
+        devices: where the members are.
+
+    Raises:
+        RuntimeError: a gradient has to be copied first.
+        ValueError: no step follows from a group's options.
+    """
+
+    def __init__(
+        self,
+        active: Active,
+        found: Found,
+        groups: Sequence[Mapping[str, Any]],
+        devices: Collection[torch.device],
+    ) -> None:
+        if found.addresses is None or not all(part.direct for part in active.parts):
+            raise RuntimeError(
+                "a gradient is not contiguous, is negated when it is read, or is no plain tensor "
+                "on this rank, and each step goes through a copy of it. Make it contiguous, or "
+                "take ordinary steps"
+            )
+        self._active, self._gradients, self._groups = active, found.gradients, groups
+        self._addresses: np.ndarray = found.addresses
+        self._bring(StepInputs())
+        self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
+
+    def reads(self, found: Found) -> bool:
+        """Whether these gradients are where it reads them."""
+        return found.addresses is not None and np.array_equal(found.addresses, self._addresses)
+
+    def replay(self, told: StepInputs) -> None:
+        """Take a step, given what this one was told.
+
+        Raises:
+            ValueError: no step follows from a group's options; nothing has been updated.
+        """
+        self._bring(told)
+        for each in self._graphs:
+            each()
+
+    def _bring(self, told: StepInputs) -> None:
+        for parts, source, there in self._active.sources:
+            capturable: Any = source
+            rows = capturable.bring(self._groups, told, there)
+            for part, its in zip(parts, rows, strict=True):
+                part.batch.bring(self._gradients, its, part.addresses(self._addresses))
+
+    def _launch(self, device: torch.device) -> None:
+        for parts, source, _ in self._active.sources:
+            if parts[0].batch.variant.device == device:
+                capturable: Any = source
+                capturable.launch()
+                for part in parts:
+                    part.batch.launch()

@@ -1,0 +1,39 @@
+"""What a plan follows from beside the memory of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_bf16.sharding import all_same
+
+__all__ = ["Setting"]
+
+
+class Setting:
+    """The parameters of each group, and what else decides how they step.
+
+    Args:
+        fixed: compared by ``==``: recipe, backend, rules.
+        groups: the optimizer's parameter groups; their lists are copied.
+
+    Attributes:
+        parameters: of all groups, in order.
+    """
+
+    def __init__(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> None:
+        self._fixed = fixed
+        # Names, or places where there are none, key the noise.
+        self._names = [list(group.get("param_names") or ()) for group in groups]
+        self._members: list[list[Tensor]] = [list(group["params"]) for group in groups]
+        self.parameters = [each for members in self._members for each in members]
+
+    def holds(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether that is so still: then this object stands for it, and is compared by identity."""
+        return (
+            fixed == self._fixed
+            and [list(group.get("param_names") or ()) for group in groups] == self._names
+            and all(map(all_same, [group["params"] for group in groups], self._members))
+        )

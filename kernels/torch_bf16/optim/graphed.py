@@ -1,0 +1,164 @@
+"""A step as a CUDA graph, captured and replayed without the rest of the training loop."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.errors import suffix_errors
+from torch_bf16.sharding import no_torch_function
+
+from .planning import make_plan
+
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
+
+__all__ = ["GraphedStep"]
+
+_GRADIENT = attrgetter("grad")
+_UNTOUCHED = "Nothing was updated"
+
+# Replays between two looks at everything that an ordinary step looks at.
+_EVERY = 64
+
+
+class GraphedStep:
+    """What takes steps of an optimizer by replaying a CUDA graph of one.
+
+    Made by :meth:`BF16Optimizer.graphed`, where it is described. It keeps the optimizer and all
+    tensors that the graph reads.
+
+    Args:
+        optimizer: the optimizer, whose parameters have their gradients.
+
+    Raises:
+        RuntimeError: its step cannot be captured; the message says what works.
+    """
+
+    @torch.no_grad()
+    def __init__(self, optimizer: BF16Optimizer) -> None:
+        engine, self._optimizer = optimizer._engine, optimizer
+        self._setting = setting = optimizer._setting()
+        self._refuse_what_steps_do_otherwise()
+        with suffix_errors(_UNTOUCHED):
+            for number, group in enumerate(optimizer.param_groups):
+                optimizer._check_options(group, number)
+            plan = engine.plan
+            if plan is None or not plan.fits(setting, setting.parameters, optimizer.state):
+                plan = make_plan(
+                    *(optimizer, [p for p in setting.parameters if p.grad is not None]),
+                    *(setting, plan),
+                )
+        if not plan.updated():
+            raise self._refused("no parameter has a gradient. Call it after a backward()")
+        optimizer._forget_overwritten(plan)
+        plan.note_versions()
+        if why := plan.obstacle_to_capture():
+            raise self._refused(why)
+        with no_torch_function():
+            self._gradients: list[Tensor | None] = [*map(_GRADIENT, setting.parameters)]
+        try:
+            self._recording = plan.record(optimizer.param_groups)
+        except RuntimeError as error:
+            raise self._refused(str(error)) from error
+        engine.plan = self._plan = plan
+        self._flags, self._count = plan.flags, 0
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Take a step of the gradients that are in memory now.
+
+        Raises:
+            RuntimeError: a replay would not be the optimizer's step; nothing was updated.
+            ValueError: no step follows from a group's options; nothing was updated.
+        """
+        optimizer, plan = self._optimizer, self._plan
+        pending = optimizer._engine.pending
+        self._check()
+        pending.drop_if_stale(each for each in self._gradients if each is not None)
+        told = pending.inputs(
+            getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        )
+        if optimizer._forget_overwritten(plan):
+            plan.note_versions()
+        for observer in optimizer.observers:
+            observer.before_update(plan.taking_part(), told.multiplier)
+        with suffix_errors(_UNTOUCHED):
+            self._recording.replay(told)
+        for observer in optimizer.observers:
+            observer.after_update()
+        pending.count(told)
+        pending.reset()
+        self._count += 1
+        # What torch's schedulers ask, which warn where no step came before theirs.
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check(self) -> None:
+        """Refuse a replay that would not be a step."""
+        optimizer = self._optimizer
+        self._refuse_what_steps_do_otherwise()
+        if optimizer._engine.plan is not self._plan or optimizer._setting() is not self._setting:
+            raise self._refused(
+                "other parameters, names, a recipe or a loaded state have come since it was "
+                "captured, and replays would update the tensors of then. Call graphed() again"
+            )
+        with no_torch_function():
+            found = [*map(_GRADIENT, self._setting.parameters)]
+        if not all(map(is_, found, self._gradients)):
+            raise self._refused(self._described(found))
+        plan, setting = self._plan, self._setting
+        # Addresses take longer than identities. An ordinary step may have had another set.
+        due = self._count % _EVERY == 0 or plan.flags is not self._flags
+        fits = not due or (
+            plan.fits(setting, setting.parameters, optimizer.state) and plan.suits(self._recording)
+        )
+        if not fits:
+            raise self._refused(
+                "a parameter, a gradient or a state was put elsewhere by .data or replaced, "
+                f"within the last {_EVERY} replays, which updated what was there before. Put "
+                "tensors elsewhere before graphed(), or call it again afterwards"
+            )
+        self._flags = plan.flags
+
+    def _described(self, found: list[Any]) -> str:
+        pairs = zip(found, self._gradients, repeat(None))
+        number = next(n for n, (now, then, _) in enumerate(pairs) if now is not then)
+        place, sizes = number, [len(group["params"]) for group in self._optimizer.param_groups]
+        group = 0
+        while place >= sizes[group]:
+            place -= sizes[group]
+            group += 1
+        label = self._optimizer.label(group, place)
+        if found[number] is None:
+            return (
+                f"{label} has no gradient any more. Keep gradients where they are by "
+                "zero_grad(set_to_none=False), also of the model, or call graphed() again"
+            )
+        return (
+            f"{label} has another gradient than when it was captured, and replays read that one. "
+            "Keep gradients where they are by zero_grad(set_to_none=False), also of the model, "
+            "write into them (p.grad.copy_(...)), or call graphed() again"
+        )
+
+    def _refuse_what_steps_do_otherwise(self) -> None:
+        optimizer = self._optimizer
+        if optimizer._engine.release is not None:
+            raise self._refused("gradients are released: its steps run inside backward()")
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise self._refused(
+                "hooks are registered on its step, and replays would not run them. Remove them, "
+                "or take ordinary steps"
+            )
+        if cuda_graphs.capturing(p.device for p in self._setting.parameters[:1]):
+            raise self._refused(
+                "another graph is being captured, which cannot hold this one. Call step() there"
+            )
+
+    def _refused(self, why: str) -> RuntimeError:
+        name = type(self._optimizer).__name__
+        return RuntimeError(f"a graphed step of {name} is refused: {why}. {_UNTOUCHED}")
