@@ -21,6 +21,8 @@ from torch_bf16.sharding import (
     unlike_memory,
 )
 
+from .states import States
+
 __all__ = ["Found", "Guard"]
 
 _DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter("grad")
@@ -64,16 +66,20 @@ class Guard:
     def __init__(
         self,
         shards: Sequence[Shard],
-        states: Mapping[Tensor, Mapping[str, Any]],
+        states: dict[Tensor, Any],
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        self._shards = list(shards)
+        self._shards, self._states = list(shards), states
         self._parameters = [each.parameter for each in shards]
         self._candidates: Sequence[Tensor] = self._parameters
         self._strangers: list[Tensor] = []
         with no_torch_function():
             self._blocks = [
-                _Block(some, [states[each] for each in some], dtypes[first : first + _BLOCK])
+                _Block(
+                    some,
+                    [dict.__getitem__(states, each) for each in some],
+                    dtypes[first : first + _BLOCK],
+                )
                 for first in range(0, len(shards), _BLOCK)
                 for some in [self._parameters[first : first + _BLOCK]]
             ]
@@ -83,9 +89,7 @@ class Guard:
         self._addresses: np.ndarray | None = None
         self._last_addresses = np.empty(0, np.int64)
 
-    def holds(
-        self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]]
-    ) -> bool:
+    def holds(self, parameters: Sequence[Tensor], states: dict[Tensor, Any]) -> bool:
         """Whether all that take part are known, and all tensors the same in the same memory.
 
         Args:
@@ -95,7 +99,7 @@ class Guard:
         with no_torch_function():
             return self._knows(parameters) and self._look(states)
 
-    def intact(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[bool]:
+    def intact(self, states: dict[Tensor, Any]) -> list[bool]:
         """For each parameter whether it and its states are what they were, where they were."""
         with no_torch_function():
             return [same for each in self._blocks for same in each.intact(states)]
@@ -123,13 +127,16 @@ class Guard:
         self._candidates = parameters
         return all(map(is_, map(_GRADIENT, self._strangers), repeat(None)))
 
-    def _look(self, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    def _look(self, states: dict[Tensor, Any]) -> bool:
         gradients: list[Tensor | None] = []
         addresses: list[np.ndarray | None] = []
         flags: list[bool] = []
-        usable, own = True, self._own(states)
+        usable = True
+        # What nobody was given nobody has put elsewhere.
+        hidden = isinstance(states, States) and not states.seen and states is self._states
+        own = () if hidden else self._own(states)
         for block in self._blocks:
-            if not block.holds([*islice(own, len(block.parameters))]):
+            if not block.holds(None if hidden else [*islice(own, len(block.parameters))]):
                 return False
             found = block.gradients()
             if found is None:
@@ -146,11 +153,11 @@ class Guard:
             self._addresses = np.concatenate(known) if len(known) == len(addresses) else None
         return True
 
-    def _own(self, states: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[Any]:
+    def _own(self, states: dict[Tensor, Any]) -> Iterable[Any]:
         """The states of the parameters, in their order."""
-        if all_same(states, self._parameters):
-            return iter(states.values())
-        return map(states.get, self._parameters)
+        if len(states) == len(self._parameters) and all(map(is_, states, self._parameters)):
+            return iter(dict.values(states))
+        return (dict.get(states, each) for each in self._parameters)
 
     def _same_or_new(self, addresses: np.ndarray) -> np.ndarray:
         if addresses.tobytes() != self._last_addresses.tobytes():
@@ -201,27 +208,34 @@ class _Block:
         self._many = Parameters(parameters, [*compress(self._kept, tensors)])
         contiguous = map(Tensor.is_contiguous, self._many.memory)
         self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
-        self._planned = self._look()
+        self._planned, self._beside = self._look(), self._look_beside()
         self._everyone = [True] * len(parameters)
         # Those of other classes have not been checked.
         self._wrappers = unlike_memory(self._many.gradients()[1])[1]
 
-    def holds(self, own: list[Mapping[str, Any]]) -> bool:
-        """Whether parameters and states are what they were; ``own`` are the states."""
-        return self._has(own) and self._many.in_place() and self._look() == self._planned
+    def holds(self, own: list[Mapping[str, Any]] | None) -> bool:
+        """Whether parameters and states are what they were.
 
-    def intact(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[bool]:
+        Args:
+            own: the states; None where they cannot have changed.
+        """
+        if not self._many.in_place() or self._look() != self._planned:
+            return False
+        return own is None or (self._has(own) and self._look_beside() == self._beside)
+
+    def intact(self, states: dict[Tensor, Any]) -> list[bool]:
         """The same for each parameter."""
         if not self._many.in_place():
             return [False] * len(self.parameters)
-        *memory, strides, kept = zip(self._look(), self._planned, strict=True)
+        *memory, strides = zip(self._look(), self._planned, strict=True)
+        kept = self._look_beside(), self._beside
         found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
         for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
             for owner, one, other in zip(owners, now, then, strict=False):
                 found[owner] &= one == other
         kept = iter(self._kept)
         for n, (parameter, names) in enumerate(zip(self.parameters, self._needed, strict=True)):
-            own = states.get(parameter, {})
+            own = dict.get(states, parameter, {})
             same = [own.get(name) is next(kept) for name in names]
             found[n] &= all(same)
         return found
@@ -262,7 +276,7 @@ class _Block:
         return True
 
     def _look(self) -> tuple[list[Any], ...]:
-        """What parameters and states are in memory, in lists that follow those."""
+        """What parameters are in memory, in lists that follow those."""
         memory = self._many.memory
         return (
             [*map(Tensor.data_ptr, memory)],
@@ -270,9 +284,12 @@ class _Block:
             [*map(_SHAPE, memory)],
             [*map(Tensor.is_contiguous, memory)],
             [memory[n].stride() for n in self._scattered],
-            # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-            [*map(Tensor.data_ptr, self._many.kept)],
         )
+
+    def _look_beside(self) -> list[int]:
+        """Where the tensors of the states are."""
+        # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
+        return [*map(Tensor.data_ptr, self._many.kept)]
 
 
 def _addresses(gradients: Sequence[Any], there: list[bool]) -> np.ndarray | None:

@@ -80,7 +80,7 @@ class Plan:
                 scalars = evaluate(member.rule, groups[member.group], member.group, 1)
                 part.batch.compile(len(scalars))
 
-    def watch(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def watch(self, states: dict[Tensor, Any]) -> None:
         """Remember all tensors as they are, once ``optimizer.state`` has the members' states.
 
         Those that have a gradient now take part.
@@ -92,7 +92,7 @@ class Plan:
         self,
         setting: Setting,
         parameters: Sequence[Tensor],
-        states: Mapping[Tensor, Mapping[str, Any]],
+        states: dict[Tensor, Any],
     ) -> bool:
         """Whether the plan was made for these very tensors: then there is nothing to check.
 
@@ -101,9 +101,7 @@ class Plan:
         """
         return setting is self._setting and self._guard.holds(parameters, states)
 
-    def intact(
-        self, setting: Setting, states: Mapping[Tensor, Mapping[str, Any]]
-    ) -> dict[Tensor, Member]:
+    def intact(self, setting: Setting, states: dict[Tensor, Any]) -> dict[Tensor, Member]:
         """The members that another plan can take over: nothing of them has changed."""
         if setting is not self._setting:
             return {}
@@ -137,9 +135,9 @@ class Plan:
 
     def note_versions(self) -> None:
         """Remember what the last step made of the parameters that took part."""
-        there = self._guard.taking_part
-        for place, version in enumerate(self._versioned.versions()):
-            if there[number := self._halved[place]]:
+        there, versions = self._guard.taking_part, self._versioned.versions()
+        for place, (number, version) in enumerate(zip(self._halved, versions, strict=True)):
+            if there[number]:
                 self._versions[place] = self.members[number].snapshot.version = version
 
     def obstacle_to_capture(self) -> str | None:

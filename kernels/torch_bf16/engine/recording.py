@@ -47,7 +47,8 @@ class Recording:
                 "on this rank, and each step goes through a copy of it. Make it contiguous, or "
                 "take ordinary steps"
             )
-        self._active, self._gradients, self._groups = active, found.gradients, groups
+        self._parts, self._sources = {*active.parts}, active.sources
+        self._gradients, self._groups = found.gradients, groups
         self._addresses: np.ndarray = found.addresses
         self._bring(StepInputs())
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
@@ -67,16 +68,18 @@ class Recording:
             each()
 
     def _bring(self, told: StepInputs) -> None:
-        for parts, source, there in self._active.sources:
+        for parts, source, there in self._sources:
             capturable: Any = source
             rows = capturable.bring(self._groups, told, there)
             for part, its in zip(parts, rows, strict=True):
-                part.batch.bring(self._gradients, its, part.addresses(self._addresses))
+                if part in self._parts:
+                    part.batch.bring(self._gradients, its, part.addresses(self._addresses))
 
     def _launch(self, device: torch.device) -> None:
-        for parts, source, _ in self._active.sources:
+        for parts, source, _ in self._sources:
             if parts[0].batch.variant.device == device:
                 capturable: Any = source
                 capturable.launch()
                 for part in parts:
-                    part.batch.launch()
+                    if part in self._parts:
+                        part.batch.launch()

@@ -87,6 +87,7 @@ class GraphedStep:
         if optimizer._forget_overwritten(plan):
             plan.note_versions()
         for observer in optimizer.observers:
+            optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
             observer.before_update(plan.taking_part(), told.multiplier)
         with suffix_errors(_UNTOUCHED):
             self._recording.replay(told)

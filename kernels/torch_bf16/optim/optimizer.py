@@ -15,6 +15,7 @@ from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
+from torch_bf16.engine.states import States
 from torch_bf16.errors import suffix_errors
 from torch_bf16.formats import Format
 from torch_bf16.gradients.accumulation import accumulate_as
@@ -96,6 +97,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             if fully_decoupled_weight_decay:
                 group.setdefault(FULLY_DECOUPLED, fully_decoupled_weight_decay)
             resolve_peak_lr(group, number, self.decouples_decay(group))
+        self.state = States(dict, self.state)
         self.recipe = get_recipe(recipe)
         if backend is not None:
             check_backend(backend)
@@ -135,7 +137,6 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     # Kernels read addresses, which a traced step would not have.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take one step for every parameter that has a gradient.
 
@@ -206,6 +207,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 plan = make_plan(self, parameters, setting, plan)
             self._forget_overwritten(plan)
             for observer in observers:
+                self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
                 observer.before_update(plan.taking_part(), told.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, told)
@@ -270,7 +272,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             return parameter.detach()
         shard = shard_of(parameter)
         visible = shard.memory.contiguous()
-        state, snapshot = self.state.get(parameter, {}), self._engine.snapshots.get(parameter)
+        state, snapshot = dict.get(self.state, parameter, {}), self._engine.snapshots.get(parameter)
         masters = masters_in({key: local(each) for key, each in state.items()})
         written = snapshot is not None and snapshot.version != shard.version()
         if not masters and (known := residuals.second_plane(shard, torch.int16)) is not None:
@@ -399,6 +401,8 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if not isinstance(self.state, States):
+            self.state = States(dict, self.state)
         # torch calls this after loading a state dict, too.
         if "_engine" in state:
             self.observers = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,7 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
             shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
-                    check_unchanged(shard, snapshot, optimizer.state.get(parameter, {}))
+                    check_unchanged(shard, snapshot, dict.get(optimizer.state, parameter, {}))
                 check_gradient(shard)
                 check_parameter(shard)
             found.append((shard, number, label))
@@ -74,7 +74,7 @@ def make_plan(
     for shard, number, label in collect(optimizer, parameters):
         group, parameter = optimizer.param_groups[number], shard.parameter
         rule = optimizer.rule_for(group, parameter)
-        state = optimizer.state.get(parameter, {})
+        state = dict.get(optimizer.state, parameter, {})
         if parameter in steps:
             state = {**state, "step": steps[parameter]}
         planes = [each for key in MASTERS if isinstance(each := state.get(key), Tensor)]
@@ -112,13 +112,11 @@ def make_plan(
     return plan
 
 
-def _steps_on_host(
-    states: Mapping[Tensor, Mapping[str, Any]], parameters: Sequence[Tensor]
-) -> dict[Tensor, Tensor]:
+def _steps_on_host(states: dict[Tensor, Any], parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """The steps that devices count, fp32, 0-d; all of a device at once, as reading one waits."""
     found: dict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
     for parameter in parameters:
-        step = states.get(parameter, {}).get("step")
+        step = dict.get(states, parameter, {}).get("step")
         if isinstance(step, Tensor) and not step.is_cpu:
             found[step.device][parameter] = step.reshape(())
     return {
@@ -136,7 +134,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
     for each in members:
-        optimizer.state[each.parameter] = each.state
+        dict.__setitem__(optimizer.state, each.parameter, each.state)
         optimizer._engine.snapshots[each.parameter] = each.snapshot
         residuals.forget(each.shard)
     residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
@@ -149,7 +147,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
         ValueError: it was cast for exact masters, and the recipe keeps none.
     """
     matrices = [each for each in members if len(each.shard.shape) > 1]
-    if not matrices or any(optimizer.state.get(each.parameter) for each in matrices):
+    if not matrices or any(dict.get(optimizer.state, each.parameter) for each in matrices):
         return
     parameters = [each.parameter for each in matrices]
     if all(p.dtype == torch.float32 and not kept(p) for p in parameters):

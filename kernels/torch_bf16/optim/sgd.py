@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
+from torch_bf16.engine.states import States
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
 
@@ -154,7 +155,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
     ) -> None:
         self._construct(locals())
         # Some versions of torch make the state here, in the parameters' dtype.
-        self.state.clear()
+        self.state = States(dict)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return rules.ADAGRAD

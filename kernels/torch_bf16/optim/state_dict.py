@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from torch_bf16.engine.states import States
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import residuals
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
@@ -27,15 +28,37 @@ _logger = logging.getLogger("torch_bf16")
 
 def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The state dict that torch's own method makes, with its header, and bits shown as numbers."""
-    # Before the user's own hooks, which see what is saved.
-    hook = optimizer.register_state_dict_post_hook(_show, prepend=True)
+    seen = True
+
+    def before(_: Any) -> None:
+        nonlocal seen
+        seen = getattr(optimizer.state, "seen", True)
+
+    def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        shown = _show(optimizer, state_dict)
+        # What it gives away are other tensors over the same memory.
+        _note(optimizer, seen)
+        return shown
+
+    # Before the user's own post-hooks, which see what is saved, and after their pre-hooks.
+    hooks = [
+        optimizer.register_state_dict_pre_hook(before),
+        optimizer.register_state_dict_post_hook(show, prepend=True),
+    ]
     try:
         found = state_dict()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     names = optimizer._engine.names.known(optimizer.param_groups)
     found[schema.HEADER] = schema.header(optimizer.recipe, names)
     return found
+
+
+def _note(optimizer: Any, seen: bool) -> None:
+    """Have the states be as well known to others as they were."""
+    if isinstance(optimizer.state, States):
+        optimizer.state.seen = seen
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +77,13 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
-    return {**state_dict, "state": states}
+    return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
+
+
+def _aliases(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def load(
@@ -63,9 +92,11 @@ def load(
     """Load by torch's own method, which would cast states to the parameters' dtype."""
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
+    seen = True
 
     def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        nonlocal recipe, header
+        nonlocal recipe, header, seen
+        seen = getattr(optimizer.state, "seen", True)
         schema.check_whole(given)
         header = given.get(schema.HEADER)
         recipe = schema.check_header(header, optimizer.recipe)
@@ -74,7 +105,8 @@ def load(
         return {**given, "state": _shared(given), "param_groups": _named_groups(optimizer, given)}
 
     def put(_: Any) -> None:
-        optimizer.state.update(loaded)
+        dict.update(optimizer.state, loaded)
+        _note(optimizer, seen)
         optimizer._engine.invalidate()
         optimizer.recipe = recipe
         if changes.counts:
@@ -161,7 +193,7 @@ def _read(
                         "model memory first (model.to_empty(device=...)), make the optimizer of "
                         "its parameters, and load the weights, then the state dict"
                     )
-                state = _copied(state, optimizer.state.get(parameter, {}), parameter.ndim)
+                state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
                 shard, options = shard_of(parameter), {**group, **its}
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
 

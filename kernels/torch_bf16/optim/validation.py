@@ -228,7 +228,8 @@ def check_replaced(
     """
     current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     orphans = [p for p in optimizer.state if isinstance(p, Tensor) and p not in current]
-    stateless = [label for parameter, label in labels.items() if not optimizer.state.get(parameter)]
+    states = optimizer.state
+    stateless = [label for each, label in labels.items() if not dict.get(states, each)]
     if orphans and stateless:
         raise StateMismatchError(
             f"{stateless[0]()} has no optimizer state, while a parameter of shape "

@@ -1,0 +1,57 @@
+"""``optimizer.state``, and whether anybody has looked into it."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["States"]
+
+
+class States(defaultdict):
+    """A dict of states that remembers whether it has ever given one away, or was changed.
+
+    Kernels write where a state's tensors were when a step was planned. What puts one elsewhere,
+    ``state["exp_avg"].data = ...``, leaves no trace: to find it, a step asks each tensor for its
+    address, which takes longer than most of what it asks. Tensors that nobody was given need not be
+    asked. Our own code reads and writes by ``dict.get(states, key)`` and the like, which is not
+    noticed, and passes nothing on.
+
+    Attributes:
+        seen: whether somebody may hold a state or one of its tensors, or has put others here.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.seen = False
+        super().__init__(*arguments, **named)
+        self.seen = len(self) > 0
+
+    # Without a method of its own dict(states) would copy past __getitem__.
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+    def __reduce__(self) -> Any:
+        # A copy has tensors of its own.
+        return States, (self.default_factory,), None, None, iter(dict.items(self))
+
+
+def _noticing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noticing(self: States, *arguments: Any, **named: Any) -> Any:
+        # An empty one has nothing to give away, or to lose.
+        self.seen = self.seen or len(self) > 0
+        try:
+            return method(self, *arguments, **named)
+        finally:
+            self.seen = self.seen or len(self) > 0
+
+    return noticing
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "get", "setdefault", "pop", "popitem"),
+    *("update", "clear", "items", "values", "copy", "__copy__", "__or__", "__ror__", "__ior__"),
+):
+    setattr(States, _name, _noticing(getattr(defaultdict, _name)))
