@@ -197,3 +197,33 @@ def test_a_graph_whose_optimizer_is_gone_takes_the_same_steps(device, recipe):
     torch.cuda.synchronize()
     for p, want in zip(weights, expected, strict=True):
         assert torch.equal(p, want)
+
+
+@pytest.mark.parametrize("recipe", ["stochastic", "master"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpus())])
+def test_graphed_steps_have_the_bits_of_ordinary_ones(device, recipe):
+    made = []
+    for _ in range(2):
+        ones = [torch.ones(64, 9 + n, dtype=torch.bfloat16, device="cuda") for n in range(3)]
+        weights = {f"p{n}": nn.Parameter(each) for n, each in enumerate(ones)}
+        made.append(make_optimizer("adamw", recipe, "triton", weights.items()))
+    ours, plain = made
+    for optimizer in made:
+        give(optimizer, 0)
+    step = ours.graphed()
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in made]
+    for seed in range(8):
+        for optimizer, take in ((ours, step), (plain, plain.step)):
+            held = [p.grad for p in parameters_of(optimizer)]
+            give(optimizer, seed)
+            for p, gradient in zip(parameters_of(optimizer), held, strict=True):
+                p.grad = gradient.copy_(p.grad)
+            optimizer.scale_next_step(torch.tensor(0.5 + seed, device="cuda"))
+            optimizer.skip_next_step_where(torch.tensor(float(seed == 3), device="cuda"))
+            take()
+            if seed % 3 == 2:
+                optimizer.step()
+        for each in schedules:
+            each.step()
+        assert_same(on_host(ours), on_host(plain))
+    assert ours.skipped_steps == plain.skipped_steps == 1

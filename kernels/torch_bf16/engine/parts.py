@@ -126,7 +126,6 @@ class Active:
     """What there is to do where some of the members take part.
 
     Attributes:
-        flags: for each member, whether it does.
         parameters: theirs.
         parts: those with such a member.
         sources: the scalars of those; for each the parts, and which of their rows take part, None
@@ -134,7 +133,6 @@ class Active:
         directed: whether a rule among them looks at a whole tensor first.
     """
 
-    flags: list[bool]
     parameters: list[Tensor]
     parts: list[Part]
     sources: list[tuple[list[Part], ScalarSource, np.ndarray | None]]
@@ -157,7 +155,7 @@ class Active:
                 found.append((its, source, None if which.all() else which))
         active = [part for part in parts if rows[part].any()]
         parameters = [each.parameter for each in compress(members, flags)]
-        return cls(flags, parameters, active, found, any(part.directed for part in active))
+        return cls(parameters, active, found, any(part.directed for part in active))
 
 
 def source_of(parts: Sequence[Part]) -> ScalarSource:

@@ -27,6 +27,8 @@ from .setting import Setting
 
 __all__ = ["Plan"]
 
+_SETS = 8
+
 
 class Plan:
     """Batches and scalars for the parameters that take part in a step, or did before.
@@ -62,7 +64,8 @@ class Plan:
         self._parts = [Part(some, seed, backend) for some in one_batch]
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
         self._sources = [(parts, source_of(parts)) for parts in one_rule]
-        self._selected: Active | None = None
+        self._sets: dict[bytes, Active] = {}
+        self._selected: tuple[list[bool], Any] = [], None
         self.devices = {part.batch.variant.device for part in self._parts}
 
     def compile(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -228,10 +231,18 @@ class Plan:
 
     def _active(self) -> Active:
         """What there is to do for the members that take part."""
-        flags = self._guard.taking_part
-        if self._selected is None or self._selected.flags is not flags:
-            self._selected = Active.of(flags, self.members, self._parts, self._sources)
-        return self._selected
+        flags, active = self._selected
+        if flags is not self._guard.taking_part:
+            flags = self._guard.taking_part
+            key = bytes(flags)
+            if key not in self._sets:
+                # Experts, dropped layers and alternating freezes come back to a few sets.
+                if len(self._sets) == _SETS:
+                    self._sets.clear()
+                self._sets[key] = Active.of(flags, self.members, self._parts, self._sources)
+            active = self._sets[key]
+            self._selected = flags, active
+        return active
 
 
 def _say_what_was_updated(error: BaseException, updated: set[int]) -> None:

@@ -46,6 +46,7 @@ class Table:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host: np.ndarray | None = None
+        self._bytes = b""
         self._copy: Tensor | None = None
         self._ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._spare: list[Tensor] = []
@@ -63,9 +64,10 @@ class Table:
         if cuda_graphs.capturing([self._device]):
             return self._capture(table)
         if self._copy is None:
-            self._copy = upload(table, self._device)
-        elif table is not self._host and not np.array_equal(table, self._host):  # pyright: ignore[reportArgumentType]
+            self._copy, self._bytes = upload(table, self._device), table.tobytes()
+        elif table is not self._host and (now := table.tobytes()) != self._bytes:
             self._write(self._copy, table)
+            self._bytes = now
         self._host = table
         if self._device.type == "cuda" and len(self._spare) < _SPARE:
             self._spare = list(torch.empty((_SPARE, *table.shape), dtype=torch.int64).pin_memory())

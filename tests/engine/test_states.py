@@ -1,0 +1,168 @@
+"""`optimizer.state` notices who looks into it; until then steps do not ask where states are."""
+
+import copy
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bf16
+from torch_bf16.engine.states import States
+
+LOOKS = {
+    "[]": lambda s, k: s[k],
+    "get": lambda s, k: s.get(k),
+    "items": lambda s, k: s.items(),
+    "values": lambda s, k: s.values(),
+    "setdefault": lambda s, k: s.setdefault(k, {}),
+    "pop": lambda s, k: s.pop(k),
+    "popitem": lambda s, k: s.popitem(),
+    "del": lambda s, k: s.__delitem__(k),
+    "clear": lambda s, k: s.clear(),
+    "set": lambda s, k: s.__setitem__(k, {}),
+    "update": lambda s, k: s.update({}),
+    "|=": lambda s, k: s.__ior__({}),
+    "copy()": lambda s, k: s.copy(),
+    "copy.copy": lambda s, k: copy.copy(s),
+    "dict()": lambda s, k: dict(s),
+    "**": lambda s, k: {**s},
+    "|": lambda s, k: s | {},
+    "other |": lambda s, k: {} | s,
+    "update another": lambda s, k: {}.update(s),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_every_way_to_a_state_is_noticed(look):
+    key = nn.Parameter(torch.ones(2))
+    states = States(dict)
+    dict.__setitem__(states, key, {"step": 1})
+    assert not states.seen
+    LOOKS[look](states, key)
+    assert states.seen
+
+
+def test_keys_give_nothing_away_and_an_empty_dict_has_nothing():
+    key = nn.Parameter(torch.ones(2))
+    states = States(dict)
+    assert [*states.items()] == []
+    states.clear()
+    dict.__setitem__(states, key, {"step": 1})
+    assert key in states
+    assert len(states) == 1
+    assert [*states] == [*states.keys()] == [key]
+    assert states
+    assert not states.seen
+
+
+def trained(recipe="bf16-fp32-master"):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    named = [(f"p{n}", each) for n, each in enumerate(parameters)]
+    optimizer = torch_bf16.AdamW(named, lr=1e-2, recipe=recipe)
+    optimizer.step()
+    return optimizer, parameters
+
+
+def test_what_training_does_gives_nothing_away():
+    optimizer, parameters = trained()
+    other, _ = trained()
+    optimizer.state_dict()
+    optimizer.exact_weight(parameters[0])
+    parameters[0].grad = None
+    optimizer.step()
+    optimizer.load_state_dict(other.state_dict())
+    # At another address, so that a plan is made anew.
+    parameters[1].data = parameters[1].data.clone()
+    optimizer.step()
+    assert not optimizer.state.seen
+
+
+def moved(optimizer, parameter):
+    """Whether the next step updates a moment that was put elsewhere."""
+    moment = dict.__getitem__(optimizer.state, parameter)["exp_avg"]
+    moment.data = moment.data.clone()
+    before = moment.clone()
+    optimizer.step()
+    now = dict.__getitem__(optimizer.state, parameter)["exp_avg"]
+    return now is moment and not torch.equal(moment, before)
+
+
+def look_in_a_pre_hook(optimizer):
+    held = []
+    optimizer.register_state_dict_pre_hook(lambda o: held.append([*o.state.values()]))
+    optimizer.state_dict()
+    return held
+
+
+def hold_and_load(optimizer):
+    held = [*optimizer.state.values()]
+    optimizer.load_state_dict(optimizer.state_dict())
+    return held
+
+
+def watched(optimizer):
+    class Watching:
+        def before_update(self, members, scale):
+            self.members = members
+
+        def after_update(self):
+            pass
+
+    optimizer.observers.append(Watching())
+    optimizer.step()
+    return optimizer.observers
+
+
+def another_dict(optimizer):
+    optimizer.state = defaultdict(dict, optimizer.state)
+
+
+@pytest.mark.parametrize("look", [look_in_a_pre_hook, hold_and_load, watched, another_dict])
+def test_a_state_that_somebody_was_given_may_be_put_elsewhere_at_any_time(look):
+    optimizer, parameters = trained()
+    held = look(optimizer)
+    for _ in range(3):
+        optimizer.step()
+    assert moved(optimizer, parameters[1])
+    assert moved(optimizer, parameters[2])
+    del held
+
+
+def test_a_state_dict_has_the_memory_of_the_states_and_no_tensor_of_theirs():
+    optimizer, parameters = trained()
+    saved = optimizer.state_dict()["state"][1]
+    own = dict.__getitem__(optimizer.state, parameters[1])
+    for key, tensor in saved.items():
+        assert tensor is not own[key]
+        assert tensor.data_ptr() == own[key].data_ptr()
+    saved["exp_avg"].data = torch.zeros(8, 8)
+    before = own["exp_avg"].clone()
+    optimizer.step()
+    assert not torch.equal(own["exp_avg"], before)
+    assert saved["exp_avg"].eq(0).all()
+
+
+def test_a_state_that_was_dropped_starts_anew():
+    optimizer, parameters = trained()
+    del optimizer.state[parameters[0]]
+    optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in parameters] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_and_pickles_step_as_the_optimizer_does(copied):
+    optimizer, parameters = trained()
+    twin = copied(optimizer)
+    assert not optimizer.state.seen
+    mine = twin.param_groups[0]["params"]
+    for one, other in zip(parameters, mine, strict=True):
+        other.grad = one.grad
+    optimizer.step()
+    twin.step()
+    for one, other in zip(parameters, mine, strict=True):
+        assert torch.equal(one, other)
