@@ -12,6 +12,8 @@ torch's fused AdamW in the same block. Rows:
 - ``moved gradients``: at other addresses than in the step before
 - ``alternating sets``: one half of the parameters has gradients in one step, the other in the next
 - ``planning``: the first step with a set of parameters that no plan knows, without compiling
+
+``ours, graphed`` replays ``optimizer.graphed()``, the graph's own launch left out like the others.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch_bf16
+from torch_bf16.backends import cuda_graphs
 from torch_bf16.backends.triton import TritonBackend
 
 ROWS = ("same gradients", "moved gradients", "alternating sets", "planning")
@@ -41,6 +44,7 @@ def stub_triton() -> None:
 
     driver._active = Driver(notes=False)
     TritonBackend.unavailable = lambda self, device: None
+    cuda_graphs.record = lambda launch, device: lambda: None
 
 
 def parameters_of(count: int) -> list[nn.Parameter]:
@@ -54,6 +58,7 @@ CONTENDERS = {
     "torch foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
     "ours, triton": lambda p: torch_bf16.AdamW(p, lr=1e-3, backend="triton"),
     "ours, cpu": lambda p: torch_bf16.AdamW(p, lr=1e-3, backend="cpu"),
+    "ours, graphed": lambda p: torch_bf16.AdamW(p, lr=1e-3, backend="triton"),
 }
 
 
@@ -67,6 +72,7 @@ class Run:
         self.turn = 0
         self.give(0, 0)
         self.optimizer.step()
+        self.step = self.optimizer.graphed() if "graphed" in name else self.optimizer.step
 
     def give(self, which: int, half: int) -> None:
         """Gradients of one set, to all parameters (0), the even (1) or the odd ones (2)."""
@@ -84,16 +90,18 @@ class Run:
             if row == "planning" and hasattr(self.optimizer, "_engine"):
                 self.optimizer._engine.invalidate()
             start = time.process_time()
-            self.optimizer.step()
+            self.step()
             total += time.process_time() - start
         return total / count
 
 
 def measure(row: str, count: int, blocks: int, names: list[str]) -> dict[str, list[float]]:
     """Microseconds per step of each block."""
-    runs = {name: Run(name, count) for name in names}
+    # A graph reads the gradients of its capture.
+    graphs = row == "same gradients"
+    runs = {name: Run(name, count) for name in names if graphs or "graphed" not in name}
     steps = max(1, min(20, 3000 // count)) if row != "planning" else 1
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for block in range(blocks + 2):
         for name, run in runs.items():
             seconds = run.steps(row, steps)
