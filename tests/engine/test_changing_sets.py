@@ -139,6 +139,39 @@ def test_bad_options_of_a_group_without_gradients_stop_no_step():
     assert optimizer.state[first]["step"].item() == 3
 
 
+def test_steps_without_any_gradient_change_nothing_and_are_planned_for_once():
+    mine = [nn.Parameter(torch.ones(8, 8, dtype=BF16))]
+    optimizer = make_optimizer("adamw", "master", "eager", mine)
+    optimizer.step()
+    plan = optimizer._engine.plan
+    optimizer.step()
+    assert optimizer._engine.plan is plan
+    assert not optimizer.state
+    take_steps(optimizer, [0])
+    assert optimizer.state[mine[0]]["step"].item() == 1
+
+
+def test_more_parameters_than_are_looked_at_together():
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        mine = {f"p{n}": nn.Parameter(torch.randn(3).to(BF16)) for n in range(700)}
+        made.append((make_optimizer("adamw", "stochastic", "cpu", mine.items()), [*mine.values()]))
+    (kept, weights), (anew, _) = made
+    for seed in range(3):
+        for _, mine in made:
+            set_gradients(mine, seed)
+            for p in mine[seed * 250 : seed * 250 + 5]:
+                p.grad = None
+        if seed == 2:
+            weights[600].data = weights[600].data.clone()
+        anew._engine.plan = None
+        kept.step()
+        anew.step()
+    assert_same(snapshot(kept), snapshot(anew))
+    assert kept.state[weights[600]]["step"].item() == 3
+
+
 def test_observers_see_what_takes_part():
     optimizer, (first, second) = two()
     seen = []

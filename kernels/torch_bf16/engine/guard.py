@@ -30,7 +30,7 @@ _DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter
 # Parameters that are looked at together, several times in turn: what one look has brought into a
 # processor's cache is still there for the next one.
 _BLOCK = 256
-_END = object()
+_END, _NONE = object(), np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Guard:
         # What the last look found, for the step that follows it and no longer.
         self._found: list[Tensor | None] | None = None
         self._addresses: np.ndarray | None = None
-        self._last_addresses = np.empty(0, np.int64)
+        self._last_addresses = _NONE
 
     def holds(self, parameters: Sequence[Tensor], states: dict[Tensor, Any]) -> bool:
         """Whether all that take part are known, and all tensors the same in the same memory.
@@ -131,7 +131,7 @@ class Guard:
         gradients: list[Tensor | None] = []
         addresses: list[np.ndarray | None] = []
         flags: list[bool] = []
-        usable = True
+        usable, self._found, self._addresses = True, None, None
         # What nobody was given nobody has put elsewhere.
         hidden = isinstance(states, States) and not states.seen and states is self._states
         own = () if hidden else self._own(states)
@@ -150,7 +150,8 @@ class Guard:
         if usable:
             self._found = gradients
             known = [each for each in addresses if each is not None]
-            self._addresses = np.concatenate(known) if len(known) == len(addresses) else None
+            if len(known) == len(addresses):
+                self._addresses = known[0] if len(known) == 1 else np.concatenate([_NONE, *known])
         return True
 
     def _own(self, states: dict[Tensor, Any]) -> Iterable[Any]:
