@@ -155,21 +155,21 @@ def test_more_parameters_than_are_looked_at_together():
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        mine = {f"p{n}": nn.Parameter(torch.randn(3).to(BF16)) for n in range(700)}
+        mine = {f"p{n}": nn.Parameter(torch.randn(3).to(BF16)) for n in range(300)}
         made.append((make_optimizer("adamw", "stochastic", "cpu", mine.items()), [*mine.values()]))
     (kept, weights), (anew, _) = made
     for seed in range(3):
         for _, mine in made:
             set_gradients(mine, seed)
-            for p in mine[seed * 250 : seed * 250 + 5]:
+            for p in mine[seed * 120 : seed * 120 + 5]:
                 p.grad = None
         if seed == 2:
-            weights[600].data = weights[600].data.clone()
+            weights[270].data = weights[270].data.clone()
         anew._engine.plan = None
         kept.step()
         anew.step()
     assert_same(snapshot(kept), snapshot(anew))
-    assert kept.state[weights[600]]["step"].item() == 3
+    assert kept.state[weights[270]]["step"].item() == 3
 
 
 def test_observers_see_what_takes_part():

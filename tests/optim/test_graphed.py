@@ -169,7 +169,13 @@ def re_pointed(kind):
     weight = parameters_of(ours)[0]
     step()
     each = {"weight": weight, "gradient": weight.grad, "state": ours.state[weight]["exp_avg"]}[kind]
+    before = each.detach()
     each.data = each.data.clone()
+    address = before.data_ptr()
+    del before
+    # Replays must not write what is somebody else's by now.
+    other = torch.empty_like(each)
+    assert other.data_ptr() != address
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphed, "_EVERY", 3)
         step()

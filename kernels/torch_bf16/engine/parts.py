@@ -53,11 +53,13 @@ class Row:
 
 def _job(member: Member, span: Span) -> Job:
     dtype = member.gradient if member.direction is None else torch.float32
+    # Tensors of its own over the same memory: what puts one elsewhere by .data frees nothing that
+    # a kernel writes.
     tensors = {**member.state, "": member.shard.memory}
     names = ("", *(state.name for state in member.rule.states))
     planes = tuple(
         tuple(
-            span.of(local(tensors[key]), plane.block)
+            span.of(local(tensors[key]).detach(), plane.block)
             for key, plane in zip(each.plane_names(name), each.planes, strict=True)
         )
         for name, each in zip(names, member.formats, strict=True)

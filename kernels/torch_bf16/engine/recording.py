@@ -48,7 +48,9 @@ class Recording:
                 "take ordinary steps"
             )
         self._parts, self._sources = {*active.parts}, active.sources
-        self._gradients, self._groups = found.gradients, groups
+        # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
+        self._gradients = [each if each is None else each.detach() for each in found.gradients]
+        self._groups = groups
         self._addresses: np.ndarray = found.addresses
         self._bring(StepInputs())
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
