@@ -172,6 +172,50 @@ def test_more_parameters_than_are_looked_at_together():
     assert kept.state[weights[270]]["step"].item() == 3
 
 
+def count_of(optimizer, parameter):
+    # Past what notices a look into the states.
+    return dict.__getitem__(optimizer.state, parameter)["step"].item()
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_the_plan_of_before_one_that_took_no_step_does_not_count_for_it(looked):
+    optimizer, (first, second) = two()
+    third = nn.Parameter(torch.ones(8, 64, dtype=BF16))
+    optimizer.add_param_group({"params": [third], "lr": 0.01})
+    optimizer.step()
+    plan = optimizer._engine.plan
+    third.grad = torch.ones_like(third)
+    optimizer.param_groups[1]["lr"] = "fast"
+    with pytest.raises(ValueError, match="no step follows from the options of group 1"):
+        optimizer.step()
+    if looked:
+        optimizer.state.seen = True
+    assert optimizer._engine.plan is plan
+    third.grad = None
+    optimizer.step()
+    assert [count_of(optimizer, each) for each in (first, second)] == [3, 3]
+
+
+def test_ordinary_steps_after_released_gradients_go_on_counting():
+    model = torch_bf16.cast_model(nn.Linear(4, 4))
+    optimizer = torch_bf16.AdamW(model.parameters(), lr=0.01, backend="eager")
+
+    def backward():
+        model(torch.ones(1, 4, dtype=BF16)).sum().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    release = torch_bf16.release_gradients(model, optimizer)
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    release.remove()
+    backward()
+    optimizer.step()
+    assert {count_of(optimizer, each) for each in model.parameters()} == {4}
+
+
 def test_observers_see_what_takes_part():
     optimizer, (first, second) = two()
     seen = []

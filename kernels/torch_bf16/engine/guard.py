@@ -70,6 +70,7 @@ class Guard:
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self._shards, self._states = list(shards), states
+        self._plans = getattr(states, "plans", None)
         self._parameters = [each.parameter for each in shards]
         self._candidates: Sequence[Tensor] = self._parameters
         self._strangers: list[Tensor] = []
@@ -132,8 +133,14 @@ class Guard:
         addresses: list[np.ndarray | None] = []
         flags: list[bool] = []
         usable, self._found, self._addresses = True, None, None
-        # What nobody was given nobody has put elsewhere.
-        hidden = isinstance(states, States) and not states.seen and states is self._states
+        # What nobody was given nobody has put elsewhere, and no other plan has changed.
+        plans = getattr(states, "plans", None)
+        hidden = (
+            isinstance(states, States)
+            and states is self._states
+            and not states.seen
+            and plans == self._plans
+        )
         own = () if hidden else self._own(states)
         for block in self._blocks:
             if not block.holds(None if hidden else [*islice(own, len(block.parameters))]):
@@ -145,6 +152,7 @@ class Guard:
             gradients += found.gradients
             addresses.append(found.addresses)
             flags += found.there
+        self._states, self._plans = states, plans
         if flags != self.taking_part:
             self.taking_part = flags
         if usable:

@@ -21,10 +21,11 @@ class States(defaultdict):
 
     Attributes:
         seen: whether somebody may hold a state or one of its tensors, or has put others here.
+        plans: how many plans were made for the states, each of which counts their steps anew.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.seen = False
+        self.seen, self.plans = False, 0
         super().__init__(*arguments, **named)
         self.seen = len(self) > 0
 

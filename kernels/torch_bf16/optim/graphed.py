@@ -13,7 +13,8 @@ from torch_bf16.backends import cuda_graphs
 from torch_bf16.errors import suffix_errors
 from torch_bf16.sharding import no_torch_function
 
-from .planning import make_plan
+from .masters import forget_overwritten
+from .planning import make_plan, with_gradients
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -30,14 +31,25 @@ _EVERY = 64
 class GraphedStep:
     """What takes steps of an optimizer by replaying a CUDA graph of one.
 
-    Made by :meth:`BF16Optimizer.graphed`, where it is described. It keeps the optimizer and all
-    tensors that the graph reads.
+    Made by :meth:`BF16Optimizer.graphed`. A replay launches one graph instead of the kernels, and
+    leaves out most of what a step asks of every tensor. It is the step that ``step()`` would take,
+    to the bit: hyperparameters of the groups are read at each replay, so that schedulers work and
+    ``lr`` may be a number; clipping, ``skip_next_step_where`` and ``state_dict()`` work as with
+    ordinary steps, which may be taken in between.
+
+    Gradients must stay the tensors that they are now. ``zero_grad(set_to_none=False)`` keeps them;
+    where one is another tensor or gone, the replay is refused. What is put elsewhere by ``.data``
+    is seen at every 64th replay alone. The optimizer, and all that the graph reads, live as long as
+    this object. Replays tell autograd nothing: a second ``backward()`` through a graph of before the
+    step is not refused.
 
     Args:
         optimizer: the optimizer, whose parameters have their gradients.
 
     Raises:
-        RuntimeError: its step cannot be captured; the message says what works.
+        RuntimeError: no graph can hold its step; the message says what works. So it is on CPUs,
+            with Muon and Adafactor, with released gradients, with hooks on the step, and where a
+            parameter or a gradient is not contiguous.
     """
 
     @torch.no_grad()
@@ -50,13 +62,11 @@ class GraphedStep:
                 optimizer._check_options(group, number)
             plan = engine.plan
             if plan is None or not plan.fits(setting, setting.parameters, optimizer.state):
-                plan = make_plan(
-                    *(optimizer, [p for p in setting.parameters if p.grad is not None]),
-                    *(setting, plan),
-                )
+                there = with_gradients(setting.parameters)
+                plan = engine.plan = make_plan(optimizer, there, setting, plan)
         if not plan.updated():
             raise self._refused("no parameter has a gradient. Call it after a backward()")
-        optimizer._forget_overwritten(plan)
+        forget_overwritten(plan)
         plan.note_versions()
         if why := plan.obstacle_to_capture():
             raise self._refused(why)
@@ -66,8 +76,7 @@ class GraphedStep:
             self._recording = plan.record(optimizer.param_groups)
         except RuntimeError as error:
             raise self._refused(str(error)) from error
-        engine.plan = self._plan = plan
-        self._flags, self._count = plan.flags, 0
+        self._plan, self._flags, self._count = plan, plan.flags, 0
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -84,7 +93,7 @@ class GraphedStep:
         told = pending.inputs(
             getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         )
-        if optimizer._forget_overwritten(plan):
+        if forget_overwritten(plan):
             plan.note_versions()
         for observer in optimizer.observers:
             optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,19 +17,17 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States
 from torch_bf16.errors import suffix_errors
-from torch_bf16.formats import Format
 from torch_bf16.gradients.accumulation import accumulate_as
-from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard, local, no_torch_function, shard_of
+from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.completion import complete_state
-from torch_bf16.states.recoding import Changes, stored_format
-from torch_bf16.states.views import masters_in
+from torch_bf16.states.recoding import Changes
 
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
-from .planning import make_plan
+from .masters import exact_weight, forget_overwritten, invalidate_remainders
+from .planning import make_plan, with_gradients
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
 __all__ = ["UNTOUCHED", "BF16Optimizer", "invalidate_remainders"]
@@ -166,7 +164,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         parameters = setting.parameters
         # A plan finds those that have a gradient as it compares them all.
         if engine.plan is None or engine.release is not None:
-            parameters = _with_gradients(parameters)
+            parameters = with_gradients(parameters)
         if engine.release is not None:
             engine.release.finish()
         if parameters or engine.release is None:
@@ -195,7 +193,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """
         fits = plan is not None and plan.fits(setting, parameters, self.state)
         if not fits:
-            parameters = _with_gradients(parameters)
+            parameters = with_gradients(parameters)
         devices = (each.device for each in parameters) if plan is None else plan.devices
         if cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
@@ -205,7 +203,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            self._forget_overwritten(plan)
+            forget_overwritten(plan)
             for observer in observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
                 observer.before_update(plan.taking_part(), told.multiplier)
@@ -221,38 +219,15 @@ class BF16Optimizer(torch.optim.Optimizer):
         plan.note_versions()
         return plan
 
-    def _forget_overwritten(self, plan: Plan) -> bool:
-        """Drop the lower halves of weights that something else has written; whether any was."""
-        written = plan.written()
-        invalidate_remainders((each.state, each.formats[0]) for each in written)
-        return bool(written)
-
     def graphed(self) -> GraphedStep:
-        """Capture a step in a CUDA graph, and return what replays it.
+        """Capture a step in a CUDA graph, and return what takes steps by replaying it.
 
-        A replay launches one graph instead of the kernels, and leaves out most of what a step asks
-        of every tensor. It takes no step by being captured. What it takes is the step that
-        ``step()`` would take, to the bit: hyperparameters of the groups are read at each replay, so
-        that schedulers work and ``lr`` may be a number; so are clipping (:meth:`scale_next_step`)
-        and :meth:`skip_next_step_where`; steps are counted, ``state_dict()`` is that of ordinary
-        steps, and these may be taken in between.
-
-        Gradients must stay the tensors that they are now. ``zero_grad(set_to_none=False)`` keeps
-        them; where one is another tensor or gone, the replay is refused. What is put elsewhere by
-        ``.data`` is seen at every 64th replay alone, and tensors that a graph reads are freed only
-        with what this returns. Replays tell autograd nothing: a second ``backward()`` through a
-        graph of before the step is not refused.
-
-        Returns:
-            A callable without arguments that takes a step and returns nothing; it keeps the
-            optimizer alive.
+        It takes no step by being captured.
 
         Raises:
-            RuntimeError: no graph can hold the step: on CPUs, with Muon or Adafactor, with released
-                gradients, hooks on the step, or a parameter or gradient that is not contiguous.
+            RuntimeError: no graph can hold the step; see :class:`.graphed.GraphedStep`.
 
         Example:
-            >>> optimizer = torch_bf16.AdamW(model.parameters(), lr=1e-3)
             >>> step = None
             >>> for batch in batches:
             ...     model(batch).sum().backward()
@@ -268,20 +243,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         Returns:
             New fp32 tensor, shaped like the parameter; the parameter itself if it is fp32.
         """
-        if parameter.dtype != torch.bfloat16:
-            return parameter.detach()
-        shard = shard_of(parameter)
-        visible = shard.memory.contiguous()
-        state, snapshot = dict.get(self.state, parameter, {}), self._engine.snapshots.get(parameter)
-        masters = masters_in({key: local(each) for key, each in state.items()})
-        written = snapshot is not None and snapshot.version != shard.version()
-        if not masters and (known := residuals.second_plane(shard, torch.int16)) is not None:
-            masters = {"remainder16": known}
-        format_ = stored_format(masters, "") if masters else None
-        if format_ is None or (written and format_.remainders):
-            return shard.place(visible.float())
-        planes = [visible, *(masters[key] for key in format_.plane_names("")[1:])]
-        return shard.place(format_.decode(planes))
+        state, snapshots = dict.get(self.state, parameter, {}), self._engine.snapshots
+        return exact_weight(parameter, state, snapshots.get(parameter))
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
@@ -432,19 +395,3 @@ class BF16Optimizer(torch.optim.Optimizer):
         if last is None or not last.holds(fixed, groups):
             last = self._engine.setting = Setting(fixed, groups)
         return last
-
-
-def _with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    with no_torch_function():
-        return [p for p in parameters if p.grad is not None]
-
-
-def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -> None:
-    """Drop the lower half of weights that something else has written since the last step.
-
-    Args:
-        written: state and format of each such weight.
-    """
-    for state, format_ in written:
-        for key in format_.remainders:
-            local(state[key]).zero_()

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from torch_bf16.engine.member import Member, Snapshot, formats_of
 from torch_bf16.engine.plan import Plan
+from torch_bf16.engine.states import States
 from torch_bf16.errors import prefix_errors
 from torch_bf16.model import residuals
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
-from torch_bf16.sharding import Shard, shard_of
+from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
@@ -26,7 +27,7 @@ from .validation import check_gradient, check_parameter, check_replaced, check_u
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["collect", "keep_states", "make_plan"]
+__all__ = ["collect", "keep_states", "make_plan", "with_gradients"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -103,6 +104,8 @@ def make_plan(
         known = beside | {each.parameter: each for each in members}
         ordered = (p for group in optimizer.param_groups for p in group["params"])
         members = [known[p] for p in ordered if p in known]
+    if isinstance(optimizer.state, States):
+        optimizer.state.plans += 1
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting)
     plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
@@ -110,6 +113,12 @@ def make_plan(
     keep_states(optimizer, members, changes)
     plan.watch(optimizer.state)
     return plan
+
+
+def with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those of some parameters that have a gradient."""
+    with no_torch_function():
+        return [p for p in parameters if p.grad is not None]
 
 
 def _steps_on_host(states: dict[Tensor, Any], parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
