@@ -40,8 +40,8 @@ class GraphedStep:
     Gradients must stay the tensors that they are now. ``zero_grad(set_to_none=False)`` keeps them;
     where one is another tensor or gone, the replay is refused. What is put elsewhere by ``.data``
     is seen at every 64th replay alone. The optimizer, and all that the graph reads, live as long as
-    this object. Replays tell autograd nothing: a second ``backward()`` through a graph of before the
-    step is not refused.
+    this object. Replays tell autograd nothing: a second ``backward()`` through a graph of before
+    the step is not refused.
 
     Args:
         optimizer: the optimizer, whose parameters have their gradients.
