@@ -229,7 +229,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
         Example:
             >>> step = None
-            >>> for batch in batches:
+            >>> for batch in batches:  # doctest: +SKIP
             ...     model(batch).sum().backward()
             ...     step = step or optimizer.graphed()
             ...     step()
