@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bf16.gradients.clipping import norm_over_ranks
+from torch_bf16.gradients.norm import norm_over_ranks
 from torch_bf16.numerics import roots
 
 SPECIAL = [0, 1, 2, 0x007FFFFF, 0x00800000, 0x3F7FFFFF, 0x3F800000, 0x7F7FFFFF, 0x7F800000,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from torch_bf16.argument_checks import BACKENDS, check_backend
 from torch_bf16.errors import BackendUnavailableError
 
+from . import cuda_graphs
 from .backend import Backend, Kernel, ScalarSource
 from .bucket import Bucket, Variant
-from .certificates import fault_of
+from .certificates import fault_of, fault_of_squares
 from .cpu import CpuBackend
 from .eager import EagerBackend
 from .inputs import KernelInputs, ScalarRows, StepInputs
@@ -32,6 +35,7 @@ __all__ = [
     "choose",
     "choose_for",
     "explain",
+    "squares",
 ]
 
 _BACKENDS: dict[str, Backend] = {
@@ -92,11 +96,38 @@ def choose_for(variant: Variant, requested: str | None = None) -> Backend:
         fault = fault_of(backend, variant)
         if fault is None:
             return backend
-        _warn_of(backend.name, variant, fault)
+        _warn_of(backend.name, variant.name, variant.device, fault)
         faults.append(f"{backend.name}: {fault}")
     raise BackendUnavailableError(
         f"no backend computes {variant.name} as it must on {variant.device}: {'; '.join(faults)}"
     )
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements; see :meth:`Backend.squares`.
+
+    By the fastest backend that was tried and reads such tensors. A CUDA graph records torch's.
+
+    Args:
+        tensors: as there.
+    """
+    device, dtype = tensors[0].device, tensors[0].dtype
+    found = None
+    if dtype in (torch.bfloat16, torch.float32) and not cuda_graphs.capturing([device]):
+        found = _squares_by(device, dtype).squares(tensors)
+    return _BACKENDS["eager"].squares(tensors) if found is None else found  # pyright: ignore
+
+
+@functools.cache
+def _squares_by(device: torch.device, dtype: torch.dtype) -> Backend:
+    for backend in _automatic(device):
+        if backend.name == EagerBackend.name:
+            break
+        fault = fault_of_squares(backend, device, dtype)
+        if fault is None:
+            return backend
+        _warn_of(backend.name, f"sums of squares in {dtype}", device, fault)
+    return _BACKENDS["eager"]
 
 
 def explain(device: torch.device) -> dict[str, str | None]:
@@ -138,9 +169,9 @@ def _note_emulation(device: torch.device) -> None:
 
 
 @functools.cache
-def _warn_of(name: str, variant: Variant, fault: str) -> None:
+def _warn_of(name: str, what: str, device: torch.device, fault: str) -> None:
     _logger.warning(
         "torch_bf16: the %s backend is not used for %s on %s: %s. A slower one takes its place. "
         "Please report this line, with what `python -m torch_bf16 info` prints",
-        *(name, variant.name, variant.device, fault),
+        *(name, what, device, fault),
     )

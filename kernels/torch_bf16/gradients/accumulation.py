@@ -103,13 +103,14 @@ class _Pass(Waiting):
     """What a backward pass leaves to its end.
 
     Attributes:
-        aside: sums that are out of ``p.grad`` while autograd puts the next gradient there.
+        aside: parameters by their id, and their sums, which are out of ``p.grad`` while autograd
+            puts the next gradient there.
         merged: whether gradients have come.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.aside: dict[Tensor, Tensor] = {}
+        self.aside: dict[int, tuple[Any, Tensor]] = {}
         self.merged = False
 
 
@@ -139,7 +140,8 @@ class GradientAccumulation:
         self._gathering = Gathering(self._add_all)
         # Those whose sums must not wait for others.
         self._alone: dict[Tensor, Group] = {}
-        self._numbers: dict[Tensor, int] = {}
+        # By id; the parameters are hooked.
+        self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
         self._reduction: Fp32Reduction | None = None
         self._readers: list[DdpPass] = []
@@ -221,7 +223,7 @@ class GradientAccumulation:
             if parameter.grad is not None and parameter.dtype == torch.bfloat16:
                 running = self._passes.current()
                 if running is not None:
-                    running.aside[parameter] = parameter.grad
+                    running.aside[id(parameter)] = parameter, parameter.grad
                     parameter.grad = None
 
     def _merge(self, parameter: Any) -> None:
@@ -230,14 +232,14 @@ class GradientAccumulation:
         total = None
         if running is not None:
             running.merged = True
-            total = running.aside.pop(parameter, None)
+            _, total = running.aside.pop(id(parameter), (None, None))
         if parameter.dtype != torch.bfloat16:
             return
         if self._optimizer() is None:
             self.remove()
         new = parameter.grad
         if total is None or running is None:
-            self._numbers[parameter] = 0
+            self._numbers[id(parameter)] = 0
             if self.format == "fp32":
                 parameter.grad = new.float()
             return
@@ -245,46 +247,46 @@ class GradientAccumulation:
             parameter.grad = total + new
             return
         parameter.grad = total
-        with torch.no_grad():
-            if total.dtype == torch.float32:
+        if total.dtype == torch.float32:
+            with torch.no_grad():
                 local(total).add_(local(new))
-            elif cuda_graphs.capturing([new.device]):
-                raise RuntimeError(
-                    "a CUDA graph cannot record the sum of a second micro-batch in "
-                    "'bf16_stochastic': every replay would draw the same noise. Accumulate in "
-                    "'fp32', or capture passes with one micro-batch each. The sum so far is in "
-                    "p.grad; this gradient was not added"
-                )
-            else:
-                self._add(running, parameter, total, new)
+        elif cuda_graphs.capturing([new.device]):
+            raise RuntimeError(
+                "a CUDA graph cannot record the sum of a second micro-batch in 'bf16_stochastic': "
+                "every replay would draw the same noise. Accumulate in 'fp32', or capture passes "
+                "with one micro-batch each. The sum so far is in p.grad; this gradient was not "
+                "added"
+            )
+        else:
+            self._add(running, parameter, total, new)
 
     def _add(self, running: _Pass, parameter: Tensor, total: Tensor, new: Tensor) -> None:
         # One that has come in a pass around this one is added before it.
-        self._gathering.settle(parameter, self._passes)
-        number = self._numbers[parameter] = self._numbers.get(parameter, -1) + 1
-        addition = Addition(total, local(new).resolve_neg().contiguous(), number)
-        dtype = addition.new.dtype
-        if not local(total).is_contiguous():
-            shown = local(total)
+        self._gathering.settle(parameter)
+        number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
+        memory = local(new).resolve_neg().contiguous()
+        addition = Addition(total, memory, number)
+        shown = local(total)
+        if not shown.is_contiguous():
             copy = shown.contiguous()
-            self._add_all(Group(parameter), {parameter: replace(addition, total=copy)})
+            self._add_all(Group(parameter), {0: replace(addition, total=copy)})
             shown.copy_(copy)
         elif self._may_wait(parameter):
-            self._gathering.add(running, parameter, addition.new, addition, dtype)
+            self._gathering.add(running, parameter, memory, addition, memory.dtype)
         else:
             alone = self._alone.setdefault(parameter, Group(parameter))
-            self._add_all(alone, {parameter: addition})
+            self._add_all(alone, {0: addition})
 
     def _may_wait(self, parameter: Any) -> bool:
         """Whether nothing reads the sum before the backward pass is over."""
         if len(parameter._post_accumulate_grad_hooks) > 1:
             return False
-        if is_dtensor(parameter) or not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()) or is_dtensor(parameter):
             return True
         # A DDP module that nobody has shown us may reduce it as soon as it has come.
         return bool(self._readers) and not any(each.reads for each in self._readers)
 
-    def _add_all(self, group: Group, additions: dict[Tensor, Addition]) -> None:
+    def _add_all(self, group: Group, additions: dict[int, Addition]) -> None:
         optimizer: Any = self._optimizer()
         with torch.no_grad():
             if optimizer is not None:
@@ -300,7 +302,7 @@ class GradientAccumulation:
         As under ``torch.autograd.grad``.
         """
         self._gathering.finish(running)
-        for parameter, total in running.aside.items():
+        for parameter, total in running.aside.values():
             if parameter.grad is None:
                 parameter.grad = total
         for each in self._readers:
@@ -320,6 +322,8 @@ class GradientAccumulation:
 
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     """Whether a gradient can be added to a sum where both lie in memory."""
+    if type(new) is type(total) is Tensor and new.layout == total.layout == torch.strided:
+        return new.shape == total.shape == parameter.shape
     if new.layout != torch.strided or total.layout != torch.strided:
         return False
     # Of a tensor that is not sharded the attribute is absent.

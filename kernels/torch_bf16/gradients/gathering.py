@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from torch_bf16.sharding import local
 
 __all__ = ["LIMIT", "Gathering", "Group", "Waiting"]
 
@@ -37,14 +36,14 @@ class Waiting:
     """What waits in one backward pass.
 
     Attributes:
-        groups: for each the parameters that have come, and what was said of each.
+        groups: for each what was said of its members that have come, by their numbers.
         sizes: bytes of their gradients.
-        streams: on which streams of a device they were made.
+        streams: on which streams those were made.
         total: bytes of all.
     """
 
     def __init__(self) -> None:
-        self.groups: dict[Group, dict[Tensor, Any]] = defaultdict(dict)
+        self.groups: dict[Group, dict[int, Any]] = defaultdict(dict)
         self.sizes: dict[Group, int] = defaultdict(int)
         self.streams: dict[Group, set[Any]] = defaultdict(set)
         self.total = 0
@@ -59,18 +58,20 @@ class Gathering:
     every pass, what was made for a group serves again.
 
     Args:
-        take: called with a group, and what was said of each of its parameters that have come.
+        take: called with a group, and what was said of its members that have come, by number.
     """
 
-    def __init__(self, take: Callable[[Group, dict[Tensor, Any]], None]) -> None:
+    def __init__(self, take: Callable[[Group, dict[int, Any]], None]) -> None:
         self._take = take
-        self._group_of: dict[Tensor, tuple[Hashable, Group]] = {}
+        # By id, because it takes torch a microsecond to hash a tensor; groups keep them alive.
+        self._place: dict[int, tuple[Hashable, Group, int]] = {}
+        self._waiting: dict[int, weakref.ref[Waiting]] = {}
         self._open: dict[Hashable, Group] = {}
         # Passes of several threads may take the same group.
         self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[Group]:
-        return iter({group: None for _, group in self._group_of.values()})
+        return iter({group: None for _, group, _ in self._place.values()})
 
     def add(
         self, waiting: Waiting, parameter: Tensor, gradient: Tensor, said: Any, kind: Hashable
@@ -79,19 +80,19 @@ class Gathering:
 
         Args:
             waiting: that of the pass.
-            parameter: whose gradient it is; not waiting already.
+            parameter: whose gradient it is; :meth:`settle` comes first.
             gradient: in memory, dense.
             said: handed on.
             kind: what all gradients of a group have in common, beside their device.
         """
-        memory = local(gradient)
-        size = memory.nbytes
+        device, size = gradient.device, gradient.nbytes
         with self._lock:
-            group = self._of(parameter, (memory.device, kind), size)
-            waiting.groups[group][parameter] = said
+            group, number = self._place_of(parameter, (device, kind), size)
+            waiting.groups[group][number] = said
             waiting.sizes[group] += size
             waiting.total += size
-            here = torch.cuda.current_stream(memory.device) if memory.is_cuda else None
+            self._waiting[id(parameter)] = weakref.ref(waiting)
+            here = torch.cuda.current_stream(device) if device.type == "cuda" else None
             waiting.streams[group].add(here)
             full = waiting.sizes[group] >= max(group.size, LIMIT)
             ready = list(waiting.groups) if waiting.total > 2 * LIMIT else [group] * full
@@ -105,7 +106,9 @@ class Gathering:
         with self._lock:
             said = waiting.groups.pop(group)
             waiting.total -= waiting.sizes.pop(group)
-            waiting.streams.pop(group, None)
+            del waiting.streams[group]
+            for number in said:
+                del self._waiting[id(group.members[number])]
             self._take(group, said)
 
     def finish(self, waiting: Waiting) -> None:
@@ -113,22 +116,26 @@ class Gathering:
         for group in list(waiting.groups):
             self.take(waiting, group)
 
-    def settle(self, parameter: Tensor, passes: Iterable[Waiting]) -> None:
-        """Take what waits for a parameter, in whichever pass, before its next gradient."""
-        known = self._group_of.get(parameter)
-        if known is not None:
-            for each in list(passes):
-                if parameter in each.groups.get(known[1], ()):
-                    self.take(each, known[1])
+    def waits(self, parameter: Tensor) -> Waiting | None:
+        """That of the pass in which a parameter waits, if it does in one that has not failed."""
+        known = self._waiting.get(id(parameter))
+        return None if known is None else known()
 
-    def _of(self, parameter: Tensor, kind: Hashable, size: int) -> Group:
-        known = self._group_of.get(parameter)
+    def settle(self, parameter: Tensor) -> None:
+        """Take what waits for a parameter, in whichever pass, before its next gradient."""
+        waiting = self.waits(parameter)
+        if waiting is not None:
+            self.take(waiting, self._place[id(parameter)][1])
+
+    def _place_of(self, parameter: Tensor, kind: Hashable, size: int) -> tuple[Group, int]:
+        known = self._place.get(id(parameter))
         if known is not None and known[0] == kind:
-            return known[1]
+            return known[1], known[2]
         group = self._open.setdefault(kind, Group())
+        number = len(group.members)
         group.members.append(parameter)
         group.size += size
         if group.size >= LIMIT:
             del self._open[kind]
-        self._group_of[parameter] = kind, group
-        return group
+        self._place[id(parameter)] = kind, group, number
+        return group, number

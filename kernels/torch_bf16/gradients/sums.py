@@ -105,7 +105,7 @@ class _Made:
 
 def add_all(
     group: Group,
-    additions: Mapping[Tensor, Addition],
+    additions: Mapping[int, Addition],
     optimizer: Any,
     positions: Mapping[Tensor, tuple[int, int]],
     steps: Mapping[Tensor, int],
@@ -114,16 +114,17 @@ def add_all(
 
     Args:
         group: of the parameters; what is made for them stays with it.
-        additions: by parameter, those that there are.
+        additions: by number of the member, those that there are.
         optimizer: whose seed, backend and names count.
         positions: of parameters, number of the group and position in it.
         steps: by parameter, how many steps it has taken.
     """
-    found = [additions.get(each) for each in group.members]
+    found = [additions.get(number) for number in range(len(group.members))]
     totals = [None if each is None else local(each.total) for each in found]
     made, setting = group.made, _setting(optimizer)
     if made is None or not made.fits(setting, totals):
-        parts = _parts(group.members, additions, optimizer, positions)
+        dtype = next(iter(additions.values())).new.dtype
+        parts = _parts(group.members, totals, dtype, optimizer, positions)
         numels = [local(each).numel() for each in group.members]
         made = group.made = _Made(setting, numels, parts)
     numbers = [0 if each is None else each.number for each in found]
@@ -147,19 +148,18 @@ def _setting(optimizer: Any) -> tuple[Any, ...]:
 
 def _parts(
     parameters: Sequence[Tensor],
-    additions: Mapping[Tensor, Addition],
+    totals: Sequence[Tensor | None],
+    dtype: torch.dtype,
     optimizer: Any,
     positions: Mapping[Tensor, tuple[int, int]],
 ) -> list[_Part]:
     names, groups = optimizer._engine.names, optimizer.param_groups
-    dtype, rows = next(iter(additions.values())).new.dtype, []
-    for number, parameter in enumerate(parameters):
-        there = additions.get(parameter)
+    rows = []
+    for number, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
         key = names.key(groups, *positions[parameter])
         for span in shard_of(parameter, key).span.pieces():
-            memory = local(parameter)
-            total = memory.new_empty(0) if there is None else span.of(local(there.total))
-            job = Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((total,),), dtype)
+            target = local(parameter).new_empty(0) if total is None else span.of(total)
+            job = Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
             rows.append((number, job))
     return [
         _Part(
