@@ -20,6 +20,7 @@ from .certificates import fault_of, fault_of_squares
 from .cpu import CpuBackend
 from .eager import EagerBackend
 from .inputs import KernelInputs, ScalarRows, StepInputs
+from .pieces import READ_DTYPES
 from .triton import TritonBackend
 
 __all__ = [
@@ -38,8 +39,9 @@ __all__ = [
     "squares",
 ]
 
+_EAGER = EagerBackend()
 _BACKENDS: dict[str, Backend] = {
-    each.name: each for each in (CpuBackend(), EagerBackend(), TritonBackend())
+    each.name: each for each in (CpuBackend(), _EAGER, TritonBackend())
 }
 
 _ENVIRONMENT = "TORCH_BF16_BACKEND"
@@ -113,21 +115,24 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     found = None
-    if dtype in (torch.bfloat16, torch.float32) and not cuda_graphs.capturing([device]):
-        found = _squares_by(device, dtype).squares(tensors)
-    return _BACKENDS["eager"].squares(tensors) if found is None else found  # pyright: ignore
+    if dtype in READ_DTYPES and not cuda_graphs.capturing([device]):
+        requested = os.environ.get(_ENVIRONMENT)
+        backend = choose(device, requested) if requested else _squares_by(device, dtype)
+        found = backend.squares(tensors)
+    return _EAGER.squares(tensors) if found is None else found
 
 
 @functools.cache
 def _squares_by(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The fastest backend that adds up right, as far as that was tried."""
     for backend in _automatic(device):
-        if backend.name == EagerBackend.name:
+        if backend is _EAGER:
             break
         fault = fault_of_squares(backend, device, dtype)
         if fault is None:
             return backend
         _warn_of(backend.name, f"sums of squares in {dtype}", device, fault)
-    return _BACKENDS["eager"]
+    return _EAGER
 
 
 def explain(device: torch.device) -> dict[str, str | None]:

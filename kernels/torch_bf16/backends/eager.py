@@ -51,7 +51,7 @@ class EagerBackend:
         """The kernel for a bucket."""
         return _EagerKernel(bucket)
 
-    def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum of the squares of all elements, tensor by tensor in fp32, by torch."""
         norms = torch._foreach_norm(list(tensors), 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         together = torch.stack(norms)

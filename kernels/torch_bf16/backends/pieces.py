@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["pieces"]
+__all__ = ["READ_DTYPES", "pieces"]
 
-_READ = {torch.bfloat16, torch.float32}
+READ_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def pieces(tensors: Sequence[Tensor], size: int) -> np.ndarray | None:
@@ -25,7 +25,11 @@ def pieces(tensors: Sequence[Tensor], size: int) -> np.ndarray | None:
         own.
     """
     plain = {*map(type, tensors)} <= {Tensor, torch.nn.Parameter}
-    if not plain or tensors[0].dtype not in _READ or not all(map(Tensor.is_contiguous, tensors)):
+    if (
+        not plain
+        or tensors[0].dtype not in READ_DTYPES
+        or not all(map(Tensor.is_contiguous, tensors))
+    ):
         return None
     addresses = np.array([*map(Tensor.data_ptr, tensors)], np.int64)
     numels = np.array([*map(Tensor.numel, tensors)], np.int64)
