@@ -52,8 +52,9 @@ class EagerBackend:
         return _EagerKernel(bucket)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of the squares of all elements, tensor by tensor in fp32, by torch."""
-        norms = torch._foreach_norm(list(tensors), 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        """The sum of the squares of all elements, of each tensor in fp32 at least, by torch."""
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        norms = torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
         together = torch.stack(norms)
         # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
         together = together if has_fp64(together.device) else together.cpu()
