@@ -101,6 +101,7 @@ def elsewhere(checkout: Path, backend: str, count: int, blocks: int) -> list[dic
     command = [sys.executable, __file__, "--json", "--tensors", str(count)]
     command += ["--blocks", str(blocks), "--backends", backend]
     environment = {**os.environ, "PYTHONPATH": str(checkout / "kernels")}
+    environment["TORCH_BF16_BACKEND"] = backend
     return json.loads(subprocess.check_output(command, env=environment))
 
 

@@ -31,11 +31,12 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     """
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     norms: dict[Any, list[Tensor]] = defaultdict(list)
+    plain: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
         if is_whole(parameter):
             if gradient is not None:
-                alike[(), _KIND(gradient)].append(gradient)
+                plain.append(gradient)
             continue
         shard = shard_of(parameter)
         groups = tuple(shard.groups())
@@ -45,6 +46,12 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
             alike[groups, _KIND(gradient)].append(gradient)
         elif shard.takes_part_without_gradient:
             norms[groups].append(torch.zeros((), device=parameter.device))
+    kinds = [*map(_KIND, plain)]
+    if len({*kinds}) == 1:
+        alike[(), kinds[0]] += plain
+    else:
+        for kind, gradient in zip(kinds, plain, strict=True):
+            alike[(), kind].append(gradient)
     for (groups, (_, dtype, layout)), gradients in alike.items():
         _check(gradients[0], layout, dtype)
         norms[groups].append(squares(gradients).sqrt())
