@@ -322,10 +322,10 @@ class GradientAccumulation:
 
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     """Whether a gradient can be added to a sum where both lie in memory."""
-    if type(new) is type(total) is Tensor and new.layout == total.layout == torch.strided:
-        return new.shape == total.shape == parameter.shape
     if new.layout != torch.strided or total.layout != torch.strided:
         return False
+    if type(new) is type(total) is Tensor and not is_dtensor(parameter):
+        return new.shape == total.shape == parameter.shape
     # Of a tensor that is not sharded the attribute is absent.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
     # Kernels write at addresses; the step refuses by name what has none.

@@ -14,7 +14,11 @@ from torch import Tensor
 __all__ = ["LIMIT", "Gathering", "Group", "Waiting"]
 
 LIMIT = 32 << 20
-"""Bytes of gradients that are worth a kernel call; about as many wait at most."""
+"""Bytes of gradients that are worth a kernel call, and about as many wait at most.
+
+Measured with 96 matrices of 2 MiB: at the peak 32 MiB of a pass's gradients are in memory, where 2
+are if none waits, and 192 if all do.
+"""
 
 
 class Group:

@@ -198,14 +198,16 @@ class GradientRelease:
         if self._optimizer() is None:
             self.remove()
             return
-        if id(parameter) in self._stepped or self._gathering.waits(parameter) is not None:
+        stepped = id(parameter) in self._stepped
+        if stepped or self._gathering.waits(parameter) is not None:
             # Else the next step would take it for one that came by another way.
             parameter.grad = None
+            which = "The second gradients were" if stepped else "Neither gradient was"
             raise NotImplementedError(
                 "a second backward pass reached a parameter whose gradient was released and whose "
                 "step was taken: accumulating gradients is impossible then. Call optimizer.step() "
                 "after each backward(), or remove() the release and accumulate gradients, e.g. "
-                "with Recipe(accumulate='bf16_stochastic'). The second gradients were not used"
+                f"with Recipe(accumulate='bf16_stochastic'). {which} not used"
             )
         running, gradient = self._passes.current(), local(parameter.grad)  # pyright: ignore
         by_its_own = self._max_norm is not None and not (
