@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from gpu_marks import each_device
 
 import torch_bf16
 from torch_bf16 import backends
@@ -131,6 +132,19 @@ def test_what_no_kernel_reads_is_left_to_torch():
         norm = torch_bf16.total_norm(parameter)
         assert norm.item() == pytest.approx(tensor.double().norm().item(), rel=1e-6)
         assert norm.dtype == torch.float32
+
+
+@each_device()
+def test_norms_are_right_on_every_device(device):
+    parameters = []
+    for tensor in [*tensors_of(torch.bfloat16, 1.0), *tensors_of(torch.float32, 2.0**70)[:3]]:
+        parameters.append(torch.nn.Parameter(torch.zeros_like(tensor, device=device)))
+        parameters[-1].grad = tensor.to(device)
+    expected = math.sqrt(exact([p.grad.cpu() for p in parameters]))
+    found = [torch_bf16.total_norm(parameters) for _ in range(2)]
+    assert found[0].item() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(*found)
+    assert found[0].device.type == device
 
 
 def test_pieces_are_those_of_the_tensors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import types
 import weakref
 
 import pytest
@@ -232,3 +233,21 @@ def test_a_backward_pass_that_fails_takes_no_step_that_waited():
     backward(model, 2)
     optimizer.step()
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_what_came_on_several_streams_waits_to_the_end(monkeypatch):
+    """Mid-pass a kernel call would not wait for the others; the end of the pass does."""
+    monkeypatch.setattr(gathering, "LIMIT", 10)
+    streams, taken = iter("aaa" + "aba"), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    parameters, arrived = [nn.Parameter(torch.zeros(1)) for _ in range(3)], []
+    gradient = types.SimpleNamespace(device=torch.device("cuda"), nbytes=5)
+    gathered = gathering.Gathering(lambda group, said: taken.append((len(arrived), list(said))))
+    for _ in range(2):
+        waiting = gathering.Waiting()
+        for parameter in parameters:
+            gathered.add(waiting, parameter, gradient, None, "kind")  # pyright: ignore
+            arrived.append(parameter)
+        gathered.finish(waiting)
+    # On one stream two are taken when the second has come, on two with the third, at the end.
+    assert taken == [(1, [0, 1]), (3, [0]), (6, [0, 1]), (6, [0])]
