@@ -49,7 +49,7 @@ def test_shapes_stay_and_nothing_is_overwritten():
 def test_norms_are_taken_on_the_host_where_a_device_has_no_fp64(monkeypatch):
     norms = {(): [torch.tensor(3e30), torch.tensor(4e30)]}
     expected = norm_over_ranks(norms)
-    monkeypatch.setattr("torch_bf16.gradients.clipping.has_fp64", lambda device: False)
+    monkeypatch.setattr("torch_bf16.gradients.norm.has_fp64", lambda device: False)
     assert torch.equal(norm_over_ranks(norms), expected)
 
 

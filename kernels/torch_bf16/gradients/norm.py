@@ -52,9 +52,11 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     else:
         for kind, gradient in zip(kinds, plain, strict=True):
             alike[(), kind].append(gradient)
-    for (groups, (_, dtype, layout)), gradients in alike.items():
+    for (groups, (device, dtype, layout)), gradients in alike.items():
         _check(gradients[0], layout, dtype)
-        norms[groups].append(squares(gradients).sqrt())
+        norm = squares(gradients).sqrt()
+        # From the host, where a device has no fp64.
+        norms[groups].append(norm if norm.device == device else norm.float().to(device))
     return norms
 
 
