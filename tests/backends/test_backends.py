@@ -23,13 +23,13 @@ from certificate_digests import variants
 from every_rule import RULES
 
 from torch_bf16 import BackendUnavailableError, Recipe, backends
-from torch_bf16.backends import Variant, choose, choose_for, explain
+from torch_bf16.backends import Bucket, KernelInputs, Variant, choose, choose_for, explain
 from torch_bf16.backends import eager as eager_backend
 from torch_bf16.backends import triton as triton_backend
 from torch_bf16.backends.certificates import certificate
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import Trial
-from torch_bf16.formats import FP32, UINT8
+from torch_bf16.formats import BF16_STOCHASTIC, FP32, UINT8
 from torch_bf16.numerics import roots
 from torch_bf16.optim.adam import AdamW
 from torch_bf16.rules import ADAMW
@@ -268,3 +268,19 @@ def test_recipes_reach_the_kernel_as_formats():
         "exp_avg_sq": torch.float32,
         "master": torch.float32,
     }
+
+
+@pytest.mark.parametrize(("device", "size"), [("cpu", 2**20), ("meta", 2**24)])
+def test_slices_of_the_eager_backend_are_larger_where_operations_are_launched(
+    monkeypatch, device, size
+):
+    slices = []
+    monkeypatch.setattr(eager_backend, "_run_slice", lambda *inputs: slices.append(inputs[-2:]))
+    device, numel = torch.device(device), 2 * size + 3
+    variant = Variant(RULES["sgd"], (BF16_STOCHASTIC,), torch.bfloat16, device)
+    gradient = torch.empty(1, dtype=torch.bfloat16, device=device).expand(numel)
+    if device.type == "cpu":
+        gradient = gradient.contiguous()
+    bucket = Bucket.of(variant, [((gradient,),)], [(numel, 0, numel, numel)], ["p"], 0)
+    choose(device, "eager").load(bucket)(KernelInputs([gradient], None))
+    assert slices == [(0, size), (size, 2 * size), (2 * size, numel)]

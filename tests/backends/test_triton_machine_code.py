@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton backend needs triton")
 
+import gcn
 import sass
 import triton
 import triton.language as tl
@@ -22,6 +23,7 @@ from triton_variants import (
     all_variants,
     compiled,
     compiled_prepare,
+    compiled_squares,
     one_variant_of_each_other_rule,
 )
 
@@ -155,6 +157,23 @@ def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target)
     assert set(re.findall(r"sqrt\S*", ptx)) <= {"sqrt.rn.f64"}
     assert "fma" not in ptx
     assert "approx" not in ptx
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_of_squares_read_whole_blocks_in_wide_accesses(size, target, tmp_path):
+    kernel = compiled_squares(size, target)
+    if target.startswith("gfx"):
+        assembly = kernel.asm["amdgcn"]
+        assert gcn.resources(assembly)["spills"] == 0
+        assert re.search(r"global_load_(dwordx4|b128)", assembly)
+        return
+    code = sass.Code.of(kernel.asm["cubin"], tmp_path)
+    assert code.resources["spills"] == 0
+    loads = [{text.split()[0] for text in body if text.startswith("LDG")} for body in code.loops()]
+    assert {"LDG.E.128"} in loads
+    # Of one number, where addresses are not aligned.
+    assert all(each <= {"LDG.E.128"} or len(each) == 1 for each in loads)
 
 
 @triton.jit

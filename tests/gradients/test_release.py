@@ -9,6 +9,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.gradients import gathering
 
 RECIPE_NAMES = ("bf16-stochastic", "bf16-fp32-master")
 
@@ -93,8 +94,10 @@ def test_every_gradient_is_dead_after_backward():
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-def test_gradients_that_live_at_once_are_the_largest_one():
+@pytest.mark.parametrize("waiting", [1, 5])
+def test_gradients_that_live_at_once_are_no_more_than_share_a_kernel_call(monkeypatch, waiting):
     """Live bytes are counted at every gradient: one plain run as the control."""
+    monkeypatch.setattr(gathering, "LIMIT", waiting * 32 * 32 * 2)
 
     def peak(release):
         torch.manual_seed(0)
@@ -119,7 +122,7 @@ def test_gradients_that_live_at_once_are_the_largest_one():
         return live
 
     assert peak(release=False) == 12 * 32 * 32 * 2
-    assert peak(release=True) == 32 * 32 * 2
+    assert peak(release=True) == waiting * 32 * 32 * 2
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one():
@@ -294,4 +297,10 @@ def test_describe_counts_what_gradients_really_take():
         torch_bf16.accumulate_gradients(model, optimizer, "bf16_nearest")
     optimizer = torch_bf16.AdamW(model.parameters())
     torch_bf16.release_gradients(model, optimizer)
-    assert torch_bf16.describe(model, optimizer).bytes_by_role["gradients"] == 0.5
+    # They wait for one another, as far as that takes 32 MiB.
+    assert torch_bf16.describe(model, optimizer).bytes_by_role["gradients"] == 2.0
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))).bfloat16()
+    large_ones = torch_bf16.AdamW(large.parameters(), backend="eager")
+    torch_bf16.release_gradients(large, large_ones)
+    assert torch_bf16.describe(large, large_ones).bytes_by_role["gradients"] == 1.0

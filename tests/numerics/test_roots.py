@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bf16.gradients.clipping import norm_over_ranks
+from torch_bf16.gradients.norm import norm_over_ranks
 from torch_bf16.numerics import roots
 
 SPECIAL = [0, 1, 2, 0x007FFFFF, 0x00800000, 0x3F7FFFFF, 0x3F800000, 0x7F7FFFFF, 0x7F800000,
@@ -49,7 +49,7 @@ def test_shapes_stay_and_nothing_is_overwritten():
 def test_norms_are_taken_on_the_host_where_a_device_has_no_fp64(monkeypatch):
     norms = {(): [torch.tensor(3e30), torch.tensor(4e30)]}
     expected = norm_over_ranks(norms)
-    monkeypatch.setattr("torch_bf16.gradients.clipping.has_fp64", lambda device: False)
+    monkeypatch.setattr("torch_bf16.gradients.norm.has_fp64", lambda device: False)
     assert torch.equal(norm_over_ranks(norms), expected)
 
 

@@ -8,6 +8,7 @@ from triton.compiler import ASTSource, compile
 
 from torch_bf16 import RECIPES, Recipe
 from torch_bf16.backends import Variant
+from torch_bf16.backends.triton import squares
 from torch_bf16.backends.triton.kernel import constants, options, step
 from torch_bf16.backends.triton.scalars import OPTIONS, prepare, prepare_constants
 from torch_bf16.formats import BF16_STOCHASTIC, INT8
@@ -103,4 +104,19 @@ def compiled_prepare(rule, target):
     signature = {**tables, **dict.fromkeys(fixed, "constexpr")}
     return compile(
         ASTSource(prepare, signature, constexprs=fixed), target=TARGETS[target], options=OPTIONS
+    )
+
+
+def compiled_squares(size, target):
+    """The kernel that adds up squares of elements of so many bytes."""
+    signature = {
+        "table_ptr": "*i64",
+        "sums_ptr": "*fp64",
+        "SIZE": "constexpr",
+        "BLOCK": "constexpr",
+    }
+    return compile(
+        ASTSource(squares.squares_of_pieces, signature, {"SIZE": size, "BLOCK": squares.BLOCK}),
+        target=TARGETS[target],
+        options=squares.OPTIONS,
     )

@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from torch_bf16.argument_checks import BACKENDS, check_backend
 from torch_bf16.errors import BackendUnavailableError
 
+from . import cuda_graphs
 from .backend import Backend, Kernel, ScalarSource
 from .bucket import Bucket, Variant
-from .certificates import fault_of
+from .certificates import fault_of, fault_of_squares
 from .cpu import CpuBackend
 from .eager import EagerBackend
 from .inputs import KernelInputs, ScalarRows, StepInputs
+from .pieces import READ_DTYPES
 from .triton import TritonBackend
 
 __all__ = [
@@ -32,10 +36,12 @@ __all__ = [
     "choose",
     "choose_for",
     "explain",
+    "squares",
 ]
 
+_EAGER = EagerBackend()
 _BACKENDS: dict[str, Backend] = {
-    each.name: each for each in (CpuBackend(), EagerBackend(), TritonBackend())
+    each.name: each for each in (CpuBackend(), _EAGER, TritonBackend())
 }
 
 _ENVIRONMENT = "TORCH_BF16_BACKEND"
@@ -92,11 +98,41 @@ def choose_for(variant: Variant, requested: str | None = None) -> Backend:
         fault = fault_of(backend, variant)
         if fault is None:
             return backend
-        _warn_of(backend.name, variant, fault)
+        _warn_of(backend.name, variant.name, variant.device, fault)
         faults.append(f"{backend.name}: {fault}")
     raise BackendUnavailableError(
         f"no backend computes {variant.name} as it must on {variant.device}: {'; '.join(faults)}"
     )
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements; see :meth:`Backend.squares`.
+
+    By the fastest backend that was tried and reads such tensors. A CUDA graph records torch's.
+
+    Args:
+        tensors: as there.
+    """
+    device, dtype = tensors[0].device, tensors[0].dtype
+    found = None
+    if dtype in READ_DTYPES and not cuda_graphs.capturing([device]):
+        requested = os.environ.get(_ENVIRONMENT)
+        backend = choose(device, requested) if requested else _squares_by(device, dtype)
+        found = backend.squares(tensors)
+    return _EAGER.squares(tensors) if found is None else found
+
+
+@functools.cache
+def _squares_by(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The fastest backend that adds up right, as far as that was tried."""
+    for backend in _automatic(device):
+        if backend is _EAGER:
+            break
+        fault = fault_of_squares(backend, device, dtype)
+        if fault is None:
+            return backend
+        _warn_of(backend.name, f"sums of squares in {dtype}", device, fault)
+    return _EAGER
 
 
 def explain(device: torch.device) -> dict[str, str | None]:
@@ -138,9 +174,9 @@ def _note_emulation(device: torch.device) -> None:
 
 
 @functools.cache
-def _warn_of(name: str, variant: Variant, fault: str) -> None:
+def _warn_of(name: str, what: str, device: torch.device, fault: str) -> None:
     _logger.warning(
         "torch_bf16: the %s backend is not used for %s on %s: %s. A slower one takes its place. "
         "Please report this line, with what `python -m torch_bf16 info` prints",
-        *(name, variant.name, variant.device, fault),
+        *(name, what, device, fault),
     )

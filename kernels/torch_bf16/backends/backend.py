@@ -96,6 +96,20 @@ class Backend(Protocol):
         """The kernel for a bucket, not compiled yet."""
         ...
 
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """The sum of the squares of all elements, whose bits are the same at each run on a device.
+
+        It is off by what fp32 sums are, at most, and infinite only where a number is.
+
+        Args:
+            tensors: at least one, real and dense, of one dtype, on one device.
+
+        Returns:
+            0-d, fp64, on that device, or on the CPU where that has no fp64; not waited for. None
+            where this backend does not read such tensors.
+        """
+        ...
+
     def scalars(
         self,
         rule: Rule,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import operator
 import platform
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torch_bf16.numerics.counter_rng import block_keys, draw16, noise_bits
-from torch_bf16.numerics.roots import sqrt
+from torch_bf16.numerics.roots import has_fp64, sqrt
 from torch_bf16.rules import lift
 
 from .backend import Kernel
@@ -21,10 +22,14 @@ from .bucket import Bucket
 from .host_scalars import HostScalars
 from .inputs import KernelInputs
 
-__all__ = ["SLICE", "EagerBackend", "lift_rule"]
+__all__ = ["SLICE", "SLICE_ON_GPU", "EagerBackend", "lift_rule"]
 
-# Bounds the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
-SLICE = 1 << 20
+SLICE, SLICE_ON_GPU = 1 << 20, 1 << 24
+"""Elements that are updated at a time, on CPUs and elsewhere.
+
+They bound the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
+A GPU is done with a small slice before the next of a hundred operations is launched.
+"""
 
 
 class EagerBackend:
@@ -46,6 +51,15 @@ class EagerBackend:
         """The kernel for a bucket."""
         return _EagerKernel(bucket)
 
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum of the squares of all elements, of each tensor in fp32 at least, by torch."""
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        norms = torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
+        together = torch.stack(norms)
+        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
+        together = together if has_fp64(together.device) else together.cpu()
+        return together.double().square().sum()
+
 
 class _EagerKernel:
     """torch's operations over a bucket."""
@@ -55,12 +69,13 @@ class _EagerKernel:
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
+        size = SLICE if self._bucket.variant.device.type == "cpu" else SLICE_ON_GPU
         for tensor, gradient in enumerate(inputs.gradients):
             if gradient is None:
                 continue
             numel = int(self._bucket.numels[tensor])
-            for start in range(0, numel, SLICE):
-                stop = min(numel, start + SLICE)
+            for start in range(0, numel, size):
+                stop = min(numel, start + size)
                 part = gradient.view(-1)[start:stop]
                 _run_slice(self._bucket, inputs, tensor, part, start, stop)
 

@@ -1,21 +1,30 @@
 """Numbers that one kernel call takes through a rule: the only way from tensors to a backend.
 
 Steps, running averages, sums of micro-batches and the encoding for other optimizers are batches. A
-batch is frozen when it is made; what a step brings comes with :meth:`Batch.run`.
+batch is frozen when it is made; what a step brings comes with :meth:`Batch.run`. Only where the
+tensors themselves are others from time to time, :meth:`Batch.move` takes it to them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import Backend, Bucket, KernelInputs, ScalarRows, Variant, choose_for
+from torch_bf16.backends import (
+    Backend,
+    Bucket,
+    Kernel,
+    KernelInputs,
+    ScalarRows,
+    Variant,
+    choose_for,
+)
 from torch_bf16.formats import Format
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Span
@@ -89,14 +98,26 @@ class Batch:
         )
         self.bases = bucket.bases
         self._first_row = np.zeros(len(jobs), np.int64)
-        self._kernel = backend.load(bucket)
+        self._kernel: Kernel | None = backend.load(bucket)
+        # Without the tensors, which another kernel may replace.
+        self._bucket = replace(bucket, planes=())
 
     def __len__(self) -> int:
         return len(self.bases)
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel now, for a rule with so many scalars, and not at its first run."""
-        self._kernel.compile(n_scalars)
+        self._bound.compile(n_scalars)
+
+    def move(self, planes: Sequence[Sequence[tuple[Tensor, ...]]] | None) -> None:
+        """Go on with other tensors in place of the jobs', alike in dtype, size and device.
+
+        Args:
+            planes: for each job those of each format; None lets go of what there is until others
+                come, so that it can be freed.
+        """
+        moved = None if planes is None else replace(self._bucket, planes=planes)
+        self._kernel = None if moved is None else self.backend.load(moved)
 
     def run(
         self,
@@ -114,7 +135,7 @@ class Batch:
             addresses: of the gradients, int64, 0 for None, where they are known; an array that
                 nobody writes afterwards, as its numbers are not looked at again.
         """
-        self._kernel(KernelInputs(gradients, scalars, bases, addresses))
+        self._bound(KernelInputs(gradients, scalars, bases, addresses))
 
     def bring(
         self, gradients: Sequence[Tensor | None], scalars: ScalarRows, addresses: np.ndarray
@@ -133,7 +154,7 @@ class Batch:
 
     def run_alike(
         self,
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
         step: int | Sequence[int],
         options: tuple[float, ...] = (),
         *,
@@ -143,7 +164,7 @@ class Batch:
         """:meth:`run` where all jobs have the same options, and their rule no use for the step.
 
         Args:
-            gradients: one for each job, contiguous.
+            gradients: as for :meth:`run`.
             step: its number, or one for each job; the noise is keyed by it.
             options: the rule's.
             scale: multiplied into the gradients.
@@ -153,3 +174,9 @@ class Batch:
         n = len(self)
         steps = np.full(n, step, np.int64) if isinstance(step, int) else np.array(step, np.int64)
         self.run(gradients, ScalarRows(steps, self._first_row, table.astype(np.float32)), bases)
+
+    @property
+    def _bound(self) -> Kernel:
+        if self._kernel is None:
+            raise RuntimeError("the batch has no tensors; move() it to some before it runs")
+        return self._kernel

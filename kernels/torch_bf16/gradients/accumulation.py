@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import cuda_graphs
-from torch_bf16.engine.batch import Batch, Job
 from torch_bf16.engine.engine import Engine, engine_of
-from torch_bf16.formats import BF16_STOCHASTIC
-from torch_bf16.numerics.counter_rng import sum_base
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
-from torch_bf16.rules import ACCUMULATE
-from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
+from torch_bf16.sharding import is_dtensor, local, missing_memory, shard_of, unit_shapes
 
-from .backward import at_end_of_backward, at_outputs_of, own_parameters, sharded_modules
-from .reduction import Fp32Reduction
+from .backward import Passes, at_outputs_of, own_parameters, sharded_modules
+from .gathering import Gathering, Group, Waiting
+from .reduction import DdpPass, Fp32Reduction
+from .sums import Addition, StepNumbers, add_all
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 
@@ -42,8 +40,11 @@ def accumulate_gradients(
     - ``"bf16_nearest"``: torch's own, 2 bytes per parameter. Gradients below 2^-9 of the sum are
       lost.
     - ``"bf16_stochastic"``: 2 bytes. A sum is rounded up or down with the right probabilities, in
-      place, when a gradient arrives. The noise is a pure function of seed, step, micro-batch,
-      parameter and element, with no state to be saved.
+      place. The noise is a pure function of seed, step, micro-batch, parameter and element, with no
+      state to be saved. From the second micro-batch on, gradients wait for each other, 32 MiB of
+      them in one kernel call: ``p.grad`` is the sum when ``backward`` returns. Where something may
+      look at it before, namely a hook on the parameter or a DDP module that reduces in this pass,
+      each is added as it arrives.
     - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter.
 
     Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
@@ -98,24 +99,19 @@ def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
         GradientAccumulation(optimizer, recipe.accumulate)
 
 
-@dataclass(slots=True)
-class _Sum:
-    """The kernel call that adds to one sum, what it was made for, and its noise at one step."""
+class _Pass(Waiting):
+    """What a backward pass leaves to its end.
 
-    made_for: tuple[Any, ...]
-    batch: Batch
-    spans: list[Span]
-    step: int = 0
-    bases: np.ndarray | None = None
+    Attributes:
+        aside: parameters by their id, and their sums, which are out of ``p.grad`` while autograd
+            puts the next gradient there.
+        merged: whether gradients have come.
+    """
 
-    def add(self, new: Tensor, step: int, number: int) -> None:
-        """Add a gradient, contiguous, the ``number``-th after the first for this step."""
-        if step != self.step:
-            # All spans are of one tensor, whose noise starts from the same words.
-            t0, t1 = self.batch.bases[0, 0].tolist()
-            bases = [[sum_base((t0, t1), step)]] * len(self.batch)
-            self.step, self.bases = step, np.array(bases, np.uint32)
-        self.batch.run_alike([span.of(new) for span in self.spans], number, bases=self.bases)
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: dict[int, tuple[Any, Tensor]] = {}
+        self.merged = False
 
 
 class GradientAccumulation:
@@ -140,18 +136,22 @@ class GradientAccumulation:
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
         self._hooked: dict[Tensor, tuple[int, int]] = {}
-        # Sums that are out of p.grad while autograd puts the next gradient there.
-        self._aside: dict[Tensor, Tensor] = {}
-        self._sums: dict[Tensor, _Sum] = {}
-        self._numbers: dict[Tensor, int] = {}
-        self._steps: dict[Tensor, int] | None = None
-        self._task = -1
+        self._passes = Passes(_Pass, self._finish)
+        self._gathering = Gathering(self._add_all)
+        # Those whose sums must not wait for others.
+        self._alone: dict[Tensor, Group] = {}
+        # By id; the parameters are hooked.
+        self._numbers: dict[int, int] = {}
+        self._steps = StepNumbers()
         self._reduction: Fp32Reduction | None = None
+        self._readers: list[DdpPass] = []
         if format != "bf16_nearest":
             modules = [] if model is None else list(sharded_modules(model, format))
             try:
                 if model is not None and format == "fp32":
                     self._reduction = Fp32Reduction.of(model)
+                self._readers = [] if model is None else DdpPass.all_in(model)
+                self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for module in modules:
                     take = functools.partial(self._take_all, own_parameters(module))
                     self._hooks.append(at_outputs_of(module, take))
@@ -220,98 +220,103 @@ class GradientAccumulation:
         if not self._hooked:
             return  # removed, and a graph from before is still there
         for parameter in parameters:
-            # What a backward pass that failed has left here is not to be added to another's.
-            self._aside.pop(parameter, None)
-            if parameter.dtype == torch.bfloat16 and parameter.grad is not None:
-                self._aside[parameter] = parameter.grad
-                parameter.grad = None
-        task = torch._C._current_graph_task_id()
-        if self._aside and task != self._task:
-            self._task = task
-            at_end_of_backward(self._put_back)
-
-    def _put_back(self) -> None:
-        """Return the sums that no gradient has come for, as under ``torch.autograd.grad``."""
-        for parameter, total in self._aside.items():
-            if parameter.grad is None:
-                parameter.grad = total
-        self._aside.clear()
-        self._task = -1
+            if parameter.grad is not None and parameter.dtype == torch.bfloat16:
+                running = self._passes.current()
+                if running is not None:
+                    running.aside[id(parameter)] = parameter, parameter.grad
+                    parameter.grad = None
 
     def _merge(self, parameter: Any) -> None:
         """Add the gradient that has just arrived to the sum, and put this back into ``p.grad``."""
-        total = self._aside.pop(parameter, None)
+        running = self._passes.current()
+        total = None
+        if running is not None:
+            running.merged = True
+            _, total = running.aside.pop(id(parameter), (None, None))
         if parameter.dtype != torch.bfloat16:
             return
         if self._optimizer() is None:
             self.remove()
         new = parameter.grad
-        if total is None:
-            self._numbers[parameter] = 0
+        if total is None or running is None:
+            self._numbers[id(parameter)] = 0
             if self.format == "fp32":
                 parameter.grad = new.float()
             return
         if not self._hooked or new.requires_grad or not _alike(new, total, parameter):
             parameter.grad = total + new
             return
-        with torch.no_grad():
-            if total.dtype == torch.float32:
-                local(total).add_(local(new))
-            elif cuda_graphs.capturing([new.device]):
-                parameter.grad = total
-                raise RuntimeError(
-                    "a CUDA graph cannot record the sum of a second micro-batch in "
-                    "'bf16_stochastic': every replay would draw the same noise. Accumulate in "
-                    "'fp32', or capture passes with one micro-batch each. The sum so far is in "
-                    "p.grad; this gradient was not added"
-                )
-            else:
-                self._add(parameter, local(total), local(new))
         parameter.grad = total
+        if total.dtype == torch.float32:
+            with torch.no_grad():
+                local(total).add_(local(new))
+        elif cuda_graphs.capturing([new.device]):
+            raise RuntimeError(
+                "a CUDA graph cannot record the sum of a second micro-batch in 'bf16_stochastic': "
+                "every replay would draw the same noise. Accumulate in 'fp32', or capture passes "
+                "with one micro-batch each. The sum so far is in p.grad; this gradient was not "
+                "added"
+            )
+        else:
+            self._add(running, parameter, total, new)
 
-    def _add(self, parameter: Tensor, total: Tensor, new: Tensor) -> None:
-        number = self._numbers[parameter] = self._numbers.get(parameter, -1) + 1
-        target = total.contiguous()
+    def _add(self, running: _Pass, parameter: Tensor, total: Tensor, new: Tensor) -> None:
+        # One that has come in a pass around this one is added before it.
+        self._gathering.settle(parameter)
+        number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
+        memory = local(new).resolve_neg().contiguous()
+        addition = Addition(total, memory, number)
+        shown = local(total)
+        if not shown.is_contiguous():
+            copy = shown.contiguous()
+            self._add_all(Group(parameter), {0: replace(addition, total=copy)})
+            shown.copy_(copy)
+        elif self._may_wait(parameter):
+            self._gathering.add(running, parameter, memory, addition, memory.dtype)
+        else:
+            alone = self._alone.setdefault(parameter, Group(parameter))
+            self._add_all(alone, {0: addition})
+
+    def _may_wait(self, parameter: Any) -> bool:
+        """Whether nothing reads the sum before the backward pass is over."""
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            return False
+        if not (dist.is_available() and dist.is_initialized()) or is_dtensor(parameter):
+            return True
+        # A DDP module that nobody has shown us may reduce it as soon as it has come.
+        return bool(self._readers) and not any(each.reads for each in self._readers)
+
+    def _add_all(self, group: Group, additions: dict[int, Addition]) -> None:
         optimizer: Any = self._optimizer()
-        seed = optimizer.recipe.seed
-        made_for = (target.data_ptr(), target.numel(), new.dtype, seed)
-        known = self._sums.get(parameter)
-        if known is None or known.made_for != made_for:
-            name = optimizer._engine.names.key(optimizer.param_groups, *self._hooked[parameter])
-            spans = shard_of(parameter, name).span.pieces()
-            formats = (BF16_STOCHASTIC,)
-            jobs = [Job(s, ACCUMULATE, formats, ((s.of(target),),), new.dtype) for s in spans]
-            batch = Batch(jobs, seed, optimizer.backend)
-            known = self._sums[parameter] = _Sum(made_for, batch, spans)
-        known.add(new.resolve_neg().contiguous(), self._step_of(parameter), number)
-        if target is not total:
-            total.copy_(target)
-            del self._sums[parameter]
-        # The kernel writes through addresses, which autograd does not see.
-        torch.autograd.graph.increment_version(total)
+        with torch.no_grad():
+            if optimizer is not None:
+                steps = self._steps.read(optimizer.state)
+                add_all(group, additions, optimizer, self._hooked, steps)
+            else:
+                for each in additions.values():
+                    local(each.total).add_(each.new)
 
-    def _step_of(self, parameter: Tensor) -> int:
-        """The number of the step that the sum is for."""
-        if self._steps is None:
-            optimizer: Any = self._optimizer()
-            steps = {
-                # A class without a fused rule may count in another way, or not at all.
-                p: state.get("noise_step", state.get("step"))
-                for p, state in optimizer.state.items()
-                if isinstance(p, Tensor) and ("noise_step" in state or "step" in state)
-            }
-            numbers = list(steps.values())
-            if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in numbers):
-                # All at once, because reading one waits for the device.
-                numbers = torch.stack([torch.as_tensor(each) for each in numbers]).tolist()
-            self._steps = dict(zip(steps, map(int, numbers), strict=True))
-        return self._steps.get(parameter, 0) + 1
+    def _finish(self, running: _Pass) -> None:
+        """Add what waits, and put back the sums that no gradient has come for.
+
+        As under ``torch.autograd.grad``.
+        """
+        self._gathering.finish(running)
+        for parameter, total in running.aside.values():
+            if parameter.grad is None:
+                parameter.grad = total
+        for each in self._readers:
+            each.over |= running.merged
 
     def _after_step(self, *_: Any) -> None:
-        self._steps = None
+        optimizer: Any = self._optimizer()
+        self._steps.ask(optimizer.state)
         # Sums that are zeroed and not freed count from the start, too, as a resumed run does.
         self._numbers.clear()
-        if len(self._hooked) < sum(len(g["params"]) for g in self._optimizer().param_groups):  # pyright: ignore
+        for group in (*self._gathering, *self._alone.values()):
+            if group.made is not None:
+                group.made.forget()
+        if len(self._hooked) < sum(len(g["params"]) for g in optimizer.param_groups):
             self.hook_parameters()
 
 
@@ -319,6 +324,8 @@ def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     """Whether a gradient can be added to a sum where both lie in memory."""
     if new.layout != torch.strided or total.layout != torch.strided:
         return False
+    if type(new) is type(total) is Tensor and not is_dtensor(parameter):
+        return new.shape == total.shape == parameter.shape
     # Of a tensor that is not sharded the attribute is absent.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
     # Kernels write at addresses; the step refuses by name what has none.

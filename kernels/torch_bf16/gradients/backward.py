@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,16 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["at_end_of_backward", "at_outputs_of", "own_parameters", "released", "sharded_modules"]
+__all__ = [
+    "Passes",
+    "at_end_of_backward",
+    "at_outputs_of",
+    "own_parameters",
+    "released",
+    "sharded_modules",
+]
+
+_T = TypeVar("_T")
 
 released: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The parameters whose gradients die within the backward pass."""
@@ -22,6 +34,38 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     # They queue theirs in the middle of the pass: one that is queued at its end comes after them.
     queue(lambda: queue(call))
+
+
+class Passes(Generic[_T]):
+    """One object for each backward pass that is running, in whatever thread or inside another one.
+
+    Args:
+        make: makes it when a pass asks for it first.
+        finish: is called with it at the end of the pass. A pass that fails has no such end, and
+            leaves nothing here.
+    """
+
+    def __init__(self, make: Callable[[], _T], finish: Callable[[_T], None]) -> None:
+        self._make, self._finish = make, finish
+        # Autograd alone holds them, in what it calls at the end.
+        self._running: WeakValueDictionary[int, _T] = WeakValueDictionary()
+        # Each device has a thread of its own in a pass.
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[_T]:
+        return iter(list(self._running.values()))
+
+    def current(self) -> _T | None:
+        """That of the pass that is running here; None where none is."""
+        task = torch._C._current_graph_task_id()
+        found = self._running.get(task)
+        if found is None and task >= 0:
+            with self._lock:
+                found = self._running.get(task)
+                if found is None:
+                    found = self._running[task] = self._make()
+                    at_end_of_backward(functools.partial(self._finish, found))
+        return found
 
 
 def sharded_modules(model: nn.Module, format: str) -> Iterator[nn.Module]:

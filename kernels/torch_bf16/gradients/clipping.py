@@ -1,31 +1,30 @@
-"""Clipping by the norm of all gradients, taken in fp32.
+"""Clipping by the norm of all gradients, which is not rounded to bf16 on its way.
 
-The norm is torch's multi-tensor reduction with fp32 results: it reads bf16 once, sums squares in
-fp32 in an order that is the same at every run on a device, and waits for nothing. The next step
-consumes it on the device: it reads the gradients a second time and scales as it reads.
+It reads them once, in an order that is the same at every run on a device, and waits for nothing.
+The next step consumes it on the device: it reads the gradients a second time and scales as it
+reads.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending, clip_coefficient
-from torch_bf16.numerics.roots import has_fp64
-from torch_bf16.sharding import local, shard_of
+from torch_bf16.sharding import local
 
 from .backward import released
+from .norm import norm_over_ranks, norms_of
 
-__all__ = ["clip_grad_norm_", "clip_next_step", "norm_over_ranks", "pending_of", "total_norm"]
+__all__ = ["clip_grad_norm_", "clip_next_step", "pending_of", "total_norm"]
 
 
 _NO_PARAMETER = (
@@ -41,11 +40,13 @@ _NO_OPTIMIZER = (
 def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     """The 2-norm of all gradients together.
 
-    torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %; here the
-    squares of each tensor are summed in fp32, whose range ends at norms of 1.8e19, and the tensors'
-    norms are combined in fp64. Of sharded parameters every rank sums its own part, and the sums are
-    added up over the ranks that hold other parts: call it on all of them. The result is the same on
-    every rank; its last bits depend on how tensors are cut.
+    torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %. Here squares
+    are summed in fp64 on CPUs; on GPUs in fp32 over pieces of 65,536 elements, scaled where they
+    would leave its range, and from there in fp64. Other devices and dtypes have torch's sums in
+    fp32 of each tensor, whose range ends at norms of 1.8e19. Of sharded parameters every rank sums
+    its own part, and the sums are added up over the ranks that hold other parts: call it on all of
+    them. The result is the same on every rank and in every run on a device; its last bits depend on
+    how tensors are cut.
 
     Args:
         parameters: those without a gradient are passed over; the gradients are only read.
@@ -61,59 +62,16 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         >>> norm = total_norm(model.parameters())
     """
     parameters = _listed(parameters)
-    # Of one dtype each: torch reads a mixed list tensor by tensor.
-    alike: dict[Any, list[Tensor]] = defaultdict(list)
-    norms: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        shard, gradient = shard_of(parameter), parameter.grad
-        if gradient is None and not shard.takes_part_without_gradient:
-            continue
-        groups = tuple(shard.groups())
-        if gradient is None:
-            norms[groups].append(torch.zeros((), device=parameter.device))
-            continue
-        if gradient.layout != torch.strided or gradient.is_complex():
-            raise ValueError(
-                f"total_norm: a parameter of shape {tuple(parameter.shape)} has a gradient of "
-                f"{gradient.layout} and {gradient.dtype}; dense real gradients can be clipped. "
-                "Leave this parameter out"
-            )
-        gradient = shard.gradient()
-        alike[gradient.device, gradient.dtype, groups].append(gradient)
-    if not (alike or norms):
-        if any(parameter in released for parameter in parameters):
-            raise NotImplementedError(
-                "total_norm: the gradients were released inside backward(), so that nothing is "
-                "left to clip. Clip with release_gradients(model, optimizer, max_norm=..., "
-                "norm='parameter' or 'last_step')"
-            )
-        return torch.zeros(())
-    for (_, _, groups), gradients in alike.items():
-        norms[groups] += torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return norm_over_ranks(norms)
-
-
-def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
-    """The norm of whole tensors, 0-d fp32, from those of the parts that this rank holds.
-
-    Args:
-        norms: 0-d fp32 tensors, by the groups of ranks that hold other parts; empty where each rank
-            holds all. Replicas of a part do not count.
-    """
-    totals = []
-    for groups, some in norms.items():
-        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
-        place = some[0].device if has_fp64(some[0].device) else "cpu"
-        together = torch.stack([each.to(place) for each in some])
-        total = torch.linalg.vector_norm(together, dtype=torch.float64)
-        if groups:
-            total = total.square()
-            for each in groups:
-                dist.all_reduce(total, group=each)
-            total = total.sqrt()
-        totals.append(total)
-    norm = torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
-    return norm.to(next(iter(norms.values()))[0].device)
+    norms = norms_of(parameters)
+    if norms:
+        return norm_over_ranks(norms)
+    if any(parameter in released for parameter in parameters):
+        raise NotImplementedError(
+            "total_norm: the gradients were released inside backward(), so that nothing is left to "
+            "clip. Clip with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "
+            "'last_step')"
+        )
+    return torch.zeros(())
 
 
 def pending_of(optimizer: Optimizer) -> Pending | None:

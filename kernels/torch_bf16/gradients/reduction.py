@@ -1,8 +1,4 @@
-"""DDP over gradients that are fp32 beside bf16 parameters.
-
-DDP refuses gradients of another dtype than the parameters'. So it is shown none: they are kept here
-while a backward pass runs, and a communication hook reduces them instead of the bucket it is given.
-"""
+"""DDP beside sums of micro-batches: when it reads them, and how it reduces those that are fp32."""
 
 from __future__ import annotations
 
@@ -15,11 +11,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .backward import at_end_of_backward
 
-__all__ = ["Fp32Reduction"]
+__all__ = ["DdpPass", "Fp32Reduction"]
+
+
+class DdpPass:
+    """Whether a DDP module reads gradients as they come, because it reduces them in this pass.
+
+    Attributes:
+        reads: whether it does; True where that is not certain.
+        over: whether a backward pass has been over since the last forward pass.
+        hooks: of the module.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.reads = self.over = True
+        self.hooks = [module.register_forward_hook(self._after_forward)]
+
+    @classmethod
+    def all_in(cls, model: nn.Module) -> list[DdpPass]:
+        """Those of the DDP modules in a model."""
+        return [cls(m) for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+    def _after_forward(self, module: Any, *_: Any) -> None:
+        # What the forward pass prepares the reducer for; without, as in no_sync, that stays as it
+        # was until a backward pass is over.
+        if module.require_forward_param_sync:
+            self.reads, self.over = True, False
+        elif self.over:
+            self.reads = False
 
 
 class Fp32Reduction:
-    """The fp32 gradients of one DDP module. Made by :meth:`of`."""
+    """The fp32 gradients of one DDP module. Made by :meth:`of`.
+
+    DDP refuses gradients of another dtype than the parameters'. So it is shown none: they are kept
+    here while a backward pass runs, and a communication hook reduces them instead of the bucket it
+    is given.
+    """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._group: Any = module.process_group

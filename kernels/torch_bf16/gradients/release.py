@@ -1,4 +1,4 @@
-"""Gradient release: the step runs inside the backward pass, and each gradient dies at once.
+"""Gradient release: the step runs inside the backward pass, and a gradient dies with its step.
 
 After "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (Lv et al.,
 2023, https://arxiv.org/abs/2306.09782).
@@ -18,11 +18,11 @@ from torch_bf16.argument_checks import check_max_norm, check_module
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine, engine_of
 from torch_bf16.engine.pending import clip_coefficient
-from torch_bf16.engine.plan import Plan
-from torch_bf16.sharding import shard_of, unit_shapes
+from torch_bf16.sharding import local, unit_shapes
 
-from .backward import released
-from .clipping import norm_over_ranks
+from .backward import Passes, released
+from .gathering import Gathering, Group, Waiting
+from .norm import norm_over_ranks, norms_of
 
 __all__ = ["GradientRelease", "release_gradients"]
 
@@ -36,14 +36,15 @@ def release_gradients(
     max_norm: float | None = None,
     norm: str = "parameter",
 ) -> GradientRelease:
-    """Take each parameter's step as soon as its gradient is there, inside ``backward()``.
+    """Take each parameter's step inside ``backward()``, and free its gradient with it.
 
-    A gradient is freed before the next one is made, so that gradients cost the largest of them and
-    not 2 bytes per parameter. Weights and states are, bit for bit, those of ``optimizer.step()``
-    after the whole backward pass. ``optimizer.step()`` still counts the step, for LR schedulers
-    too, and takes it for parameters whose gradient came by another way; so learning rates must be
-    set before ``backward()``. With FSDP2, gradients are released group by group, as they are
-    reduced, and the norm of a sharded parameter is one small all-reduce. What cannot work:
+    Gradients wait until 32 MiB of them share one kernel call, larger ones alone, so that they cost
+    the largest of them and 32 MiB, and not 2 bytes per parameter. Weights and states are, bit for
+    bit, those of ``optimizer.step()`` after the whole backward pass. ``optimizer.step()`` still
+    counts the step, for LR schedulers too, and takes it for parameters whose gradient came by
+    another way; so learning rates must be set before ``backward()``. With FSDP2, gradients are
+    released as groups of them are reduced, and the norm of a sharded parameter is one small
+    all-reduce. What cannot work:
 
     - DDP, whose reducer needs all gradients to the end of the pass: use ``fully_shard``.
     - Accumulation over several backward passes: use larger batches, or an accumulation format.
@@ -133,8 +134,12 @@ class GradientRelease:
         self.last_norm: Tensor | None = None
         self._max_norm, self._by_last_step = max_norm, norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
-        self._plans: dict[Tensor, Plan] = {}
-        self._stepped: set[Tensor] = set()
+        self._gathering = Gathering(self._take)
+        self._passes = Passes(Waiting, self._gathering.finish)
+        self._alone: dict[Tensor, Group] = {}
+        # By id; the parameters are hooked.
+        self._order: dict[int, int] = {}
+        self._stepped: set[int] = set()
         self._norms: dict[Any, list[Tensor]] = defaultdict(list)
         # The same object for all parameters of a step: comparing it with itself costs nothing.
         self._setting: Any = None
@@ -180,49 +185,66 @@ class GradientRelease:
 
     def _hook_parameters(self) -> None:
         optimizer: Any = self._optimizer()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                # A frozen parameter takes no hook; it is looked at again after each step.
-                if parameter not in self._hooked and parameter.requires_grad:
-                    self._hooked.add(parameter)
-                    released[parameter] = True
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step))
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._order = {id(parameter): number for number, parameter in enumerate(every)}
+        for parameter in every:
+            # A frozen parameter takes no hook; it is looked at again after each step.
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                released[parameter] = True
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step))
 
     def _step(self, parameter: Tensor) -> None:
-        optimizer: Any = self._optimizer()
-        if optimizer is None:
+        if self._optimizer() is None:
             self.remove()
             return
-        if parameter in self._stepped:
+        stepped = id(parameter) in self._stepped
+        if stepped or self._gathering.waits(parameter) is not None:
             # Else the next step would take it for one that came by another way.
             parameter.grad = None
+            which = "The second gradients were" if stepped else "Neither gradient was"
             raise NotImplementedError(
                 "a second backward pass reached a parameter whose gradient was released and whose "
                 "step was taken: accumulating gradients is impossible then. Call optimizer.step() "
                 "after each backward(), or remove() the release and accumulate gradients, e.g. "
-                "with Recipe(accumulate='bf16_stochastic'). The second gradients were not used"
+                f"with Recipe(accumulate='bf16_stochastic'). {which} not used"
             )
+        running, gradient = self._passes.current(), local(parameter.grad)  # pyright: ignore
+        by_its_own = self._max_norm is not None and not (
+            self._by_last_step and self.last_norm is not None
+        )
+        if running is None or by_its_own:
+            self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
+        else:
+            self._gathering.add(running, parameter, gradient, None, gradient.dtype)
+
+    def _take(self, group: Group, there: dict[int, None]) -> None:
+        """Take the steps of some members of a group, all by one coefficient."""
+        optimizer: Any = self._optimizer()
+        taken = [each for n in there if (each := group.members[n]).grad is not None]
+        if optimizer is None or not taken:
+            return
+        # As plans have them.
+        taken.sort(key=lambda each: self._order[id(each)])
         if self._setting is None:
             self._setting = optimizer._setting()
         bound = self._max_norm
-        told = StepInputs(1.0 if bound is None else self._coefficient(parameter, bound))
-        self._stepped.add(parameter)
-        self._plans[parameter] = optimizer._update(
-            [parameter], self._plans.get(parameter), self._setting, told
-        )
-        parameter.grad = None
+        told = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
+        self._stepped.update(map(id, taken))
+        group.made = optimizer._update(taken, group.made, self._setting, told)
+        for parameter in taken:
+            parameter.grad = None
 
     @torch.no_grad()
-    def _coefficient(self, parameter: Tensor, max_norm: float) -> Tensor:
-        shard = shard_of(parameter)
-        groups = tuple(shard.groups())
-        norm = torch.linalg.vector_norm(shard.gradient(), dtype=torch.float32)
+    def _coefficient(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        norms = norms_of(parameters)
         if self._by_last_step:
-            self._norms[groups].append(norm)
+            for groups, some in norms.items():
+                self._norms[groups] += some
             if self.last_norm is not None:
-                return clip_coefficient(self.last_norm.to(norm.device), max_norm)
+                return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
         # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
-        return clip_coefficient(norm_over_ranks({groups: [norm]}), max_norm)
+        return clip_coefficient(norm_over_ranks(norms), max_norm)
 
 
 def _refuse_ddp(module: nn.Module, arguments: Any) -> None:

@@ -11,7 +11,7 @@ from .many import Parameters, all_same, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, without_wrappers
 from .shard import Shard
 from .span import Span
-from .wrapped import missing_memory
+from .wrapped import PLAIN, missing_memory
 
 __all__ = [
     "WRAPPERS",
@@ -20,6 +20,8 @@ __all__ = [
     "Span",
     "all_same",
     "bare_name",
+    "is_dtensor",
+    "is_whole",
     "local",
     "missing_memory",
     "no_torch_function",
@@ -34,6 +36,15 @@ __all__ = [
     "whole",
     "without_wrappers",
 ]
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether it and its gradient, if there is one, are plain tensors that nobody has sharded."""
+    return (
+        type(parameter) in PLAIN
+        and (parameter.grad is None or type(parameter.grad) is Tensor)
+        and not is_part(parameter)
+    )
 
 
 def shard_of(parameter: Tensor, name: str = "") -> Shard:

@@ -54,6 +54,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def version_of(tensor: Tensor) -> int:
     """A number that a write to the tensor raises, by its own name or in one of its layers."""
+    if type(tensor) in PLAIN:
+        return tensor._version
     # A write to a wrapper is not seen in what it holds.
     return sum(each._version for each in layers(tensor))
 

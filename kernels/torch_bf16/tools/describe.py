@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_bf16.backends import choose
+from torch_bf16.gradients.gathering import LIMIT
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import ADAMW, State
@@ -72,7 +73,7 @@ def describe(
     models = [model] if isinstance(model, nn.Module) else list(model)
     parameters = list({id(p): p for each in models for p in each.parameters()}.values())
     states: tuple[State, ...] = ADAMW.states
-    backend, released, recipe = None, False, optimizer_or_recipe
+    backend, released, largest, recipe = None, False, 0.0, optimizer_or_recipe
     if isinstance(recipe, BF16Optimizer):
         released = recipe._engine.release is not None
         rule = recipe.rule_of(recipe.param_groups[0])
@@ -90,12 +91,14 @@ def describe(
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float32):
             trained += numel
             gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
-            # Of released gradients one lives at a time.
-            before = sizes["gradients"]
-            sizes["gradients"] = max(before, gradient) if released else before + gradient
+            largest = max(largest, gradient)
+            sizes["gradients"] += gradient
             for name, role in roles.items():
                 format_ = recipe.format_of(role, shard.shape, p.dtype)
                 sizes[name] += numel * format_.bytes_per_element
+    if released:
+        # One is there, and smaller ones wait for it.
+        sizes["gradients"] = min(sizes["gradients"], largest + LIMIT)
     return Description(
         recipe=recipe.name,
         parameters=dict(dtypes),

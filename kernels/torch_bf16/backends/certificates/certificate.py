@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from torch_bf16.backends.host_scalars import HostScalars, evaluate
 from torch_bf16.backends.inputs import StepInputs
 
 from .digests import FILE, expected, key_of
+from .sums import wrong_sum
 from .trial import GROUP, Trial, digests_of, names_of
 from .verdicts import verdict
 
-__all__ = ["fault_of"]
+__all__ = ["fault_of", "fault_of_squares"]
 
 COUNTED = (1, 2, 999, 2**24 - 1)
 """The steps whose scalars are tried."""
@@ -48,15 +49,29 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
         backend: one that is available on the device.
         variant: what is to be run.
     """
-    key = backend.name, key_of(variant), variant.device
-    if key in _known or variant.device.type == "meta":
+    return _tried(backend, key_of(variant), variant.device, lambda: _fault(backend, variant))
+
+
+def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The same for sums of squares of a dtype, bfloat16 or float32; see :meth:`Backend.squares`."""
+    name = f"squares_{str(dtype).removeprefix('torch.')}"
+    return _tried(
+        backend, name, device, lambda: _run(device, lambda: wrong_sum(backend, device, dtype))
+    )
+
+
+def _tried(
+    backend: Backend, name: str, device: torch.device, attempt: Callable[[], str | None]
+) -> str | None:
+    key = backend.name, name, device
+    if key in _known or device.type == "meta":
         return _known.get(key)
-    if cuda_graphs.capturing([variant.device]):
+    if cuda_graphs.capturing([device]):
         return "it was not tried before a CUDA graph was captured; take an ordinary step first"
     with _lock:
         if key not in _known:
-            facts = [torch.__version__, *backend.fingerprint(variant.device), source_hash()]
-            _known[key] = verdict([*key[:2], *facts], lambda: _fault(backend, variant))
+            facts = [torch.__version__, *backend.fingerprint(device), source_hash()]
+            _known[key] = verdict([*key[:2], *facts], attempt)
     return _known[key]
 
 
@@ -80,9 +95,16 @@ def _fault(backend: Backend, variant: Variant) -> str | None:
         # A rule from elsewhere, whose options cannot be made up.
         _logger.info("torch_bf16: %s cannot be tried, and is used: %r", variant.name, error)
         return None
+    return _run(
+        variant.device, lambda: _other_bits(backend, trial) or _other_scalars(backend, variant)
+    )
+
+
+def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
+    """What a trial found, or that it could not be run."""
     try:
-        with _undisturbed(variant.device):
-            return _other_bits(backend, trial) or _other_scalars(backend, variant)
+        with _undisturbed(device):
+            return trial()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

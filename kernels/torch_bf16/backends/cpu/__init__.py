@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from torch_bf16.backends.backend import Kernel
 from torch_bf16.backends.bucket import Bucket
@@ -59,3 +61,9 @@ class CpuBackend:
         from .launch import CpuKernel
 
         return CpuKernel(bucket)
+
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """The sum of the squares of all elements, in fp64, on several threads."""
+        from .launch import squares
+
+        return squares(tensors)

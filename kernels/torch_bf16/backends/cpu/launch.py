@@ -8,21 +8,25 @@ be entered by two threads at once. A forked child simply starts a pool of its ow
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.inputs import KernelInputs
+from torch_bf16.backends.pieces import pieces
 
 from .kernel import CHUNK, compile_step
+from .squares import PIECE, compile_squares
 
-__all__ = ["CpuKernel"]
+__all__ = ["CpuKernel", "squares"]
 
 # Chunks taken at a time: at most half a million elements, well below a millisecond of work, so that
 # a thread on a busy core leaves the rest to the others.
@@ -64,27 +68,46 @@ class CpuKernel:
             scalars.rows,
             scalars.table,
         )
-        n_chunks = len(self._chunks)
-        turns = count(0, _TURN)
 
-        def work() -> None:
-            while (first := next(turns)) < n_chunks:
-                self._compiled(*arguments, first, min(first + _TURN, n_chunks))
+        def work(first: int, last: int) -> None:
+            self._compiled(*arguments, first, last)
 
-        threads = min(torch.get_num_threads(), self._max_threads)
-        futures = [_pool(os.getpid()).submit(work) for _ in range(threads - 1)]
-        try:
-            work()
-        finally:
-            # The kernel writes through addresses: nothing may be freed while a thread still runs.
-            wait(futures)
-        for future in futures:
-            future.result()
+        _in_turns(work, len(self._chunks), _TURN, self._max_threads)
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Numba's cache."""
         # One kernel serves strided tensors and all others.
         self._compiled = compile_step(replace(self._bucket.variant, strided=False), n_scalars)
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor | None:
+    """See :meth:`torch_bf16.backends.Backend.squares`."""
+    table = pieces(tensors, PIECE)
+    if table is None:
+        return None
+    run, sums = compile_squares(tensors[0].dtype), np.empty(len(table))
+    useful = -(-int(table[:, 1].sum()) // _WORTH_A_THREAD)
+    _in_turns(functools.partial(run, table, sums), len(table), 4, useful)
+    return torch.tensor(sums.sum())
+
+
+def _in_turns(work: Callable[[int, int], None], count: int, turn: int, max_threads: int) -> None:
+    """Call ``work(first, last)`` for all of so many pieces, a few at a time, on several threads."""
+    turns = itertools.count(0, turn)
+
+    def take_turns() -> None:
+        while (first := next(turns)) < count:
+            work(first, min(first + turn, count))
+
+    threads = min(torch.get_num_threads(), max_threads)
+    futures = [_pool(os.getpid()).submit(take_turns) for _ in range(threads - 1)]
+    try:
+        take_turns()
+    finally:
+        # Kernels work on addresses: nothing may be freed while a thread still runs.
+        wait(futures)
+    for future in futures:
+        future.result()
 
 
 @functools.lru_cache(maxsize=1)

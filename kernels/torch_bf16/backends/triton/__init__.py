@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_bf16.backends.backend import Kernel, ScalarSource
 from torch_bf16.backends.bucket import Bucket
@@ -84,3 +86,9 @@ class TritonBackend:
         from .scalars import DeviceScalars
 
         return DeviceScalars(*arguments, **named)
+
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """The sum of the squares of all elements: one launch, and one reduction of what it made."""
+        from .squares import squares
+
+        return squares(tensors)

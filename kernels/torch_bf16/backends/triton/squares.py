@@ -1,0 +1,108 @@
+"""Sums of squares, one launch for all tensors of a list.
+
+A program sums a piece of one tensor in fp32, in an order that is fixed when the kernel is compiled,
+and writes fp64. Squares of numbers near fp32's ends are not in its range: a piece whose largest
+number is there is read a second time and scaled by a power of two.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_bf16.backends.pieces import pieces
+
+from .tables import on, upload
+
+__all__ = ["BLOCK", "OPTIONS", "PIECE", "squares", "squares_of_pieces"]
+
+# Elements per turn of a program: sixteen for each of 128 threads.
+BLOCK = 2048
+# Elements per program: 2^16 squares below 2^108 are in fp32's range.
+PIECE = 32 * BLOCK
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+"""How the kernel is compiled, for every device."""
+
+
+@triton.jit
+def _block(address, start, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    elements = start + tl.arange(0, BLOCK)
+    if SIZE == 4:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint16))
+    if WHOLE:
+        # After the cast; a hint on the integer is lost, and each access as narrow as an element.
+        plane = tl.load(tl.multiple_of(pointer, 16) + elements)
+    else:
+        plane = tl.load(pointer + elements, mask=elements < n, other=0)
+    if SIZE == 2:
+        plane = (plane.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return plane * scale
+
+
+@triton.jit
+def _piece(address, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the squares of a piece times ``scale``, and its largest magnitude."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    n_whole = tl.where((address & 15) == 0, n // BLOCK * BLOCK, 0)
+    # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
+    start = 0
+    while start < n_whole:
+        x = _block(address, start, n, scale, SIZE, BLOCK, True)
+        total += x * x
+        largest = tl.maximum(largest, tl.abs(x))
+        start += BLOCK
+    while start < n:
+        x = _block(address, start, n, scale, SIZE, BLOCK, False)
+        total += x * x
+        largest = tl.maximum(largest, tl.abs(x))
+        start += BLOCK
+    return tl.sum(total), tl.max(largest)
+
+
+@triton.jit(do_not_specialize=["table_ptr", "sums_ptr"])
+def squares_of_pieces(table_ptr, sums_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the squares of each piece.
+
+    Reads: ``table``, int64 ``[n, 2]``, address and number of elements of each piece, at most PIECE.
+    Writes: ``sums``, fp64 ``[n]``.
+    Launch: one program per piece.
+    """
+    piece = tl.program_id(0).to(tl.int64)
+    address = tl.load(table_ptr + 2 * piece)
+    n = tl.load(table_ptr + 2 * piece + 1).to(tl.int32)
+    total, largest = _piece(address, n, 1.0, SIZE, BLOCK)
+    found = total.to(tl.float64)
+    # 2^54 and 2^-44; an infinity is one whatever it is scaled by.
+    large = (largest >= 1.8014398509481984e16) & (largest <= 3.4028234663852886e38)
+    if large:
+        total, largest = _piece(address, n, 8.271806125530277e-25, SIZE, BLOCK)  # 2^-80
+        found = total.to(tl.float64) * 1.461501637330903e48  # 2^160
+    elif (largest > 0.0) & (largest < 5.684341886080802e-14):
+        total, largest = _piece(address, n, 7.922816251426434e28, SIZE, BLOCK)  # 2^96
+        found = total.to(tl.float64) * 1.5930919111324523e-58  # 2^-192
+    tl.store(sums_ptr + piece, found)
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor | None:
+    """See :meth:`torch_bf16.backends.Backend.squares`. Does not wait for the device."""
+    table = pieces(tensors, PIECE)
+    if table is None:
+        return None
+    device = tensors[0].device
+    sums = torch.empty(len(table), dtype=torch.float64, device=device)
+    if len(table):
+        kernel: Any = squares_of_pieces[(len(table),)]
+        with on(device):
+            kernel(upload(table, device), sums, SIZE=tensors[0].itemsize, BLOCK=BLOCK, **OPTIONS)
+    return sums.sum()

@@ -1,0 +1,91 @@
+"""Norms of gradients, of which a kernel reads all those of a device at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_bf16.backends import squares
+from torch_bf16.numerics.roots import has_fp64
+from torch_bf16.sharding import is_whole, shard_of
+
+__all__ = ["norm_over_ranks", "norms_of"]
+
+_KIND = attrgetter("device", "dtype", "layout")
+
+
+def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
+    """The norms of what this rank holds of the gradients of some parameters, by groups of ranks.
+
+    Returns:
+        What :func:`norm_over_ranks` takes; empty where there is no gradient.
+
+    Raises:
+        ValueError: a gradient is sparse or complex.
+    """
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    norms: dict[Any, list[Tensor]] = defaultdict(list)
+    plain: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if is_whole(parameter):
+            if gradient is not None:
+                plain.append(gradient)
+            continue
+        shard = shard_of(parameter)
+        groups = tuple(shard.groups())
+        if gradient is not None:
+            _check(parameter, gradient.layout, gradient.dtype)
+            gradient = shard.gradient()
+            alike[groups, _KIND(gradient)].append(gradient)
+        elif shard.takes_part_without_gradient:
+            norms[groups].append(torch.zeros((), device=parameter.device))
+    kinds = [*map(_KIND, plain)]
+    if len({*kinds}) == 1:
+        alike[(), kinds[0]] += plain
+    else:
+        for kind, gradient in zip(kinds, plain, strict=True):
+            alike[(), kind].append(gradient)
+    for (groups, (device, dtype, layout)), gradients in alike.items():
+        _check(gradients[0], layout, dtype)
+        norm = squares(gradients).sqrt()
+        # From the host, where a device has no fp64.
+        norms[groups].append(norm if norm.device == device else norm.float().to(device))
+    return norms
+
+
+def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
+    """The norm of whole tensors, 0-d fp32, from those of the parts that this rank holds.
+
+    Args:
+        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; empty where
+            each rank holds all. Replicas of a part do not count.
+    """
+    totals = []
+    for groups, some in norms.items():
+        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
+        place = some[0].device if has_fp64(some[0].device) else "cpu"
+        together = torch.stack([each.to(place, torch.float64) for each in some])
+        total = torch.linalg.vector_norm(together)
+        if groups:
+            total = total.square()
+            for each in groups:
+                dist.all_reduce(total, group=each)
+            total = total.sqrt()
+        totals.append(total)
+    norm = torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
+    return norm.to(next(iter(norms.values()))[0].device)
+
+
+def _check(tensor: Tensor, layout: torch.layout, dtype: torch.dtype) -> None:
+    if layout != torch.strided or dtype.is_complex:
+        raise ValueError(
+            f"total_norm: a parameter of shape {tuple(tensor.shape)} has a gradient of {layout} "
+            f"and {dtype}; dense real gradients can be clipped. Leave this parameter out"
+        )

@@ -1,0 +1,235 @@
+"""The kernel calls that add gradients to their sums in ``bf16_stochastic``, for many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.engine.batch import Batch, Job, alike
+from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.numerics.counter_rng import sum_base
+from torch_bf16.rules import ACCUMULATE
+from torch_bf16.sharding import Span, local, shard_of
+
+from .gathering import Group
+
+__all__ = ["Addition", "StepNumbers", "add_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A gradient and the sum that it is added to.
+
+    Attributes:
+        total: the sum, as ``p.grad`` shows it; contiguous in memory.
+        new: the gradient on this rank, contiguous.
+        number: how many were added before it for this step, the first of all not counted.
+    """
+
+    total: Tensor
+    new: Tensor
+    number: int
+
+
+@dataclass(slots=True)
+class _Part:
+    """Spans that one call takes, each with the number of its parameter.
+
+    Attributes:
+        sums: what the call writes to now, for each span; without elements where none was there yet.
+        places: their addresses.
+        bases: what its noise starts from at :attr:`steps`.
+    """
+
+    spans: list[tuple[int, Span]]
+    batch: Batch
+    sums: list[Tensor]
+    places: list[int] | None = None
+    steps: list[int] = field(default_factory=list)
+    bases: np.ndarray | None = None
+
+    def bind(self, totals: Sequence[Tensor | None]) -> None:
+        """Write to these sums, of which those that take no part are None."""
+        pairs = [(totals[number], span) for number, span in self.spans]
+        found = [
+            old if total is None else span.of(total)
+            for (total, span), old in zip(pairs, self.sums, strict=True)
+        ]
+        places = [each.data_ptr() for each in found]
+        if places != self.places:
+            self.sums, self.places = found, places
+            self.batch.move([((each,),) for each in found])
+
+    def forget(self) -> None:
+        """Let go of the sums, so that they can be freed before the next ones come."""
+        self.sums, self.places = [each.new_empty(0) for each in self.sums], None
+        self.batch.move(None)
+
+    def noise(self, steps: list[int]) -> np.ndarray:
+        """What the noise starts from, for sums that are for these steps of the parameters."""
+        if self.bases is None or steps != self.steps:
+            base = self.batch.bases[:, 0].astype(np.int64)
+            step = np.array([steps[number] for number, _ in self.spans], np.int64)
+            words = sum_base((base[:, 0], base[:, 1]), step)
+            self.bases = np.stack(words, axis=1).astype(np.uint32)[:, None]
+            self.steps = steps
+        return self.bases
+
+
+@dataclass(slots=True)
+class _Made:
+    """The parts of a group, and what they follow from."""
+
+    setting: tuple[Any, ...]
+    numels: list[int]
+    parts: list[_Part]
+
+    def fits(self, setting: tuple[Any, ...], totals: Sequence[Tensor | None]) -> bool:
+        """Whether they are those of these sums."""
+        if setting != self.setting or len(totals) != len(self.numels):
+            return False
+        pairs = zip(totals, self.numels, strict=True)
+        return all(total is None or total.numel() == numel for total, numel in pairs)
+
+    def forget(self) -> None:
+        """Let go of the sums, so that they can be freed before the next ones come."""
+        for part in self.parts:
+            part.forget()
+
+
+def add_all(
+    group: Group,
+    additions: Mapping[int, Addition],
+    optimizer: Any,
+    positions: Mapping[Tensor, tuple[int, int]],
+    steps: Mapping[Tensor, int],
+) -> None:
+    """Add gradients to their sums, in place, in one call.
+
+    Args:
+        group: of the parameters; what is made for them stays with it.
+        additions: by number of the member, those that there are.
+        optimizer: whose seed, backend and names count.
+        positions: of parameters, number of the group and position in it.
+        steps: by parameter, how many steps it has taken.
+    """
+    found = [additions.get(number) for number in range(len(group.members))]
+    totals = [None if each is None else local(each.total) for each in found]
+    made, setting = group.made, _setting(optimizer)
+    if made is None or not made.fits(setting, totals):
+        dtype = next(iter(additions.values())).new.dtype
+        parts = _parts(group.members, totals, dtype, optimizer, positions)
+        numels = [local(each).numel() for each in group.members]
+        made = group.made = _Made(setting, numels, parts)
+    numbers = [0 if each is None else each.number for each in found]
+    following = [steps.get(each, 0) + 1 for each in group.members]
+    for part in made.parts:
+        part.bind(totals)
+        pairs = [(found[number], span) for number, span in part.spans]
+        new = [None if each is None else span.of(each.new) for each, span in pairs]
+        count = [numbers[number] for number, _ in part.spans]
+        part.batch.run_alike(new, count, bases=part.noise(following))
+    # The kernel writes through addresses, which autograd does not see.
+    torch.autograd.graph.increment_version([each.total for each in additions.values()])
+
+
+def _setting(optimizer: Any) -> tuple[Any, ...]:
+    """What sums follow from beside the tensors."""
+    names = optimizer._engine.names
+    given = [group.get("param_names") for group in optimizer.param_groups]
+    return optimizer.recipe.seed, optimizer.backend, given, dict(names.given), names.whole
+
+
+def _parts(
+    parameters: Sequence[Tensor],
+    totals: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    optimizer: Any,
+    positions: Mapping[Tensor, tuple[int, int]],
+) -> list[_Part]:
+    names, groups = optimizer._engine.names, optimizer.param_groups
+    rows = []
+    for number, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
+        key = names.key(groups, *positions[parameter])
+        for span in shard_of(parameter, key).span.pieces():
+            target = local(parameter).new_empty(0) if total is None else span.of(total)
+            job = Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
+            rows.append((number, job))
+    return [
+        _Part(
+            [(number, job.span) for number, job in some],
+            Batch([job for _, job in some], optimizer.recipe.seed, optimizer.backend),
+            [job.planes[0][0] for _, job in some],
+        )
+        for some in alike(rows, lambda row: row[1].variant)
+    ]
+
+
+class StepNumbers:
+    """How many steps the parameters of an optimizer have taken.
+
+    Reading a counter on a GPU waits for all that the GPU was told before. So they are copied to the
+    host when a step has been taken, and are there by the time that a sum needs them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, int] | None = None
+        self._copies: dict[int, tuple[Tensor, Tensor, torch.cuda.Event]] = {}
+
+    def ask(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Begin to read them anew, without waiting."""
+        self._known, self._copies = None, {}
+        if not torch.cuda.is_initialized():
+            return
+        buffers = {id(b): b for b in map(_buffer, _counters(states).values()) if b is not None}
+        if cuda_graphs.capturing(each.device for each in buffers.values()):
+            return
+        for key, buffer in buffers.items():
+            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+            with torch.cuda.device(buffer.device):
+                event = torch.cuda.Event()
+                host.copy_(buffer, non_blocking=True)
+                event.record()
+            self._copies[key] = buffer, host, event
+
+    def read(self, states: Mapping[Any, Mapping[str, Any]]) -> Mapping[Tensor, int]:
+        """By parameter; 0 is left out for those that have none."""
+        if self._known is None:
+            counters, left, copied = _counters(states), {}, {}
+            for key, (_, host, event) in self._copies.items():
+                event.synchronize()
+                copied[key] = host.reshape(-1).tolist()
+            for parameter, each in counters.items():
+                if (numbers := copied.get(id(_buffer(each)))) is not None:
+                    counters[parameter] = numbers[each.storage_offset()]
+                elif isinstance(each, Tensor) and not each.is_cpu:
+                    left[parameter] = each
+            if left:
+                # All at once, because reading one waits for the device.
+                counters.update(zip(left, torch.stack([*left.values()]).tolist(), strict=True))
+            self._known = {parameter: int(each) for parameter, each in counters.items()}
+            self._copies = {}
+        return self._known
+
+
+def _buffer(counter: Any) -> Tensor | None:
+    """What a counter on a GPU is an element of, if it is one."""
+    if not isinstance(counter, Tensor) or not counter.is_cuda:
+        return None
+    buffer = counter if counter._base is None else counter._base
+    return buffer if buffer.storage_offset() == 0 and buffer.is_contiguous() else None
+
+
+def _counters(states: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, Any]:
+    return {
+        # A class without a fused rule may count in another way, or not at all.
+        p: state.get("noise_step", state.get("step"))
+        for p, state in states.items()
+        if isinstance(p, Tensor) and ("noise_step" in state or "step" in state)
+    }
