@@ -56,6 +56,7 @@ class Engine:
         captured: plans that CUDA graphs refer to as long as they live.
         accumulation: how gradients are summed, where not by torch.
         release: of gradients inside the backward pass.
+        data_writes_named: whether the user was told what a write through ``.data`` loses.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
@@ -63,6 +64,7 @@ class Engine:
         self.captured: list[Plan] = []
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
+        self.data_writes_named = False
         self.invalidate()
 
     def invalidate(self) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.engine import data_writes
+from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.engine import Engine, Observer
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.names import ParameterNames
@@ -19,18 +21,19 @@ from torch_bf16.engine.pending import check_capturable
 from torch_bf16.errors import prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
-from torch_bf16.optim.optimizer import UNTOUCHED, BF16Optimizer, invalidate_remainders
+from torch_bf16.optim import exact_weights
+from torch_bf16.optim.optimizer import UNTOUCHED, BF16Optimizer
 from torch_bf16.optim.planning import collect, keep_states
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, whole
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.recoding import Changes
-from torch_bf16.states.views import MASTERS
+from torch_bf16.states.views import COUNTER, MASTERS
 
 from .capabilities import Traits, is_elementwise
 from .runner import Runner
-from .working_copy import COUNTER, Encoder, WorkingCopy, is_like
+from .working_copy import WorkingCopy, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
 
@@ -116,7 +119,8 @@ class ForeignOptimizer(BF16Optimizer):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)
-        invalidate_remainders(
+        exact_weights.settle(self, parameters)
+        exact_weights.invalidate_remainders(
             (each.state, each.weights)
             for each in members
             if each.snapshot.version != each.shard.version()
@@ -130,6 +134,7 @@ class ForeignOptimizer(BF16Optimizer):
             self._run(runner, bucket, float(told.multiplier))
         runner.finish()
         self._engine.encoder.finish()
+        data_writes.renew(parameters)
         for observer in observers:
             observer.after_update()
 

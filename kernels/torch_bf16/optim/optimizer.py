@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,26 +10,25 @@ from torch import Tensor
 
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.engine import data_writes
 from torch_bf16.engine.engine import Engine, Observer, engine_of
 from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.errors import suffix_errors
-from torch_bf16.formats import Format
 from torch_bf16.gradients.accumulation import accumulate_as
-from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard, local, no_torch_function, shard_of
+from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.completion import complete_state
-from torch_bf16.states.recoding import Changes, stored_format
-from torch_bf16.states.views import masters_in
+from torch_bf16.states.recoding import Changes
 
+from . import exact_weights
 from . import state_dict as state_dicts
 from .planning import make_plan
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
-__all__ = ["UNTOUCHED", "BF16Optimizer", "invalidate_remainders"]
+__all__ = ["UNTOUCHED", "BF16Optimizer"]
 
 UNTOUCHED = "Nothing was updated"
 
@@ -195,7 +194,10 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            invalidate_remainders((each.state, each.formats[0]) for each in plan.written())
+            exact_weights.settle(self, parameters)
+            exact_weights.invalidate_remainders(
+                (each.state, each.formats[0]) for each in plan.written()
+            )
             for observer in observers:
                 observer.before_update(plan.taking_part(), told.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
@@ -208,6 +210,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         with no_torch_function():
             torch.autograd.graph.increment_version(parameters)
         plan.note_versions()
+        data_writes.renew(parameters)
         return plan
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
@@ -216,20 +219,29 @@ class BF16Optimizer(torch.optim.Optimizer):
         Returns:
             New fp32 tensor, shaped like the parameter; the parameter itself if it is fp32.
         """
-        if parameter.dtype != torch.bfloat16:
-            return parameter.detach()
-        shard = shard_of(parameter)
-        visible = shard.memory.contiguous()
-        state, snapshot = self.state.get(parameter, {}), self._engine.snapshots.get(parameter)
-        masters = masters_in({key: local(each) for key, each in state.items()})
-        written = snapshot is not None and snapshot.version != shard.version()
-        if not masters and (known := residuals.second_plane(shard, torch.int16)) is not None:
-            masters = {"remainder16": known}
-        format_ = stored_format(masters, "") if masters else None
-        if format_ is None or (written and format_.remainders):
-            return shard.place(visible.float())
-        planes = [visible, *(masters[key] for key in format_.plane_names("")[1:])]
-        return shard.place(format_.decode(planes))
+        return exact_weights.read(self, parameter)
+
+    @torch.no_grad()
+    def set_exact_weight(self, parameter: Tensor, value: Tensor) -> None:
+        """Let the next step start from other fp32 numbers: an average over replicas, say.
+
+        Writes the parameter and what its format keeps beside it; moments stay.
+
+        Args:
+            parameter: one of this optimizer's; mutated.
+            value: fp32, shaped and placed like :meth:`exact_weight` gives it; not kept. A format
+                without an exact master rounds it stochastically, alike on every replica.
+
+        Raises:
+            ValueError: the parameter is in no group, or ``value`` of another shape or dtype;
+                nothing has been changed.
+
+        Example:
+            >>> weight = optimizer.exact_weight(p)
+            >>> torch.distributed.all_reduce(weight, torch.distributed.ReduceOp.AVG)
+            >>> optimizer.set_exact_weight(p, weight)
+        """
+        exact_weights.write(self, parameter, value)
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
@@ -382,14 +394,3 @@ class BF16Optimizer(torch.optim.Optimizer):
             [tuple(group.get("param_names") or ()) for group in groups],
             [tuple(map(id, group["params"])) for group in groups],
         )
-
-
-def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -> None:
-    """Drop the lower half of weights that something else has written since the last step.
-
-    Args:
-        written: state and format of each such weight.
-    """
-    for state, format_ in written:
-        for key in format_.remainders:
-            local(state[key]).zero_()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, Snapshot, formats_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.errors import prefix_errors
@@ -132,6 +133,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     for each in members:
         optimizer.state[each.parameter] = each.state
         optimizer._engine.snapshots[each.parameter] = each.snapshot
+        each.snapshot.data = DataWatch.of(each.shard, each.state)
         residuals.forget(each.shard)
     residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
 

@@ -20,6 +20,7 @@ __all__ = [
     "Span",
     "all_same",
     "bare_name",
+    "is_dtensor",
     "local",
     "missing_memory",
     "no_torch_function",
