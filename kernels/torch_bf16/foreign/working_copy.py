@@ -56,17 +56,24 @@ class WorkingCopy:
         return self.state[COUNTER]
 
     @property
+    def written(self) -> bool:
+        """Whether something else has written the parameter since the last step."""
+        return self.snapshot.version != self.shard.version()
+
+    @property
     def bytes(self) -> int:
         """Memory of its fp32 copies: weight, gradient, and two states if none are there yet."""
         states = sum(is_like(each, self.parameter) for each in self.state.values())
         numel = self.shard.numel if self.gathers else self.shard.memory.numel()
         return 4 * (2 + max(2, states)) * numel
 
-    def make(self, scale: float) -> nn.Parameter:
-        """An fp32 copy of the weight, with one of the gradient times ``scale``."""
+    def make(self, scale: float | None) -> nn.Parameter:
+        """An fp32 copy of the weight, with one of the gradient times ``scale``, None without."""
         masters = (self.state[key] for key in self.weights.plane_names("")[1:])
         planes = [local(each).detach() for each in (self.parameter, *masters)]
         made = nn.Parameter(self._whole(self.weights.decode(planes)).clone())
+        if scale is None:
+            return made
         gradient = self.shard.gradient().detach()
         # A copy, because steps may use the gradient's memory for what they compute.
         made.grad = self._whole(gradient.to(torch.float32, copy=True).mul_(scale))

@@ -46,7 +46,8 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     check_unchanged(shard, snapshot, optimizer.state.get(parameter, {}))
-                check_gradient(shard)
+                if parameter.grad is not None:
+                    check_gradient(shard)
                 check_parameter(shard)
             found.append((shard, number, label))
     check_replaced(optimizer, labels)
