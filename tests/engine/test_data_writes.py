@@ -206,3 +206,24 @@ def test_swapping_tensors_still_works():
     p.grad = None
     torch.utils.swap_tensors(p, other)
     assert torch.equal(p, NEW)
+
+
+def test_weights_that_sam_moves_and_puts_back_keep_all_low_bits():
+    """It takes the numbers by ``.data``, moves the weight by a write that counts, and returns."""
+    p, optimizer = make()
+    before = optimizer.exact_weight(p)
+    old = p.data.clone()
+    with torch.no_grad():
+        p.add_(0.5)
+    p.data = old
+    assert torch.equal(optimizer.exact_weight(p), before)
+    assert torch.equal(frozen_step(optimizer, p), before)
+
+
+def test_a_write_that_counts_before_data_was_asked_for_drops_all_low_bits():
+    p, optimizer = make()
+    with torch.no_grad():
+        p[0].add_(0.5)
+    assert p.data is not None
+    visible = p.detach().float()
+    assert torch.equal(frozen_step(optimizer, p), visible)

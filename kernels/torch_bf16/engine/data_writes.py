@@ -5,6 +5,9 @@ wrote. torch counts writes to a parameter, but not those to what ``p.data`` hand
 time that ``.data`` of a weight with such bits is read or assigned after a step, the lower byte of
 each of its numbers is put aside, and the next step drops the low bits of those that differ: of all
 numbers where most do. Steps before which nobody asks for ``.data`` cost nothing.
+
+What was put aside tells what later writes have changed that do raise the version, too: SAM takes
+``p.data.clone()``, moves the weight, and puts the numbers back.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from torch_bf16.sharding import Shard, is_dtensor, local
+from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 
 __all__ = ["REMAINDERS", "DataWatch", "renew", "settle"]
 
@@ -35,11 +38,15 @@ class DataWatch:
     """What a weight was when its ``.data`` was first asked for after a step.
 
     It lasts as long as somebody holds it.
+
+    Attributes:
+        version: of the parameter then.
     """
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
         self._bytes: Tensor | None = None
+        self.version = -1
         self._aliases: list[TensorWeakRef] = []
 
     @classmethod
@@ -72,10 +79,15 @@ class DataWatch:
             alias: what is handed out, by which the weight can be written as long as it lives.
         """
         if self._bytes is None:
-            self._bytes = self._lower_bytes()
+            self._note()
             _touched.add(self)
         if alias is not None:
             self._aliases = [*self._living(), TensorWeakRef(alias)]
+
+    def knows(self, version: int) -> bool:
+        """Whether the bytes were put aside while the parameter had the version that a step left."""
+        comparable = self._bytes is not None and self._parameter.dtype == torch.bfloat16
+        return comparable and self.version == version
 
     def changed(self) -> Tensor | None:
         """Which numbers were written since, bool; None where none can have been."""
@@ -92,10 +104,14 @@ class DataWatch:
 
     def note_step(self) -> None:
         """Begin anew: at once where an alias lives, through which it can be written unasked."""
-        self._aliases = self._living()
-        self._bytes = self._lower_bytes() if self._aliases else None
-        if self._bytes is None:
+        self._aliases, self._bytes = self._living(), None
+        if self._aliases:
+            self._note()
+        else:
             _touched.discard(self)
+
+    def _note(self) -> None:
+        self._bytes, self.version = self._lower_bytes(), version_of(self._parameter)
 
     def _living(self) -> list[TensorWeakRef]:
         return [each for each in self._aliases if each() is not None]
@@ -106,19 +122,26 @@ class DataWatch:
 
 
 def settle(
-    parameters: Iterable[Tensor], states: Mapping[Tensor, Mapping[str, Any]], count: bool
+    parameters: Iterable[Tensor],
+    states: Mapping[Tensor, Mapping[str, Any]],
+    snapshots: Mapping[Tensor, Any],
+    count: bool,
 ) -> int:
     """Drop the low bits of what was written through ``.data`` since the last step.
 
     Args:
         parameters: those of the step that is about to be taken.
         states: the optimizer's; written in place.
+        snapshots: what the last step left of them; their ``version`` becomes the present one where
+            the writes since then are known number by number.
         count: whether to wait for the device and say how many parameters got other numbers than 0.
     """
     found = []
     for parameter in parameters if _touched else ():
-        watch = _watches.get(id(parameter))
+        watch, snapshot = _watches.get(id(parameter)), snapshots.get(parameter)
         changed = None if watch is None else watch.changed()
+        if watch is not None and snapshot is not None and watch.knows(snapshot.version):
+            snapshot.version = version_of(parameter)
         if changed is not None:
             # Zeros are a mask's, which nobody wants to hear about.
             found.append(changed & (local(parameter) != 0))

@@ -52,12 +52,14 @@ class Traits:
         couples: whether a parameter's update depends on which others step with it.
         draws: whether it draws random numbers.
         halves: states that it makes in bf16 or fp16 even beside fp32 parameters.
+        states: the names of all that it made in the trial.
         elementwise: whether the user said that it is elementwise.
     """
 
     couples: bool
     draws: bool
     halves: frozenset[str]
+    states: frozenset[str]
     elementwise: bool
 
 
@@ -94,7 +96,8 @@ def examine(optimizer: torch.optim.Optimizer, elementwise: bool = False) -> Trai
         for key, each in state.items()
         if isinstance(each, Tensor) and each.dtype in (torch.bfloat16, torch.float16)
     )
-    return Traits(couples, draws, halves, elementwise)
+    made = frozenset(key for state in together["states"] for key in state)
+    return Traits(couples, draws, halves, made, elementwise)
 
 
 def is_elementwise(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -137,6 +138,14 @@ def convert(
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
             f"own code, and {type(optimizer).__name__} has a kernel; leave them out"
+        )
+    if traits is not None and (unknown := {*(roles or {})} - traits.states):
+        # Not refused: a state may be made later than in the first three steps.
+        warnings.warn(
+            f"roles={dict(roles or {})}: {type(optimizer).__name__} made no state named "
+            f"{', '.join(sorted(unknown))} in a trial of three steps, but "
+            f"{', '.join(sorted(traits.states)) or 'none'}",
+            stacklevel=2,
         )
     for number, group in enumerate(optimizer.param_groups):
         if traits is None:

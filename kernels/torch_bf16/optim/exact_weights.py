@@ -55,10 +55,12 @@ def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) ->
     """
     snapshot = optimizer._engine.snapshots.get(shard.parameter)
     stale: Tensor | None = None
-    if snapshot is not None and snapshot.version != shard.version():
-        stale = torch.ones((), dtype=torch.bool, device=shard.memory.device)
-    elif snapshot is not None and snapshot.data is not None:
-        stale = snapshot.data.changed()
+    if snapshot is not None:
+        watch = snapshot.data
+        if watch is not None and watch.knows(snapshot.version):
+            stale = watch.changed()
+        elif snapshot.version != shard.version():
+            stale = torch.ones((), dtype=torch.bool, device=shard.memory.device)
     if stale is None:
         return dict(state)
     return {
@@ -168,7 +170,7 @@ def settle(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
     """Let no low bits stay beside weights that were written through ``.data``, and say so once."""
     engine = optimizer._engine
     named = engine.data_writes_named
-    if found := data_writes.settle(parameters, optimizer.state, count=not named):
+    if found := data_writes.settle(parameters, optimizer.state, engine.snapshots, count=not named):
         engine.data_writes_named = True
         warnings.warn(
             f"{found} bf16 weights were written through p.data since the last step: where their "

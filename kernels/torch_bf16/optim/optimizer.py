@@ -252,7 +252,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         memory. ``zero_grad`` and ``step`` reset it to 1.
 
         Args:
-            coefficient: a number or a 0-d tensor.
+            coefficient: a finite number or a 0-d tensor.
 
         Raises:
             ValueError: it is neither.
