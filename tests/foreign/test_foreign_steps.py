@@ -235,5 +235,7 @@ def test_states_in_blocks_of_int8_follow_the_fp32_run():
 
 
 def test_a_role_for_a_state_that_is_never_made_is_pointed_out():
-    with pytest.warns(UserWarning, match=r"made no state named momentum_bufer .*but exp_avg, exp_inf"):
+    with pytest.warns(
+        UserWarning, match=r"made no state named momentum_bufer .*but exp_avg, exp_inf"
+    ):
         make_run(OWN["adamax"], "bf16-stochastic", roles={"momentum_bufer": "exp_avg"})

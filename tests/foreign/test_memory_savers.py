@@ -176,3 +176,54 @@ def test_a_conversion_that_fails_late_leaves_the_8_bit_optimizer_as_it_was():
         torch_bf16.convert(optimizer, INT8, backend="none such")
     assert (dict(optimizer.param_groups[0]), {*vars(optimizer)}) == before
     assert type(optimizer) is AdamW8bit
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as its scripts have it: around a base that takes the step."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.float().norm() for p in every]).norm()
+        for p in every:
+            self.state[p]["old"] = p.data.clone()
+            p.add_((p.grad * (0.05 / norm)).to(p.dtype))
+        with torch.enable_grad():
+            closure()
+        for p in every:
+            p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+
+
+def test_sam_around_a_converted_base_moves_as_far_as_in_fp32():
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for recipe in (None, "bf16-fp32-master"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+        start = model[0].weight.detach().clone()
+        optimizer = SAM(model.parameters(), lr=1e-5)
+        if recipe:
+            with pytest.raises(NotImplementedError, match=r"convert\(optimizer.base_optimizer, r"):
+                torch_bf16.prepare(model, optimizer, recipe)
+            torch_bf16.prepare(model, optimizer.base_optimizer, recipe)
+            torch_bf16.prepare(model, optimizer, recipe)
+            assert torch_bf16.convert(optimizer, recipe) is optimizer
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            y = model(x.to(model[0].weight.dtype)).float()
+            (y - x[:, :1]).square().mean().backward()
+
+        for _ in range(50):
+            closure()
+            optimizer.step(closure)
+        weight = model[0].weight
+        weight = optimizer.base_optimizer.exact_weight(weight) if recipe else weight
+        moved.append((weight - start).abs().mean().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.02)

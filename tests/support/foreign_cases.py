@@ -222,7 +222,7 @@ REFUSED = {
     "closure afterwards": (CallsAfterwards, "evaluates the closure with other weights"),
     "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
     "closure at run time": (CallsClosure, "fails .* RuntimeError: a closure is needed"),
-    "wrapper": (Wraps, "wraps another optimizer, SGD, in its attribute base: convert that one"),
+    "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
     "lbfgs": (torch.optim.LBFGS, "closure several times per step.* in float32, or in these modes"),
     "sparse": (torch.optim.SparseAdam, "sparse gradients .*sparse=False and give it to Adam"),

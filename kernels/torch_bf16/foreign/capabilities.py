@@ -205,8 +205,9 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         for found in _within(each) if name != "defaults" else ():
             if isinstance(found, torch.optim.Optimizer):
                 return (
-                    f"it wraps another optimizer, {type(found).__name__}, in its attribute {name}: "
-                    "convert that one and wrap it afterwards"
+                    f"it wraps another optimizer, {type(found).__name__}, in its attribute {name}, "
+                    f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, "
+                    "model=model) converts that one, and the wrapper is then left as it is"
                 )
             if isinstance(found, nn.Module) or id(found) in parameters:
                 return f"it keeps the model's own tensors in its attribute {name}"

@@ -18,6 +18,7 @@ from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
 from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.sgd import SGD, Adagrad, Lion, RMSprop
+from torch_bf16.optim.unconverted import wraps_converted
 from torch_bf16.optim.validation import check_group, check_options
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
@@ -95,6 +96,9 @@ def convert(
         True
     """
     recipe = get_recipe(recipe)
+    ours = isinstance(optimizer, BF16Optimizer) or is_zero(optimizer)
+    if not ours and hasattr(optimizer, "__dict__") and wraps_converted(optimizer):
+        return optimizer
     if is_zero(optimizer):
         local: Any = getattr(optimizer, "optim", None)
         if not isinstance(local, torch.optim.Optimizer):

@@ -78,8 +78,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"parameter {name!r} is not initialised yet and would come out as float32; run the "
-                "model once, then call cast_model"
+                f"parameter {name!r} is not initialised yet and would come out as float32. Give it "
+                "its shape before the model is cast: run the module once on made-up input, with "
+                "hosts at the end of its __init__, or name the number of its inputs "
+                "(LazyLinear(8) -> Linear(16, 8))"
             )
         if id(parameter) in kept or not _is_plain(parameter):
             continue
