@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.numerics import join16
+from torch_bf16.optim.exact_weights import settle
 
 BF16 = torch.bfloat16
 SIZE = (40, 50)
@@ -227,3 +229,12 @@ def test_a_write_that_counts_before_data_was_asked_for_drops_all_low_bits():
     assert p.data is not None
     visible = p.detach().float()
     assert torch.equal(frozen_step(optimizer, p), visible)
+
+
+def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
+    (p, optimizer), (other, its) = make(), make()
+    assert p.data is not None
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda devices: True)
+    with pytest.raises(RuntimeError, match=r"p.data of its weights was asked for since"):
+        settle(optimizer, [p])
+    settle(its, [other])

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 
-__all__ = ["REMAINDERS", "DataWatch", "renew", "settle"]
+__all__ = ["REMAINDERS", "DataWatch", "renew", "settle", "touched"]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits mean nothing beside another weight."""
@@ -149,6 +149,11 @@ def settle(
             for key in REMAINDERS.intersection(state):
                 local(state[key]).masked_fill_(changed, 0)
     return sum(bool(each.any()) for each in found) if count else 0
+
+
+def touched(parameters: Iterable[Tensor]) -> bool:
+    """Whether ``.data`` of one of these was asked for since the last step."""
+    return any(_watches.get(id(each)) in _touched for each in parameters) if _touched else False
 
 
 def renew(parameters: Iterable[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.encoder import Encoder
@@ -139,16 +140,17 @@ def exact_weights(
     Yields:
         fp32 tensors by the names of ``model.named_parameters()``, in its order: to be written in
         place, by ``.data = ...`` or by assigning to the dict. Give ``weights.values()`` to what
-        takes parameters. An exception inside puts nothing back.
+        takes parameters. Gradients are off inside, and an exception puts nothing back.
 
     Raises:
         ValueError: an optimizer is not one of this package, or what was put there does not fit;
             parameters before it in the model's order have been written then.
 
     Example:
+        >>> others = {name: p.detach().float() for name, p in model.named_parameters()}
         >>> with torch_bf16.exact_weights(model, optimizer) as weights:
-        ...     for weight in weights.values():
-        ...         torch.distributed.all_reduce(weight, torch.distributed.ReduceOp.AVG)
+        ...     for name, weight in weights.items():
+        ...         weights[name] = (weight + others[name]) / 2
     """
     check_module("exact_weights", model)
     owners = {p: each for each in map(_unwrapped, optimizers) for p in _parameters(each)}
@@ -166,8 +168,20 @@ def exact_weights(
                 parameter.copy_(weights[name])
 
 
-def settle(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Let no low bits stay beside weights that were written through ``.data``, and say so once."""
+def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Let no low bits stay beside weights that were written through ``.data``, and say so once.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
+    """
+    if not data_writes.touched(parameters):
+        return
+    if cuda_graphs.capturing(each.device for each in parameters):
+        raise RuntimeError(
+            f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: p.data of "
+            "its weights was asked for since the last step, and replays would look for writes each "
+            "time; take an ordinary step first"
+        )
     engine = optimizer._engine
     named = engine.data_writes_named
     if found := data_writes.settle(parameters, optimizer.state, engine.snapshots, count=not named):

@@ -237,9 +237,8 @@ class BF16Optimizer(torch.optim.Optimizer):
                 nothing has been changed.
 
         Example:
-            >>> weight = optimizer.exact_weight(p)
-            >>> torch.distributed.all_reduce(weight, torch.distributed.ReduceOp.AVG)
-            >>> optimizer.set_exact_weight(p, weight)
+            >>> weight = optimizer.exact_weight(model.weight)
+            >>> optimizer.set_exact_weight(model.weight, 0.5 * weight)
         """
         exact_weights.write(self, parameter, value)
 
