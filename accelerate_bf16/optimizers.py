@@ -14,9 +14,16 @@ __all__ = ["inner", "ours", "owns"]
 
 
 def inner(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, below Accelerate's wrapper and no other."""
+    """The user's optimizer, below Accelerate's wrapper, or the converted one that it wraps itself.
+
+    SAM, say, has its groups from a base that takes the steps, and that was converted before.
+    """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
+    for each in vars(optimizer).values():
+        same = getattr(each, "param_groups", None) is optimizer.param_groups
+        if same and isinstance(each, torch_bf16.BF16Optimizer):
+            return each
     return optimizer
 
 

@@ -52,6 +52,7 @@ TARGETS: dict[str, str] = {
     "accelerate.commands.test": _ACCELERATE,
     "accelerate.commands.utils": _ACCELERATE,
     "accelerate.launchers": _ACCELERATE,
+    "accelerate.local_sgd": _ACCELERATE,
     "accelerate.state": _ACCELERATE,
     "accelerate.utils.dataclasses": _ACCELERATE,
     "accelerate.utils.fsdp_utils": _ACCELERATE,

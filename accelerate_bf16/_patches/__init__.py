@@ -11,7 +11,7 @@ from typing import Any
 
 from bf16_autoload import Patches
 
-from . import accelerator, commands, fsdp, state, trainer
+from . import accelerator, commands, fsdp, local_sgd, state, trainer
 
 __all__ = ["ADDED", "REPLACED", "on_import", "patches"]
 
@@ -37,6 +37,9 @@ REPLACED: dict[str, dict[str, Any]] = {
         "CustomArgumentGroup.add_argument": commands.add_argument,
     },
     "accelerate.launchers": {"notebook_launcher": commands.notebook_launcher},
+    "accelerate.local_sgd": {
+        "LocalSGD._sync_and_avg_model_params": local_sgd.sync_and_avg_model_params
+    },
     "accelerate.state": {"AcceleratorState.__init__": state.init},
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
     "transformers.trainer": {

@@ -21,6 +21,7 @@ from .model.parameter_groups import param_groups
 from .model.residuals import sync_masters
 from .optim.adafactor import Adafactor
 from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
+from .optim.exact_weights import exact_weights
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
 from .optim.sgd import SGD, Adagrad, Lion, RMSprop
@@ -62,6 +63,7 @@ __all__ = [
     "convert",
     "describe",
     "ema_multi_avg_fn",
+    "exact_weights",
     "fp32_optimizer_state_dict",
     "fp32_parameters",
     "fp32_state_dict",

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
+    "UNTOUCHED",
     "BackendUnavailableError",
     "CheckpointError",
     "StateMismatchError",
     "prefix_errors",
     "suffix_errors",
 ]
+
+UNTOUCHED = "Nothing was updated"
 
 _USERS = (ValueError, NotImplementedError)
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from .argument_checks import check_backend, check_module
 from .foreign.capabilities import examine
-from .foreign.convert import CONVERTIBLE, convert
+from .foreign.convert import convert, fused_class
 from .model.casting import cast_model, cast_recipes
 from .optim.optimizer import BF16Optimizer
+from .optim.unconverted import wraps_converted
 from .recipe import Recipe, get_recipe
 from .sharding.zero import is_zero
 
@@ -74,7 +75,7 @@ def prepare(
             )
         if isinstance(each, BF16Optimizer):
             _check_same(recipe, each.recipe, f"the {kind} was made with", _FORMATS)
-        elif type(each) not in CONVERTIBLE and not is_zero(each):
+        elif not is_zero(each) and not wraps_converted(each) and fused_class(each, recipe) is None:
             # Refused before the model is cast.
             examine(each)
     if backend is not None:

@@ -232,3 +232,10 @@ def test_states_in_blocks_of_int8_follow_the_fp32_run():
     assert optimizer.state[weight]["exp_avg"].dtype in (torch.int8, torch.uint8)
     # 20 steps of at most 0.01, whose direction codes of 7 bits move by a few percent.
     torch.testing.assert_close(weight.float(), expected.detach(), rtol=0, atol=0.05)
+
+
+def test_a_role_for_a_state_that_is_never_made_is_pointed_out():
+    with pytest.warns(
+        UserWarning, match=r"made no state named momentum_bufer .*but exp_avg, exp_inf"
+    ):
+        make_run(OWN["adamax"], "bf16-stochastic", roles={"momentum_bufer": "exp_avg"})

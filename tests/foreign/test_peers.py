@@ -5,6 +5,7 @@ import torch
 from foreign_cases import exact_weights, make_run, train
 from optimizer_cases import bits
 
+import torch_bf16
 from torch_bf16 import Recipe
 
 PEERS = {
@@ -47,14 +48,90 @@ def test_with_exact_masters_it_is_the_fp32_run_bit_for_bit(name):
     assert not all(map(torch.equal, map(bits, exact_weights(nearest, control)), expected))
 
 
-@pytest.mark.parametrize(
-    "name", ["pytorch_optimizer.ScheduleFreeAdamW", "schedulefree.AdamWScheduleFree"]
-)
-def test_schedule_free_is_refused(name):
+SCHEDULE_FREE = {
+    "schedulefree.AdamWScheduleFree": {"lr": 1e-2},
+    "schedulefree.SGDScheduleFree": {"lr": 1e-1},
+    "schedulefree.RAdamScheduleFree": {"lr": 1e-2},
+    "pytorch_optimizer.ScheduleFreeAdamW": {"lr": 1e-2},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedule_free_swaps_its_weights_as_in_fp32(name):
     module, kind = name.rsplit(".", 1)
     package = pytest.importorskip(module)
-    with pytest.raises(NotImplementedError, match=r"its train\(\) and eval\(\) rewrite"):
-        make_run(lambda parameters: getattr(package, kind)(parameters), "bf16-stochastic")
+
+    def make(parameters):
+        return getattr(package, kind)(parameters, **SCHEDULE_FREE[name])
+
+    runs = [make_run(make, recipe) for recipe in (None, "bf16-fp32-master")]
+    for steps in (range(5), range(5, 50)):
+        for model, optimizer in runs:
+            optimizer.train()
+            train(model, optimizer, steps)
+            optimizer.eval()
+        (fp32, _), (model, optimizer) = runs
+        expected = [bits(p) for p in fp32.parameters()]
+        assert all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
+
+
+def low_rank(parameters):
+    matrices, vectors = [], []
+    for p in parameters:
+        (matrices if p.ndim == 2 else vectors).append(p)
+    options = {"rank": 2, "update_proj_gap": 20, "proj_type": "std"}
+    return [{"params": vectors}, {"params": matrices, **options}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("apollo_torch.APOLLOAdamW", {"proj": "random", "scale_type": "channel", "scale": 1}),
+        ("apollo_torch.APOLLOAdamW", {"proj": "random", "scale_type": "tensor", "scale": 128}),
+        ("galore_torch.GaLoreAdamW", {"scale": 0.25}),
+    ],
+    ids=["apollo", "apollo-mini", "galore"],
+)
+def test_low_rank_moments_are_carried(name, options):
+    module, kind = name.rsplit(".", 1)
+    package = pytest.importorskip(module)
+
+    def make(parameters):
+        groups = low_rank(parameters)
+        groups[1].update(options)
+        return getattr(package, kind)(groups, lr=1e-2)
+
+    runs = [make_run(make, recipe) for recipe in (None, "bf16-fp32-master")]
+    for run in runs:
+        train(*run, range(50))
+    (fp32, _), (model, optimizer) = runs
+    expected = [bits(p) for p in fp32.parameters()]
+    assert all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit", "Adam8bit", "Lion8bit"])
+def test_8_bit_moments_become_ours_where_the_recipe_asks_for_them(kind):
+    bnb = pytest.importorskip("bitsandbytes")
+    int8 = Recipe("int8", exp_avg="int8", exp_avg_sq="int8")
+    ours = getattr(torch_bf16, kind.replace("8bit", "").replace("Paged", ""))
+    runs = [
+        make_run(lambda p: getattr(bnb.optim, kind)(p, lr=1e-2), int8),
+        make_run(lambda p: ours(p, lr=1e-2, recipe=int8), int8, convert_it=False),
+    ]
+    for run in runs:
+        train(*run, range(20))
+    assert type(runs[0][1]) is ours
+    assert all(map(torch.equal, *(model.parameters() for model, _ in runs)))
+    with pytest.raises(NotImplementedError, match=rf"torch_bf16.{ours.__name__} keeps its.*BF16_"):
+        make_run(lambda p: getattr(bnb.optim, kind)(p, lr=1e-2), "bf16-stochastic")
+
+
+def test_lomo_is_told_of_released_gradients():
+    package = pytest.importorskip("lomo_optim")
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match=r"release_gradients\(model, optimizer\) does"):
+        torch_bf16.prepare(model, package.Lomo(model, lr=1e-2))
+    assert model.weight.dtype == torch.float32
 
 
 def test_a_wrapper_is_refused():

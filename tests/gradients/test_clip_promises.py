@@ -139,3 +139,11 @@ def test_a_bound_that_is_none_is_refused(bound):
         torch_bf16.clip_grad_norm_(parameters, bound)
     with pytest.raises(ValueError, match=said):
         torch_bf16.clip_next_step(optimizer, bound)
+
+
+def test_a_parameter_that_is_given_twice_counts_once():
+    p = torch.nn.Parameter(torch.ones(4))
+    p.grad = torch.ones(4)
+    assert torch_bf16.total_norm([p, p]) == 2.0
+    assert torch_bf16.clip_grad_norm_([p, p], 1.0) == 2.0
+    assert torch.allclose(p.grad, torch.full((4,), 0.5))

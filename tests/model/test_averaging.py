@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -146,3 +147,20 @@ def test_wrong_arguments_are_refused():
         EMA(model(), format="bf16")
     with pytest.raises(ValueError, match="give the module that EMA was made of"):
         EMA(model()).update_parameters(nn.Sequential(model()))
+
+
+def test_averages_are_pickled_with_what_moves_them():
+    model = torch.nn.Linear(4, 4)
+    averages = [
+        torch_bf16.EMA(model, 0.9),
+        AveragedModel(model, multi_avg_fn=torch_bf16.ema_multi_avg_fn(0.9)),
+    ]
+    for each in averages:
+        for _ in range(2):
+            each.update_parameters(model)
+        loaded = pickle.loads(pickle.dumps(each))
+        with torch.no_grad():
+            model.weight.add_(1)
+        for average in (each, loaded):
+            average.update_parameters(model)
+        assert torch.equal(loaded.module.weight, each.module.weight)

@@ -231,7 +231,9 @@ def test_other_dtypes_are_refused_and_nothing_changes(dtype):
 
 def test_a_lazy_module_is_refused_until_it_has_weights():
     module = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"'0.weight' is not initialised yet .*run the model once"):
+    with pytest.raises(
+        ValueError, match=r"'0.weight' is not initialised yet .*run the module once"
+    ):
         cast_model(module)
     assert module[1].weight.dtype == torch.float32
     module(torch.randn(2, 4))

@@ -358,3 +358,10 @@ LINEAR = nn.Linear(4, 4)
 def test_arguments_of_another_type_are_told_from_good_ones(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+@pytest.mark.parametrize("coefficient", [float("nan"), float("inf"), "1", torch.ones(2)], ids=str)
+def test_a_scale_that_is_no_finite_number_is_refused(coefficient):
+    optimizer = torch_bf16.AdamW([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="must be a finite number or a tensor with one element"):
+        optimizer.scale_next_step(coefficient)

@@ -104,9 +104,26 @@ class KeepsTensors(torch.optim.SGD):
 
 
 class NeedsClosure(torch.optim.SGD):
-    """Evaluates the model itself."""
+    """Evaluates the model itself, before it writes weights."""
 
     def step(self, closure):
+        closure()
+        return super().step()
+
+
+class CallsTwice(torch.optim.SGD):
+    """Evaluates it again."""
+
+    def step(self, closure):
+        closure()
+        closure()
+
+
+class CallsAfterwards(torch.optim.SGD):
+    """Evaluates it with weights of its own, as SAM does."""
+
+    def step(self, closure):
+        super().step()
         closure()
 
 
@@ -138,32 +155,82 @@ class Holds(torch.optim.SGD):
         self.mine = [params]
 
 
-class Swaps(torch.optim.SGD):
-    """Has weights for training and others for evaluation."""
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: weights for training between an average and what descends."""
+
+    def __init__(self, params, lr=0.1, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": False})
+
+    @torch.no_grad()
+    def _swap(self, training, weight):
+        for group in self.param_groups:
+            if group["training"] is not training:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight(group["beta"]))
+                group["training"] = training
 
     def train(self):
-        """Swap in the first kind."""
+        """Swap in the weights that are trained."""
+        self._swap(True, lambda beta: 1 - beta)
 
     def eval(self):
-        """Swap in the second kind."""
+        """Swap in the average."""
+        self._swap(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not all(group["training"] for group in self.param_groups):
+            raise RuntimeError("call train() before step()")
+        for group in self.param_groups:
+            share = 1 / (group["k"] + 1)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "z" not in self.state[p]:
+                    self.state[p]["z"] = p.detach().clone()
+                p.lerp_(self.state[p]["z"], share)
+                p.sub_(p.grad, alpha=group["lr"] * (1 - group["beta"] * (1 - share)))
+                self.state[p]["z"].sub_(p.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+class Marks(torch.optim.SGD):
+    """Marks each parameter in the constructor, as APOLLO does with a seed."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            self.state[p]["seed"] = number
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / (1 + self.state[p]["seed"]))
+
+
+class LayerWiseDummyOptimizer(torch.optim.SGD):
+    """What transformers' Trainer gets for galore_adamw_layerwise."""
 
 
 COUPLED = {"norm": Normed, "sum": Summing, "counter": Counter, "state": CountsInState}
 REFUSED = {
     "tensors outside state": (KeepsTensors, "keeps tensors in its attribute buffers, outside"),
     "tensors in state": (KeepsTensorsByName, "keeps tensors under the key 'start' of its state"),
-    "closure": (NeedsClosure, "its step needs a closure"),
+    "closure twice": (CallsTwice, "evaluates the closure with other weights, or several times"),
+    "closure afterwards": (CallsAfterwards, "evaluates the closure with other weights"),
+    "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
     "closure at run time": (CallsClosure, "fails .* RuntimeError: a closure is needed"),
-    "wrapper": (Wraps, "wraps another optimizer, SGD, in its attribute base: convert that one"),
+    "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
-    "train and eval": (Swaps, r"its train\(\) and eval\(\) rewrite the weights"),
-    "lbfgs": (torch.optim.LBFGS, "closure several times per step"),
-    "sparse": (torch.optim.SparseAdam, "sparse gradients"),
+    "lbfgs": (torch.optim.LBFGS, "closure several times per step.* in float32, or in these modes"),
+    "sparse": (torch.optim.SparseAdam, "sparse gradients .*sparse=False and give it to Adam"),
 }
 
 
-def make_run(make, recipe, seed=0, **options):
-    """A small model and its optimizer, converted unless ``recipe`` is None."""
+def make_run(make, recipe, seed=0, *, convert_it=True, **options):
+    """A small model and its optimizer, cast and converted unless ``recipe`` is None."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(7, 5),
@@ -174,6 +241,8 @@ def make_run(make, recipe, seed=0, **options):
     if recipe is None:
         return model, make(model.parameters())
     torch_bf16.cast_model(model, recipe)
+    if not convert_it:
+        return model, make(model.named_parameters())
     return model, convert(make(model.parameters()), recipe, model=model, **options)
 
 

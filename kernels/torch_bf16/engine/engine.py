@@ -58,6 +58,7 @@ class Engine:
         captured: plans that CUDA graphs refer to as long as they live.
         accumulation: how gradients are summed, where not by torch.
         release: of gradients inside the backward pass.
+        data_writes_named: whether the user was told what a write through ``.data`` loses.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
@@ -65,7 +66,23 @@ class Engine:
         self.captured: list[Plan] = []
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
+        self.data_writes_named = False
         self.invalidate()
+
+    def told(self, else_: str) -> Pending:
+        """What the next step is told.
+
+        Args:
+            else_: what a user is told who tells it something where that comes too late.
+
+        Raises:
+            NotImplementedError: gradients are released, and the step was taken within backward().
+        """
+        if self.release is not None:
+            raise NotImplementedError(
+                f"gradients are released, so that the step runs inside backward() and {else_}"
+            )
+        return self.pending
 
     def invalidate(self) -> None:
         """Drop what was derived from the tensors of the last step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from math import isfinite
 from numbers import Real
 
 import torch
@@ -33,13 +34,16 @@ class Pending:
         """Multiply every gradient by ``coefficient``.
 
         Raises:
-            ValueError: it is neither a number nor a tensor with one element.
+            ValueError: it is neither a finite number nor a tensor with one element.
         """
-        one = coefficient.numel() == 1 if isinstance(coefficient, Tensor) else None
-        if not (isinstance(coefficient, Real) if one is None else one):
+        if isinstance(coefficient, Tensor):
+            known = coefficient.numel() == 1
+        else:
+            known = isinstance(coefficient, Real) and isfinite(coefficient)
+        if not known:
             raise ValueError(
-                f"coefficient={coefficient!r} must be a number or a tensor with one element, by "
-                "which the next step multiplies every gradient"
+                f"coefficient={coefficient!r} must be a finite number or a tensor with one "
+                "element, by which the next step multiplies every gradient"
             )
         self.coefficient = coefficient
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
 from torch_bf16.backends.host_scalars import evaluate
+from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Parameters
 
 from .batch import alike
@@ -132,8 +133,8 @@ class Plan:
         versions = self._versioned.versions()
         if versions == self._versions:
             return []
-        there, pairs = self._guard.taking_part, zip(versions, self._versions, strict=True)
-        found = [n for n, (now, then) in zip(self._halved, pairs, strict=True) if now != then]
+        there, pairs = self._guard.taking_part, zip(self._halved, versions, strict=True)
+        found = [n for n, now in pairs if now != self.members[n].snapshot.version]
         return [self.members[n] for n in found if there[n]]
 
     def note_versions(self) -> None:
@@ -249,4 +250,4 @@ def _say_what_was_updated(error: BaseException, updated: set[int]) -> None:
     if isinstance(error, Exception):
         what = f"{len(updated)} parameters were updated and their steps counted, the others not"
         said = f"{error}".rstrip(".") or type(error).__name__
-        error.args = (f"{said}. {what if updated else 'Nothing was updated'}",)
+        error.args = (f"{said}. {what if updated else UNTOUCHED}",)

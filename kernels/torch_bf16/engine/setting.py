@@ -30,6 +30,16 @@ class Setting:
         self._members: list[list[Tensor]] = [list(group["params"]) for group in groups]
         self.parameters = [each for members in self._members for each in members]
 
+    @classmethod
+    def of(
+        cls,
+        fixed: tuple[Any, ...],
+        groups: Sequence[Mapping[str, Any]],
+        last: Setting | None,
+    ) -> Setting:
+        """The last one where it still holds, else another."""
+        return last if last is not None and last.holds(fixed, groups) else cls(fixed, groups)
+
     def holds(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether that is so still: then this object stands for it, and is compared by identity."""
         return (

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .runner import Runner, own_attributes, shared_states, unhooked
+from .advice import advice
+from .runner import Runner, own_attributes, shared_states
 
-__all__ = ["ELEMENTWISE", "Traits", "examine", "is_elementwise"]
+__all__ = ["ELEMENTWISE", "Traits", "examine", "is_elementwise", "rewrites_weights"]
 
 ELEMENTWISE = frozenset(
     {
@@ -51,12 +52,14 @@ class Traits:
         couples: whether a parameter's update depends on which others step with it.
         draws: whether it draws random numbers.
         halves: states that it makes in bf16 or fp16 even beside fp32 parameters.
+        states: the names of all that it made in the trial.
         elementwise: whether the user said that it is elementwise.
     """
 
     couples: bool
     draws: bool
     halves: frozenset[str]
+    states: frozenset[str]
     elementwise: bool
 
 
@@ -93,7 +96,8 @@ def examine(optimizer: torch.optim.Optimizer, elementwise: bool = False) -> Trai
         for key, each in state.items()
         if isinstance(each, Tensor) and each.dtype in (torch.bfloat16, torch.float16)
     )
-    return Traits(couples, draws, halves, elementwise)
+    made = frozenset(key for state in together["states"] for key in state)
+    return Traits(couples, draws, halves, made, elementwise)
 
 
 def is_elementwise(
@@ -102,6 +106,11 @@ def is_elementwise(
     """Whether parts of a tensor can step by themselves, as far as the user said or is known."""
     known = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE and not traits.couples
     return traits.elementwise or (known and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
+
+
+def rewrites_weights(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class has ``train()`` and ``eval()``: those of schedule-free ones swap weights."""
+    return callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None))
 
 
 def _copy(optimizer: torch.optim.Optimizer) -> Any:
@@ -121,15 +130,21 @@ def _try_steps(optimizer: torch.optim.Optimizer, at_once: bool) -> tuple[dict[st
     """What some steps leave, of all parameters in one call or of each in its own; if any drew."""
     tried, generator = _copy(optimizer), torch.Generator().manual_seed(0)
     members: list[tuple[int, nn.Parameter]] = []
+    states: list[dict[str, Any]] = []
     for number, group in enumerate(tried.param_groups):
         # Two for each number of dimensions, which is what steps tell tensors apart by.
-        shapes = {p.ndim: [min(max(n, 1), _TRIAL_SIZE) for n in p.shape] for p in group["params"]}
-        members += [
-            (number, nn.Parameter(torch.randn(shape, generator=generator)))
-            for shape in shapes.values()
-            for _ in range(2)
-        ]
-    states: list[dict[str, Any]] = [{} for _ in members]
+        for parameter in {p.ndim: p for p in group["params"]}.values():
+            shape = [min(max(n, 1), _TRIAL_SIZE) for n in parameter.shape]
+            # What a constructor marks parameters with, such as the seed of a projection.
+            marks = optimizer.state.get(parameter, {})
+            began = any(isinstance(each, Tensor) for each in marks.values())
+            for _ in range(2):
+                members.append((number, nn.Parameter(torch.randn(shape, generator=generator))))
+                states.append({} if began else copy.deepcopy(marks))
+    if rewrites_weights(type(optimizer)):
+        mode = Runner(tried, type(optimizer))
+        mode.run([], "train")
+        mode.finish()
     calls = [range(len(members))] if at_once else [[n] for n in range(len(members))]
     draws = False
     with torch.random.fork_rng(devices=[]):
@@ -139,7 +154,7 @@ def _try_steps(optimizer: torch.optim.Optimizer, at_once: bool) -> tuple[dict[st
             runner = Runner(tried, type(optimizer))
             for call in calls:
                 torch.manual_seed(step)
-                found = runner.step([(*members[n], states[n]) for n in call])
+                found = runner.run([(*members[n], states[n]) for n in call])
                 for n, state in zip(call, found, strict=True):
                     states[n] = state
             for name, each in runner.attributes.items():
@@ -179,23 +194,20 @@ def _same(one: Any, other: Any, depth: int = 8) -> bool:
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """Why a step cannot run on copies, as far as that can be told without running it."""
-    kind = type(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it evaluates the closure several times per step, outside any update rule"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it updates what sparse gradients touch, and gradients here are dense"
-    closure = inspect.signature(unhooked(kind.step)).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return "its step needs a closure, which it calls when and as often as it likes"
-    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
-        return "its train() and eval() rewrite the weights outside of step"
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
+        return "its step does nothing, and one optimizer for each parameter steps in backward()"
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, each in own_attributes(optimizer).items():
         for found in _within(each) if name != "defaults" else ():
             if isinstance(found, torch.optim.Optimizer):
                 return (
-                    f"it wraps another optimizer, {type(found).__name__}, in its attribute {name}: "
-                    "convert that one and wrap it afterwards"
+                    f"it wraps another optimizer, {type(found).__name__}, in its attribute {name}, "
+                    f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, "
+                    "model=model) converts that one, and the wrapper is then left as it is"
                 )
             if isinstance(found, nn.Module) or id(found) in parameters:
                 return f"it keeps the model's own tensors in its attribute {name}"
@@ -218,7 +230,4 @@ def _within(value: Any, depth: int = 4) -> Iterable[Any]:
 
 
 def _refusal(kind: type, why: str) -> str:
-    return (
-        f"{kind.__module__}.{kind.__qualname__} cannot be converted: {why}. Keep this optimizer "
-        "and train in float32 or bf16-mixed, or use one that torch_bf16 has"
-    )
+    return f"{kind.__module__}.{kind.__qualname__} cannot be converted: {why}. {advice(kind)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -16,7 +17,8 @@ from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
 from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.sgd import SGD, Adagrad, RMSprop
+from torch_bf16.optim.sgd import SGD, Adagrad, Lion, RMSprop
+from torch_bf16.optim.unconverted import wraps_converted
 from torch_bf16.optim.validation import check_group, check_options
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
@@ -24,10 +26,11 @@ from torch_bf16.sharding import WRAPPERS, register, shard_of
 from torch_bf16.sharding.zero import Whole, is_zero
 from torch_bf16.states.recoding import Changes
 
+from .advice import EIGHT_BIT
 from .capabilities import examine
 from .optimizer import ROLES, foreign_class
 
-__all__ = ["CONVERTIBLE", "convert"]
+__all__ = ["CONVERTIBLE", "convert", "fused_class"]
 
 CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
     each.torch_class: each
@@ -57,6 +60,10 @@ def convert(
     class in ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or that ``elementwise=True`` vouches
     for, steps on the parts; for any other every rank gathers whole tensors.
 
+    ``train()`` and ``eval()`` of schedule-free classes rewrite the weights in the same way. Adam,
+    AdamW and Lion of bitsandbytes with 8-bit moments become ours where the recipe's are ``int8``,
+    and are refused otherwise.
+
     The object stays the same, and so do its parameter groups, hooks and LR schedulers. Moments that
     it already has are rounded into the recipe's formats at once. Of a
     ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted.
@@ -80,8 +87,8 @@ def convert(
         ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
             backend is not known; nothing has been changed.
         NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
-            needs a closure, keeps data outside ``state``, wraps another optimizer, or rewrites
-            weights outside of ``step``.
+            evaluates a closure several times, keeps data outside ``state``, or wraps another
+            optimizer. The message says what to use.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -89,6 +96,9 @@ def convert(
         True
     """
     recipe = get_recipe(recipe)
+    ours = isinstance(optimizer, BF16Optimizer) or is_zero(optimizer)
+    if not ours and hasattr(optimizer, "__dict__") and wraps_converted(optimizer):
+        return optimizer
     if is_zero(optimizer):
         local: Any = getattr(optimizer, "optim", None)
         if not isinstance(local, torch.optim.Optimizer):
@@ -125,13 +135,21 @@ def convert(
         raise ValueError(
             f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
         )
-    target, traits = CONVERTIBLE.get(type(optimizer)), None
+    target, traits = fused_class(optimizer, recipe), None
     if target is None:
         target, traits = foreign_class(type(optimizer)), examine(optimizer, elementwise)
     if traits is None and (roles or elementwise):
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
             f"own code, and {type(optimizer).__name__} has a kernel; leave them out"
+        )
+    if traits is not None and (unknown := {*(roles or {})} - traits.states):
+        # Not refused: a state may be made later than in the first three steps.
+        warnings.warn(
+            f"roles={dict(roles or {})}: {type(optimizer).__name__} made no state named "
+            f"{', '.join(sorted(unknown))} in a trial of three steps, but "
+            f"{', '.join(sorted(traits.states)) or 'none'}",
+            stacklevel=2,
         )
     for number, group in enumerate(optimizer.param_groups):
         if traits is None:
@@ -140,9 +158,11 @@ def convert(
     wrapped = _scheduler_wrapper(optimizer)
 
     source, converted = type(optimizer), cast("Any", optimizer)
-    attributes = dict(vars(optimizer))
+    attributes, groups = dict(vars(optimizer)), [dict(each) for each in optimizer.param_groups]
     converted.__class__ = target
     try:
+        if source not in CONVERTIBLE and traits is None:
+            _replace_options(converted, target)
         converted._setup(recipe, backend)
         if traits is not None:
             converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
@@ -157,6 +177,9 @@ def convert(
         converted.__class__ = source
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(options)
         raise
     for parameter, state in taken.items():
         optimizer.state[parameter] = state
@@ -167,6 +190,51 @@ def convert(
     if wrapped:
         optimizer.__dict__["step"] = _count_steps(optimizer)
     return optimizer
+
+
+def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Optimizer] | None:
+    """Ours for an optimizer, or None if it can step by its own code alone.
+
+    One with 8-bit moments becomes ours with such, where the recipe asks for them.
+
+    Raises:
+        NotImplementedError: it has options that ours has not, or has stepped already.
+    """
+    kind = type(optimizer)
+    known = CONVERTIBLE.get(kind)
+    named = EIGHT_BIT.get(f"{kind.__module__}.{kind.__qualname__}")
+    if known is not None or named is None:
+        return known
+    target: Any = {"Adam": Adam, "AdamW": AdamW, "Lion": Lion}[named]
+    asked = [recipe.exp_avg] + [recipe.exp_avg_sq] * (target is not Lion)
+    if {*asked} != {"int8"}:
+        return None
+    args = getattr(optimizer, "args", None)
+    others = [name for name in ("max_unorm", "skip_zeros") if getattr(args, name, None)]
+    if getattr(args, "percentile_clipping", 100) != 100:
+        others.append("percentile_clipping")
+    if others or optimizer.state:
+        what = f"its options {', '.join(others)}" if others else "the 8-bit states that it has"
+        raise NotImplementedError(
+            f"{kind.__name__} cannot become torch_bf16.{named}, which knows nothing of {what}. "
+            "Make it without them, and convert it before its first step. Nothing was changed"
+        )
+    return target
+
+
+def _replace_options(optimizer: torch.optim.Optimizer, target: type[BF16Optimizer]) -> None:
+    """Leave an optimizer with the attributes and options of another class, and its own values."""
+    made: Any = target
+    example = made([nn.Parameter(torch.empty(1))])
+    for name in vars(optimizer).keys() - vars(example).keys():
+        del vars(optimizer)[name]
+    for group in optimizer.param_groups:
+        for name in group.keys() - example.param_groups[0].keys() - {"initial_lr", "param_names"}:
+            del group[name]
+        for name, value in example.defaults.items():
+            group.setdefault(name, value)
+    own = optimizer.defaults
+    optimizer.defaults = {**example.defaults, **{k: own[k] for k in example.defaults if k in own}}
 
 
 def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:

@@ -12,25 +12,28 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.engine import data_writes
+from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.engine import Engine, Observer
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
-from torch_bf16.errors import prefix_errors, suffix_errors
+from torch_bf16.errors import UNTOUCHED, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
-from torch_bf16.optim.optimizer import UNTOUCHED, BF16Optimizer, invalidate_remainders
+from torch_bf16.optim.exact_weights import invalidate_remainders, settle
+from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.planning import collect, keep_states
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, whole
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.recoding import Changes
-from torch_bf16.states.views import MASTERS
+from torch_bf16.states.views import COUNTER, MASTERS
 
-from .capabilities import Traits, is_elementwise
+from .capabilities import Traits, is_elementwise, rewrites_weights
 from .runner import Runner
-from .working_copy import COUNTER, Encoder, WorkingCopy, is_like
+from .working_copy import WorkingCopy, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
 
@@ -116,11 +119,8 @@ class ForeignOptimizer(BF16Optimizer):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)
-        invalidate_remainders(
-            (each.state, each.weights)
-            for each in members
-            if each.snapshot.version != each.shard.version()
-        )
+        settle(self, parameters)
+        invalidate_remainders((each.state, each.weights) for each in members if each.written)
         if told.found_inf is not None and float(told.found_inf) != 0:
             return
         for observer in observers:
@@ -130,8 +130,23 @@ class ForeignOptimizer(BF16Optimizer):
             self._run(runner, bucket, float(told.multiplier))
         runner.finish()
         self._engine.encoder.finish()
+        data_writes.renew(parameters)
         for observer in observers:
             observer.after_update()
+
+    @torch.no_grad()
+    def _rewrite(self, method: str) -> None:
+        """Run the class's own ``train`` or ``eval``, by which it rewrites weights between steps."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        settle(self, parameters)
+        members = self._take_part([p for p in parameters if self.state.get(p)])
+        invalidate_remainders((e.state, e.weights) for e in members if e.written)
+        runner = Runner(self, self.torch_class)
+        for bucket in [*self._buckets(members)] or [[]]:
+            self._run(runner, bucket, None, method)
+        runner.finish()
+        self._engine.encoder.finish()
+        data_writes.renew(parameters)
 
     def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
         self.recipe = get_recipe(self.recipe)
@@ -203,11 +218,17 @@ class ForeignOptimizer(BF16Optimizer):
         if bucket:
             yield bucket
 
-    def _run(self, runner: Runner, bucket: Sequence[WorkingCopy], scale: float) -> None:
+    def _run(
+        self,
+        runner: Runner,
+        bucket: Sequence[WorkingCopy],
+        scale: float | None,
+        method: str = "step",
+    ) -> None:
         copies = [each.make(scale) for each in bucket]
         states = [each.decode_states() for each in bucket]
         groups = [each.group for each in bucket]
-        states = runner.step(list(zip(groups, copies, states, strict=True)))
+        states = runner.run(list(zip(groups, copies, states, strict=True)), method)
         if runner.draws and any(each.shard.groups() for each in bucket):
             raise NotImplementedError(f"a parameter is sharded, and {_DRAWS}")
         for each, made, state in zip(bucket, copies, states, strict=True):
@@ -278,6 +299,8 @@ def foreign_class(kind: type[torch.optim.Optimizer]) -> type[ForeignOptimizer]:
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
+    if rewrites_weights(kind):
+        names |= {name: _rewriting(name, getattr(kind, name)) for name in ("train", "eval")}
     root: type = kind
     while root.__base__ is not None and root.__base__.__dictoffset__:
         root = root.__base__
@@ -294,6 +317,14 @@ def foreign_class(kind: type[torch.optim.Optimizer]) -> type[ForeignOptimizer]:
         }
         names = methods | names
     return types.new_class(kind.__name__, (ours, kind), exec_body=lambda body: body.update(names))
+
+
+def _rewriting(name: str, own: Any) -> Any:
+    @functools.wraps(own)
+    def method(self: ForeignOptimizer) -> None:
+        self._rewrite(name)
+
+    return method
 
 
 def _restore(kind: type[torch.optim.Optimizer]) -> ForeignOptimizer:

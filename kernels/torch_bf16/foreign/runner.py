@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Runner", "own_attributes", "shared_states", "unhooked"]
+__all__ = ["Runner", "own_attributes", "shared_states"]
 
 # What we keep on a converted optimizer, and what copies replace.
 _REPLACED = frozenset(
@@ -59,13 +60,14 @@ class Runner:
         self.attributes: dict[str, Any] = {}
         self.draws = False
 
-    def step(
-        self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]]
+    def run(
+        self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]], method: str = "step"
     ) -> list[dict[str, Any]]:
-        """Call the class's own ``step``, without hooks and with gradients switched off.
+        """Call a method of the class, without hooks and with gradients switched off.
 
         Args:
             members: of each the number of its group, the parameter with its gradient, its state.
+            method: ``step``; or one that has no arguments, for which groups without members count.
 
         Returns:
             The new state of each.
@@ -73,6 +75,8 @@ class Runner:
         own: Any = object.__new__(self._kind)
         vars(own).update(self._before, **{name: OrderedDict() for name in self._hooks})
         numbers = sorted({number for number, _, _ in members})
+        if method != "step":
+            numbers = range(len(self._optimizer.param_groups))
         own.param_groups = [
             {k: v for k, v in self._optimizer.param_groups[number].items() if k != "param_names"}
             | {"params": [parameter for its, parameter, _ in members if its == number]}
@@ -83,7 +87,9 @@ class Runner:
         own.state.update(copy.deepcopy(self._shared_before))
         before = _random_states(members)
         with torch.no_grad():
-            unhooked(self._kind.step)(own)
+            function = unhooked(getattr(self._kind, method))
+            given = [parameter for _, parameter, _ in members]
+            function(own, *([evaluated(given)] if needs_closure(function) else []))
         self.draws |= before != _random_states(members)
         for number, group in zip(numbers, own.param_groups, strict=True):
             self._options[number] = {k: v for k, v in group.items() if k != "params"}
@@ -107,6 +113,24 @@ def _random_states(members: Sequence[tuple[int, nn.Parameter, Any]]) -> tuple[An
     devices = {str(p.device): p.device for _, p, _ in members if p.is_cuda}.values()
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     return random.getstate(), *(each.numpy().tobytes() for each in states)
+
+
+def needs_closure(step: Any) -> bool:
+    """Whether a step has a closure without a default."""
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def evaluated(parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """A closure for a step whose model was evaluated before it: it may be called once, at first."""
+    versions = [each._version for each in parameters]
+
+    def closure() -> None:
+        if versions != [each._version for each in parameters]:
+            raise ValueError("it evaluates the closure with other weights, or several times a step")
+        versions.clear()
+
+    return closure
 
 
 def unhooked(step: Any) -> Any:

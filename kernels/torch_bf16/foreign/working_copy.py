@@ -1,82 +1,26 @@
-"""fp32 copies of a parameter for an optimizer's own step, and what that made of them encoded."""
+"""fp32 copies of a parameter for an optimizer's own step, and what becomes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.engine.batch import Batch, Job, alike
+from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.formats import FP32, Format
-from torch_bf16.rules import STORE
-from torch_bf16.sharding import Shard, Span, local
-from torch_bf16.states.views import MASTERS
+from torch_bf16.sharding import Shard, local
+from torch_bf16.states.views import COUNTER, MASTERS
 
-__all__ = ["COUNTER", "Encoder", "WorkingCopy", "is_like"]
-
-COUNTER = "noise_step"
-"""The state that says which draw comes next, an int."""
+__all__ = ["WorkingCopy", "is_like"]
 
 
 def is_like(value: Any, parameter: Tensor) -> bool:
     """Whether a state has a number for each of the parameter's."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
-
-
-class Encoder:
-    """Encodes what an optimizer's own step computed; its batches last as long as the planes."""
-
-    def __init__(self) -> None:
-        self._batches: dict[Any, Batch] = {}
-        self._used: dict[Any, Batch] = {}
-        self._jobs: list[tuple[Job, Tensor, int]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def add(
-        self, format_: Format, planes: Sequence[Tensor], x: Tensor, span: Span, step: int
-    ) -> None:
-        """Have ``x``, of any floating-point dtype, encoded into this rank's ``planes``.
-
-        Args:
-            format_: of the planes.
-            planes: written by :meth:`run`.
-            x: as many numbers as ``span`` has.
-            span: its name and ``step``, the number of the draw, key the noise.
-            step: 1-based.
-        """
-        memory = [each.contiguous() for each in planes]
-        self._copies += [
-            (old, new)
-            for old, new in zip(planes, memory, strict=True)
-            if old.data_ptr() != new.data_ptr()
-        ]
-        x = x.float().contiguous()
-        for piece in span.pieces() if span.numel else ():
-            pairs = zip(memory, format_.planes, strict=True)
-            part = tuple(piece.of(each, plane.block) for each, plane in pairs)
-            job = Job(piece, STORE, (format_,), (part,), torch.float32)
-            self._jobs.append((job, piece.of(x), step))
-
-    def run(self, seed: int, backend: str | None) -> None:
-        """Encode all that was added."""
-        for some in alike(self._jobs, lambda each: each[0].variant):
-            jobs, xs, steps = zip(*some, strict=True)
-            planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
-            key = (jobs[0].variant, seed, backend, *planes)
-            batch = self._batches.get(key) or Batch(jobs, seed, backend)
-            self._used[key] = batch
-            batch.run_alike(xs, steps)
-        for old, new in self._copies:
-            old.copy_(new)
-        self._jobs, self._copies = [], []
-
-    def finish(self) -> None:
-        """End a step: batches that it did not use are of planes that are gone."""
-        self._batches, self._used = self._used, {}
 
 
 @dataclass
@@ -112,17 +56,24 @@ class WorkingCopy:
         return self.state[COUNTER]
 
     @property
+    def written(self) -> bool:
+        """Whether something else has written the parameter since the last step."""
+        return self.snapshot.version != self.shard.version()
+
+    @property
     def bytes(self) -> int:
         """Memory of its fp32 copies: weight, gradient, and two states if none are there yet."""
         states = sum(is_like(each, self.parameter) for each in self.state.values())
         numel = self.shard.numel if self.gathers else self.shard.memory.numel()
         return 4 * (2 + max(2, states)) * numel
 
-    def make(self, scale: float) -> nn.Parameter:
-        """An fp32 copy of the weight, with one of the gradient times ``scale``."""
+    def make(self, scale: float | None) -> nn.Parameter:
+        """An fp32 copy of the weight, with one of the gradient times ``scale``, None without."""
         masters = (self.state[key] for key in self.weights.plane_names("")[1:])
         planes = [local(each).detach() for each in (self.parameter, *masters)]
         made = nn.Parameter(self._whole(self.weights.decode(planes)).clone())
+        if scale is None:
+            return made
         gradient = self.shard.gradient().detach()
         # A copy, because steps may use the gradient's memory for what they compute.
         made.grad = self._whole(gradient.to(torch.float32, copy=True).mul_(scale))

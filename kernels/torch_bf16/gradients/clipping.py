@@ -236,7 +236,8 @@ def _check(max_norm: Any) -> None:
 def _listed(given: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
     """What was given, one by one; anything of another kind is an error that says so."""
     alone = isinstance(given, kind) or not isinstance(given, Iterable)
-    several = [given] if alone else list(given)
+    # One that was given twice counts once.
+    several = [given] if alone else [*dict.fromkeys(given)]
     if wrong := [each for each in several if not isinstance(each, kind)]:
         raise ValueError(message.format(type(wrong[0]).__name__))
     return several

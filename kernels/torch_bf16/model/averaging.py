@@ -6,6 +6,7 @@ At a decay of 0.9999 an average in bf16, rounded to nearest, never moves at all:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -129,15 +130,20 @@ def ema_multi_avg_fn(
         >>> average.update_parameters(model)
     """
     _check_decay(decay, seed)
-    kept = _Averages(seed, backend)
+    return functools.partial(_move_all, _Averages(seed, backend), decay)
 
-    def move(averages: Sequence[Tensor], values: Sequence[Tensor], n_averaged: Any) -> None:
-        _refuse([*averages, *values])
-        ours = {f"#{n}": each for n, each in enumerate(averages)}
-        theirs = {f"#{n}": each for n, each in enumerate(values)}
-        kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
-    return move
+def _move_all(
+    kept: _Averages,
+    decay: float,
+    averages: Sequence[Tensor],
+    values: Sequence[Tensor],
+    n_averaged: Any,
+) -> None:
+    _refuse([*averages, *values])
+    ours = {f"#{n}": each for n, each in enumerate(averages)}
+    theirs = {f"#{n}": each for n, each in enumerate(values)}
+    kept.move(ours, theirs, 1.0 - decay, int(n_averaged))
 
 
 class EMA(AveragedModel):

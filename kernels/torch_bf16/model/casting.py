@@ -26,7 +26,8 @@ from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, shard_of, without_wrappers
 
-from .cpu_autocast import fill_gaps, widened
+from .autocast import fill_gaps, widened
+from .mixed_dtypes import name_weights_in_errors
 
 __all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
 
@@ -77,8 +78,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"parameter {name!r} is not initialised yet and would come out as float32; run the "
-                "model once, then call cast_model"
+                f"parameter {name!r} is not initialised yet and would come out as float32. Give it "
+                "its shape before the model is cast: run the module once on made-up input, with "
+                "hosts at the end of its __init__, or name the number of its inputs "
+                "(LazyLinear(8) -> Linear(16, 8))"
             )
         if id(parameter) in kept or not _is_plain(parameter):
             continue
@@ -93,6 +96,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         _check_wrappers(model)
     _check_groups(model, set(chosen))
     fill_gaps()
+    name_weights_in_errors(model)
     gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
     rests = {}
     for parameter in chosen.values():

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
-from torch_bf16.errors import suffix_errors
+from torch_bf16.engine import data_writes
+from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.sharding import no_torch_function
 
-from .masters import forget_overwritten
+from .exact_weights import forget_overwritten, settle
 from .planning import make_plan, with_gradients
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["GraphedStep"]
 
 _GRADIENT = attrgetter("grad")
-_UNTOUCHED = "Nothing was updated"
 
 # Replays between two looks at everything that an ordinary step looks at.
 _EVERY = 64
@@ -57,7 +57,7 @@ class GraphedStep:
         engine, self._optimizer = optimizer._engine, optimizer
         self._setting = setting = optimizer._setting()
         self._refuse_what_steps_do_otherwise()
-        with suffix_errors(_UNTOUCHED):
+        with suffix_errors(UNTOUCHED):
             for number, group in enumerate(optimizer.param_groups):
                 optimizer._check_options(group, number)
             plan = engine.plan
@@ -66,6 +66,7 @@ class GraphedStep:
                 plan = engine.plan = make_plan(optimizer, there, setting, plan)
         if not plan.updated():
             raise self._refused("no parameter has a gradient. Call it after a backward()")
+        settle(optimizer, setting.parameters)
         forget_overwritten(plan)
         plan.note_versions()
         if why := plan.obstacle_to_capture():
@@ -93,15 +94,17 @@ class GraphedStep:
         told = pending.inputs(
             getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         )
+        settle(optimizer, self._setting.parameters)
         if forget_overwritten(plan):
             plan.note_versions()
         for observer in optimizer.observers:
             optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
             observer.before_update(plan.taking_part(), told.multiplier)
-        with suffix_errors(_UNTOUCHED):
+        with suffix_errors(UNTOUCHED):
             self._recording.replay(told)
         for observer in optimizer.observers:
             observer.after_update()
+        data_writes.renew(self._setting.parameters)
         pending.count(told)
         pending.reset()
         self._count += 1
@@ -171,4 +174,4 @@ class GraphedStep:
 
     def _refused(self, why: str) -> RuntimeError:
         name = type(self._optimizer).__name__
-        return RuntimeError(f"a graphed step of {name} is refused: {why}. {_UNTOUCHED}")
+        return RuntimeError(f"a graphed step of {name} is refused: {why}. {UNTOUCHED}")

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.engine import data_writes
 from torch_bf16.engine.engine import Engine, Observer, engine_of
-from torch_bf16.engine.member import Direction, Member, Snapshot, formats_of
+from torch_bf16.engine.member import Direction, Member, Snapshot
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States
-from torch_bf16.errors import suffix_errors
+from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
@@ -24,15 +25,13 @@ from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
+from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
-from .masters import exact_weight, forget_overwritten, invalidate_remainders
-from .planning import make_plan, with_gradients
+from .planning import check_blocks, make_plan, with_gradients
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
-__all__ = ["UNTOUCHED", "BF16Optimizer", "invalidate_remainders"]
-
-UNTOUCHED = "Nothing was updated"
+__all__ = ["BF16Optimizer"]
 
 
 class BF16Optimizer(torch.optim.Optimizer):
@@ -102,13 +101,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self.backend = self.recipe.backend if backend is None else backend
         self.observers = []
         self._engine = self._engine_class()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                shard = shard_of(parameter)
-                # A recipe whose blocks would be cut is refused here, where every rank sees every
-                # parameter: FSDP1 leaves some ranks nothing of one that they could refuse to step.
-                if shard.sharded and not shard.can_gather:
-                    formats_of(shard, self.rule_for(group, parameter), self.recipe)
+        check_blocks(self)
         accumulate_as(self.recipe, self)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
@@ -203,7 +196,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            forget_overwritten(plan)
+            exact_weights.settle(self, parameters)
+            exact_weights.forget_overwritten(plan)
             for observer in observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
                 observer.before_update(plan.taking_part(), told.multiplier)
@@ -217,6 +211,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         with no_torch_function():
             torch.autograd.graph.increment_version(plan.updated())
         plan.note_versions()
+        data_writes.renew(parameters)
         return plan
 
     def graphed(self) -> GraphedStep:
@@ -238,13 +233,29 @@ class BF16Optimizer(torch.optim.Optimizer):
         return GraphedStep(self)
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
-        """The fp32 number that the next step starts from, of one of this optimizer's parameters.
+        """The fp32 numbers that a parameter's next step starts from; new, unless it is fp32."""
+        return exact_weights.read(self, parameter)
 
-        Returns:
-            New fp32 tensor, shaped like the parameter; the parameter itself if it is fp32.
+    @torch.no_grad()
+    def set_exact_weight(self, parameter: Tensor, value: Tensor) -> None:
+        """Let the next step start from other fp32 numbers: an average over replicas, say.
+
+        Writes the parameter and what its format keeps beside it; moments stay.
+
+        Args:
+            parameter: one of this optimizer's; mutated.
+            value: fp32, shaped and placed like :meth:`exact_weight` gives it; not kept. A format
+                without an exact master rounds it stochastically, alike on every replica.
+
+        Raises:
+            ValueError: the parameter is in no group, or ``value`` of another shape or dtype;
+                nothing has been changed.
+
+        Example:
+            >>> weight = optimizer.exact_weight(model.weight)
+            >>> optimizer.set_exact_weight(model.weight, 0.5 * weight)
         """
-        state, snapshots = dict.get(self.state, parameter, {}), self._engine.snapshots
-        return exact_weight(parameter, state, snapshots.get(parameter))
+        exact_weights.write(self, parameter, value)
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
@@ -255,19 +266,16 @@ class BF16Optimizer(torch.optim.Optimizer):
         memory. ``zero_grad`` and ``step`` reset it to 1.
 
         Args:
-            coefficient: a number or a 0-d tensor.
+            coefficient: a finite number or a 0-d tensor.
 
         Raises:
             ValueError: it is neither.
             NotImplementedError: gradients are released: the step is over already.
         """
-        if self._engine.release is not None:
-            raise NotImplementedError(
-                "gradients are released, so that the step runs inside backward() and nothing that "
-                "is known only after it can scale them. To clip, call release_gradients(model, "
-                "optimizer, max_norm=..., norm='parameter' or 'last_step')"
-            )
-        self._engine.pending.scale(coefficient)
+        self._engine.told(
+            "nothing that is known only after it can scale them. To clip, call release_gradients("
+            "model, optimizer, max_norm=..., norm='parameter' or 'last_step')"
+        ).scale(coefficient)
 
     def skip_next_step_where(self, found_inf: Tensor) -> None:
         """Let the next step leave everything as it is if ``found_inf`` is not 0 by then.
@@ -282,12 +290,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         Raises:
             NotImplementedError: gradients are released: the step is over already.
         """
-        if self._engine.release is not None:
-            raise NotImplementedError(
-                "gradients are released, so that the step runs inside backward() and cannot be "
-                "skipped after it; remove() the release to decide about steps"
-            )
-        self._engine.pending.skip_where(found_inf.reshape(()).float())
+        too_late = "cannot be skipped after it; remove() the release to decide about steps"
+        self._engine.told(too_late).skip_where(found_inf.reshape(()).float())
 
     @property
     def skipped_steps(self) -> int:
@@ -390,8 +394,6 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def _setting(self) -> Setting:
         """What a plan follows from beside memory; the same object as long as it is the same."""
-        groups, last = self.param_groups, self._engine.setting
-        fixed = self.recipe, self.backend, [self.rule_of(group) for group in groups]
-        if last is None or not last.holds(fixed, groups):
-            last = self._engine.setting = Setting(fixed, groups)
-        return last
+        fixed = self.recipe, self.backend, [self.rule_of(group) for group in self.param_groups]
+        self._engine.setting = Setting.of(fixed, self.param_groups, self._engine.setting)
+        return self._engine.setting

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, Snapshot, formats_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
@@ -27,7 +28,7 @@ from .validation import check_gradient, check_parameter, check_replaced, check_u
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["collect", "keep_states", "make_plan", "with_gradients"]
+__all__ = ["check_blocks", "collect", "keep_states", "make_plan", "with_gradients"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -47,7 +48,8 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     check_unchanged(shard, snapshot, dict.get(optimizer.state, parameter, {}))
-                check_gradient(shard)
+                if parameter.grad is not None:
+                    check_gradient(shard)
                 check_parameter(shard)
             found.append((shard, number, label))
     check_replaced(optimizer, labels)
@@ -115,6 +117,20 @@ def make_plan(
     return plan
 
 
+def check_blocks(optimizer: BF16Optimizer) -> None:
+    """Refuse a recipe whose blocks would be cut, where every rank sees every parameter.
+
+    FSDP1 leaves some ranks nothing of a parameter that they could refuse to step.
+
+    Raises:
+        NotImplementedError: a parameter is cut within the blocks of one of its formats.
+    """
+    for group in optimizer.param_groups:
+        for shard in map(shard_of, group["params"]):
+            if shard.sharded and not shard.can_gather:
+                formats_of(shard, optimizer.rule_for(group, shard.parameter), optimizer.recipe)
+
+
 def with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Those of some parameters that have a gradient."""
     with no_torch_function():
@@ -145,6 +161,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         optimizer._engine.snapshots[each.parameter] = each.snapshot
+        each.snapshot.data = DataWatch.of(each.shard, each.state)
         residuals.forget(each.shard)
     residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
 

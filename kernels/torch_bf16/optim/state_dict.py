@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import States
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import residuals
@@ -15,6 +16,8 @@ from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import from_view, gatherable, to_view
+
+from .exact_weights import current
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -73,6 +76,9 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     states[key] = gatherable(
                         state_dict["state"][key], parameter, shapes, optimizer.recipe
                     )
+            elif REMAINDERS & states.get(key, {}).keys():
+                its_state = state_dict["state"][key]
+                states[key] = to_view(current(optimizer, shard_of(parameter), its_state))
             elif key not in states and residuals.remembered(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)

@@ -15,7 +15,7 @@ from torch_bf16.argument_checks import check_module
 
 from .optimizer import BF16Optimizer
 
-__all__ = ["warn_unconverted"]
+__all__ = ["warn_unconverted", "wraps_converted"]
 
 
 _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
@@ -49,8 +49,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         if live is None:
             return
         seen.add(optimizer)
-        # ZeroRedundancyOptimizer, and what wraps a converted optimizer, leave the step to it.
-        if any(isinstance(each, BF16Optimizer) for each in vars(optimizer).values()):
+        if wraps_converted(optimizer):
             return
         cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
         if any(p in cast for group in optimizer.param_groups for p in group["params"]):
@@ -68,3 +67,8 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             _hooks.remove((model_then, handle))
     _hooks.append((reference, register_optimizer_step_pre_hook(before_step)))
     return _hooks[-1][1]
+
+
+def wraps_converted(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves the step to one of ours, as SAM and Lookahead do."""
+    return any(isinstance(each, BF16Optimizer) for each in vars(optimizer).values())

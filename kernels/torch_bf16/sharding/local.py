@@ -111,7 +111,8 @@ def same_memory(given: Any, own: Any) -> bool:
         return False
     if given is own:
         return True
-    return given.shape == own.shape and not local(own).is_meta and _place(given) == _place(own)
+    known = given.shape == own.shape and given.layout == torch.strided and not local(own).is_meta
+    return known and _place(given) == _place(own)
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

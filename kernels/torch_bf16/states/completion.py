@@ -9,6 +9,7 @@ the rule's states (``exp_avg`` ...), and the planes of the weight beyond the par
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -196,6 +197,11 @@ def _fitting(
     saved: Any, shape: Sequence[int], device: torch.device, key: str, label: str
 ) -> Tensor:
     _check_shape(saved, shape, key, label)
+    if saved.layout != torch.strided or (saved.is_meta and device.type != "meta"):
+        raise StateMismatchError(
+            f"{key} of {label} is {saved.layout} on {saved.device} in the state dict and must be a "
+            "dense tensor with memory; load it as it was saved"
+        )
     return saved.to(device).contiguous()
 
 
@@ -211,7 +217,8 @@ def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
             )
         began = any(state.get(each.name) is not None for each in (*rule.states, *rule.stage_states))
         step = float(began)
-    number = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+    known = isinstance(step, (Tensor, Real))
+    number = torch.as_tensor(step if known else -1, dtype=torch.float32, device="cpu")
     if number.numel() != 1 or not 0 <= number.item() < float("inf"):
         raise StateMismatchError(
             f"step of {label} is {step!r} and must be a number of steps; the state is damaged, "

@@ -48,7 +48,7 @@ def check_whole(state_dict: Any) -> None:
     """Refuse what is no optimizer's state dict.
 
     Raises:
-        StateMismatchError: its two parts are not there.
+        StateMismatchError: its two parts are not there, or not what torch makes them of.
     """
     whole = isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping)
     if not whole or not isinstance(state_dict.get("param_groups"), (list, tuple)):
@@ -57,6 +57,20 @@ def check_whole(state_dict: Any) -> None:
             "this is no optimizer's state dict: it needs a dict 'state' and a list 'param_groups' "
             f"and has {found}. Pass what optimizer.state_dict() returned"
         )
+    for number, group in enumerate(state_dict["param_groups"]):
+        keys = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(keys, (list, tuple)) or not all(isinstance(k, (int, str)) for k in keys):
+            raise StateMismatchError(
+                f"parameter group {number} of the state dict is damaged: it needs a list 'params' "
+                f"of numbers or names and has {keys!r}. Load it as it was saved"
+            )
+        for key in keys:
+            state = state_dict["state"].get(key)
+            if state is not None and not isinstance(state, Mapping):
+                raise StateMismatchError(
+                    f"the state of parameter {key!r} in the state dict is damaged: it is "
+                    f"{type(state).__name__} and must be a dict. Load it as it was saved"
+                )
 
 
 def check_hyperparameters(saved: Mapping[str, Any], live: Mapping[str, Any], number: int) -> None:
@@ -95,7 +109,16 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
             f"the state dict has schema {saved['schema']} and this version of torch_bf16 reads "
             f"schema {SCHEMA}; use the version that wrote it, or a newer one"
         )
-    other = saved.get("recipe", {})
+    other, names = saved.get("recipe", {}), saved.get("names") or []
+    listed = isinstance(names, (list, tuple)) and all(
+        isinstance(its, (list, tuple)) and all(isinstance(n, (str, type(None))) for n in its)
+        for its in names
+    )
+    if not isinstance(other, Mapping) or not listed:
+        raise StateMismatchError(
+            f"the entry {HEADER!r} of the state dict is damaged: its recipe is {other!r} and must "
+            "be a dict, or its names are no lists of names. Delete it to load the rest as it is"
+        )
     if missing := {"name", "seed", *_FORMAT_FIELDS} - other.keys():
         raise StateMismatchError(
             f"the entry {HEADER!r} of the state dict has no {', '.join(sorted(missing))} of its "

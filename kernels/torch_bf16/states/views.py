@@ -22,7 +22,7 @@ from torch_bf16.sharding import local, place_like
 
 from .recoding import stored_format
 
-__all__ = ["MASTERS", "fp32_numbers", "from_view", "gatherable", "masters_in", "to_view"]
+__all__ = ["COUNTER", "MASTERS", "fp32_numbers", "from_view", "gatherable", "masters_in", "to_view"]
 
 _PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
 _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
@@ -36,6 +36,9 @@ _SCALE = INT8.planes[1].suffix
 
 MASTERS = sorted([*_PLANES, *_AS_NUMBERS.values()])
 """The keys under which a state may hold what a weight has beyond the parameter."""
+
+COUNTER = "noise_step"
+"""The state that says which draw comes next, an int, where an optimizer steps by its own code."""
 
 
 def to_view(state: Mapping[str, Any]) -> dict[str, Any]:

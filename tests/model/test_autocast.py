@@ -1,4 +1,4 @@
-"""A cast module runs under CPU autocast wherever the uncast one does."""
+"""A cast module runs under autocast wherever the uncast one does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_bf16 import cast_model
-from torch_bf16.model import cpu_autocast
+from torch_bf16.model import autocast
 
 MODULES = {
     "layer_norm": (nn.LayerNorm(8), (4, 8)),
@@ -85,26 +85,34 @@ def test_outside_autocast_nothing_is_widened():
         module(torch.randn(4, 8))
 
 
-def kernels():
-    names = [*cpu_autocast._NORMS, *cpu_autocast._PRODUCTS, *cpu_autocast._FP32_ONLY]
+def kernels(key):
+    names = [each for gaps in autocast.GAPS[key].values() for each in gaps]
+    operators = [each.name() for name in names for each in autocast._overloads(name)]
     known = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in names if known(f"aten::{name}", "AutocastCPU")]
+    return [name for name in operators if known(name, key)]
 
 
 def test_what_is_registered_for_the_process_can_be_undone():
-    cpu_autocast.restore()
-    stock = kernels()
+    autocast.restore()
+    stock = {key: kernels(key) for key in autocast.GAPS}
     module = nn.LayerNorm(8, dtype=torch.bfloat16)
     for _ in range(2):
         cast_model(nn.Linear(2, 2))
-        assert len(kernels()) > len(stock)
+        assert all(len(kernels(key)) > len(known) for key, known in stock.items())
         with torch.autocast("cpu", torch.bfloat16):
             assert module(torch.randn(4, 8)).dtype == torch.float32
-        cpu_autocast.restore()
-        assert kernels() == stock
+        autocast.restore()
+        assert {key: kernels(key) for key in autocast.GAPS} == stock
         with (
             torch.autocast("cpu", torch.bfloat16),
             pytest.raises(RuntimeError, match="mixed dtype"),
         ):
             module(torch.randn(4, 8))
-    cpu_autocast.fill_gaps()
+    autocast.fill_gaps()
+
+
+def test_both_devices_have_the_same_gaps_filled_but_for_what_torch_does_itself():
+    cast_model(nn.Linear(2, 2))
+    on_cpu, on_gpu = ({*kernels(key)} for key in autocast.GAPS)
+    assert not on_gpu - on_cpu
+    assert {name.split("::")[1].split(".")[0] for name in on_cpu - on_gpu} == {*autocast._NORMS}

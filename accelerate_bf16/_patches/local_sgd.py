@@ -1,0 +1,34 @@
+"""Local SGD averages the fp32 weights of replicas, not what bf16 shows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate_bf16.modes import canonical
+
+__all__ = ["sync_and_avg_model_params"]
+
+
+def sync_and_avg_model_params(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Average one exact weight after the other; what no optimizer of ours has, as before."""
+
+    def _sync_and_avg_model_params(sgd: Any) -> None:
+        accelerator = sgd.accelerator
+        if canonical(accelerator.state._mixed_precision) is None:
+            original(sgd)
+            return
+        from accelerate_bf16.optimizers import ours
+
+        optimizers = ours(accelerator._optimizers)
+        owners = {p: each for each in optimizers for g in each.param_groups for p in g["params"]}
+        accelerator.wait_for_everyone()
+        for parameter in sgd.model.parameters():
+            owner = owners.get(parameter)
+            if owner is None:
+                parameter.data = accelerator.reduce(parameter.data, reduction="mean")
+            else:
+                mean = accelerator.reduce(owner.exact_weight(parameter), reduction="mean")
+                owner.set_exact_weight(parameter, mean)
+
+    return _sync_and_avg_model_params

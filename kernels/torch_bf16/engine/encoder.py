@@ -1,0 +1,69 @@
+"""fp32 numbers that something else computed, encoded into the planes of a weight or a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.formats import Format
+from torch_bf16.rules import STORE
+from torch_bf16.sharding import Span
+
+from .batch import Batch, Job, alike
+
+__all__ = ["Encoder"]
+
+
+class Encoder:
+    """Encodes what an optimizer's own step computed; its batches last as long as the planes."""
+
+    def __init__(self) -> None:
+        self._batches: dict[Any, Batch] = {}
+        self._used: dict[Any, Batch] = {}
+        self._jobs: list[tuple[Job, Tensor, int]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def add(
+        self, format_: Format, planes: Sequence[Tensor], x: Tensor, span: Span, step: int
+    ) -> None:
+        """Have ``x``, of any floating-point dtype, encoded into this rank's ``planes``.
+
+        Args:
+            format_: of the planes.
+            planes: written by :meth:`run`.
+            x: as many numbers as ``span`` has.
+            span: its name and ``step``, the number of the draw, key the noise.
+            step: 1-based.
+        """
+        memory = [each.contiguous() for each in planes]
+        self._copies += [
+            (old, new)
+            for old, new in zip(planes, memory, strict=True)
+            if old.data_ptr() != new.data_ptr()
+        ]
+        x = x.float().contiguous()
+        for piece in span.pieces() if span.numel else ():
+            pairs = zip(memory, format_.planes, strict=True)
+            part = tuple(piece.of(each, plane.block) for each, plane in pairs)
+            job = Job(piece, STORE, (format_,), (part,), torch.float32)
+            self._jobs.append((job, piece.of(x), step))
+
+    def run(self, seed: int, backend: str | None) -> None:
+        """Encode all that was added."""
+        for some in alike(self._jobs, lambda each: each[0].variant):
+            jobs, xs, steps = zip(*some, strict=True)
+            planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
+            key = (jobs[0].variant, seed, backend, *planes)
+            batch = self._batches.get(key) or Batch(jobs, seed, backend)
+            self._used[key] = batch
+            batch.run_alike(xs, steps)
+        for old, new in self._copies:
+            old.copy_(new)
+        self._jobs, self._copies = [], []
+
+    def finish(self) -> None:
+        """End a step: batches that it did not use are of planes that are gone."""
+        self._batches, self._used = self._used, {}

@@ -1,0 +1,52 @@
+"""What to use in place of an optimizer that cannot be converted, by classes that users name."""
+
+from __future__ import annotations
+
+__all__ = ["EIGHT_BIT", "advice"]
+
+EIGHT_BIT = {
+    "bitsandbytes.optim.adam.Adam8bit": "Adam",
+    "bitsandbytes.optim.adam.PagedAdam8bit": "Adam",
+    "bitsandbytes.optim.adamw.AdamW8bit": "AdamW",
+    "bitsandbytes.optim.adamw.PagedAdamW8bit": "AdamW",
+    "bitsandbytes.optim.lion.Lion8bit": "Lion",
+    "bitsandbytes.optim.lion.PagedLion8bit": "Lion",
+}
+"""Classes with 8-bit moments, and ours that a recipe with ``int8`` moments makes of them."""
+
+_INT8 = (
+    "exp_avg='int8', exp_avg_sq='int8' (of Recipe, get_recipe, BF16Precision and "
+    "BF16RecipeKwargs; BF16_EXP_AVG=int8 BF16_EXP_AVG_SQ=int8 for a launcher)"
+)
+
+_ADVICE = {
+    "bitsandbytes.": "Its 32-bit and paged 32-bit classes are taken as they are; or use torch_bf16."
+    f"AdamW with {_INT8}",
+    "galore_torch.adamw8bit.": "GaLoreAdamW of the same package is taken as it is; or use "
+    f"torch_bf16.AdamW with {_INT8}",
+    "apollo_torch.q_apollo.": "APOLLOAdamW of the same package is taken as it is",
+    "lomo_optim.lomo.": "It updates each weight inside backward(), which release_gradients(model, "
+    "optimizer) does with torch_bf16.SGD, 2 bytes per parameter with bf16-stochastic (the option "
+    "release_gradients=True of both plugins)",
+    "lomo_optim.adalomo.": "It updates each weight inside backward(), which release_gradients("
+    "model, optimizer) does with torch_bf16.AdamW and int8 moments, 4.2 bytes per parameter with "
+    "bf16-stochastic (the option release_gradients=True of both plugins)",
+    "torch.optim.sparse_adam.": "Make the embedding with sparse=False and give it to Adam or AdamW",
+    "torch.optim.lbfgs.": "Train with LBFGS in float32, or in these modes with AdamW or SGD",
+    "transformers.trainer_pt_utils.LayerWiseDummyOptimizer": "Use optim='galore_adamw' without "
+    "'_layerwise', or optim='adamw_torch' with BF16_RELEASE_GRADIENTS=1, which steps inside "
+    "backward(), too",
+}
+
+_OTHERS = "Keep this optimizer and train in float32, or use one that torch_bf16 has"
+
+
+def advice(kind: type) -> str:
+    """What to do instead, of a class that is refused."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in EIGHT_BIT:
+        return (
+            f"torch_bf16.{EIGHT_BIT[name]} keeps its moments in 8 bits, too (6.2 bytes per "
+            f"parameter for AdamW, gradient included), and is what it becomes with {_INT8}"
+        )
+    return next((text for start, text in _ADVICE.items() if name.startswith(start)), _OTHERS)

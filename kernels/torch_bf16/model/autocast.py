@@ -1,0 +1,176 @@
+"""What torch's autocast leaves undone: fp32 tensors that meet bf16 weights in other operations.
+
+Autocast brings the arguments of matrix products to one dtype, and those of some operations to the
+wider one. Beside bf16 weights more of them meet tensors of both dtypes, which torch then refuses
+("Index put requires the source and destination dtypes match"): masks filled with a learned token,
+scatters, cross products, norms. On CPUs autocast leaves norms and products with a vector alone,
+too, and some functions have no kernel for bf16 or one that returns garbage (the matrix exponential
+of ``parametrizations.orthogonal``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+__all__ = ["GAPS", "fill_gaps", "restore", "widened"]
+
+_NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
+_PROMOTING = (
+    *("bilinear", "mv", "addmv", "dot", "vdot", "inner", "tensordot", "cross", "linalg_cross"),
+    *("lerp", "embedding_bag", "linalg_multi_dot", "chain_matmul"),
+    *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
+    *("scatter", "scatter_add", "scatter_reduce"),
+)
+_IN_PLACE = (
+    *("lerp_", "addmm_", "addmv_", "addbmm_", "baddbmm_", "put_"),
+    *("index_put_", "index_add_", "index_copy_", "index_reduce_", "masked_scatter_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_"),
+)
+_FP32_ONLY = (
+    *("linalg_matrix_exp", "_linalg_slogdet", "_linalg_det", "logdet", "linalg_solve_triangular"),
+    *("complex", "polar"),
+)
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+# The registrations last as long as this object.
+_library: Library | None = None
+
+
+def fill_gaps() -> None:
+    """Let these operations take fp32 tensors beside bf16 weights under autocast.
+
+    For the whole process and all models in it, until :func:`restore`; :func:`cast_model` calls it.
+    Calls that worked before run as they did, but for functions that have no sound bf16 kernel. An
+    operation for which torch has an autocast rule of its own is left alone.
+
+    Example:
+        >>> fill_gaps()
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     y = torch.nn.LayerNorm(4, dtype=torch.bfloat16)(torch.randn(2, 4))
+        >>> y.dtype
+        torch.float32
+    """
+    global _library
+    if _library is not None:
+        return
+    _library = Library("aten", "IMPL")
+    for key, gaps in GAPS.items():
+        for convert, names in gaps.items():
+            for name in names:
+                for operator in _overloads(name):
+                    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
+                        _library.impl(operator, _kernel(operator, convert, key), key)
+
+
+def restore() -> None:
+    """Give autocast back as torch has it, until the next :func:`cast_model`.
+
+    Example:
+        >>> restore()
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     torch.nn.LayerNorm(4, dtype=torch.bfloat16)(torch.randn(2, 4))
+        Traceback (most recent call last):
+        ...
+        RuntimeError: mixed dtype (CPU): ...
+    """
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+
+
+def widened(argument: Any) -> Any:
+    """An argument in fp32 if it is a bf16 tensor, else as it is."""
+    if isinstance(argument, Tensor) and argument.dtype == torch.bfloat16:
+        return argument.float()
+    return argument
+
+
+def _overloads(name: str) -> list[Any]:
+    """What users can call: not the variants that write into ``out=`` or go by dimensions' names."""
+    packet = getattr(torch.ops.aten, name, None)
+    found = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    left_out = {"out", "dimname"}
+    return [
+        each
+        for each in found
+        if left_out.isdisjoint(each._overloadname.split("_"))
+        # TorchScript has some of its own.
+        and torch._C._dispatch_has_kernel(each.name())
+    ]
+
+
+def _kernel(operator: Any, convert: Callable[[Sequence[Any]], Sequence[Any]], key: str) -> Any:
+    below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    # Between two graphs it would be compiled for itself, once for each mixture of dtypes.
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        converted = convert([*args, *kwargs.values()])
+        kwargs = dict(zip(kwargs, converted[len(args) :], strict=True))
+        with torch._C._ExcludeDispatchKeyGuard(below_autocast):
+            return operator(*converted[: len(args)], **kwargs)
+
+    return call
+
+
+def _widen(arguments: Sequence[Any]) -> Sequence[Any]:
+    return [
+        [widened(x) for x in each] if isinstance(each, list) else widened(each)
+        for each in arguments
+    ]
+
+
+def _promote(arguments: Sequence[Any]) -> Sequence[Any]:
+    """All in fp32 where one tensor is."""
+    several = [x for each in arguments if isinstance(each, list) for x in each]
+    return _widen(arguments) if any(map(_is_fp32, [*arguments, *several])) else arguments
+
+
+def _promote_by_input(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Of a norm the input decides."""
+    return _widen(arguments) if _is_fp32(arguments[0]) else arguments
+
+
+def _promote_gain(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Of a batch norm gain and bias follow the input or the statistics, which are written."""
+    x, weight, bias, mean, *rest = arguments
+    if _is_fp32(x) or _is_fp32(mean):
+        weight, bias = widened(weight), widened(bias)
+    return [x, weight, bias, mean, *rest]
+
+
+def _follow_target(arguments: Sequence[Any]) -> Sequence[Any]:
+    """What is written in place keeps its dtype, and the others take it."""
+    target = arguments[0].dtype
+    if target not in _FLOATS:
+        return arguments
+    return [
+        each.to(target) if isinstance(each, Tensor) and each.dtype in _FLOATS else each
+        for each in arguments
+    ]
+
+
+def _is_fp32(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype == torch.float32
+
+
+_Convert = Callable[[Sequence[Any]], Sequence[Any]]
+_ANYWHERE: dict[_Convert, tuple[str, ...]] = {
+    _promote: _PROMOTING,
+    _follow_target: _IN_PLACE,
+    _widen: _FP32_ONLY,
+    _promote_gain: ("batch_norm",),
+}
+
+GAPS: dict[str, dict[_Convert, tuple[str, ...]]] = {
+    "AutocastCPU": {_promote_by_input: _NORMS, **_ANYWHERE},
+    "AutocastCUDA": _ANYWHERE,
+}
+"""For each dispatch key, operations by what becomes of their arguments."""

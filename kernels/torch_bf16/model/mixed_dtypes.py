@@ -1,0 +1,92 @@
+"""Errors of torch about tensors of two dtypes name the bf16 weight that met an fp32 one.
+
+Where autocast is off, ``with torch.autocast("cuda", enabled=False): self.head(x.float())``, nothing
+brings the two to one dtype, and torch says "mat1 and mat2 must have the same dtype". The error
+passes ``__exit__`` of an autocast context on its way out: that inside, and the mode's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+__all__ = ["name_weights_in_errors", "restore"]
+
+_MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
+
+_cast: WeakSet[nn.Module] = WeakSet()
+"""The models that were given to ``cast_model``."""
+
+_original: Any = None
+
+
+def name_weights_in_errors(model: nn.Module) -> None:
+    """Let errors about two dtypes say which weight of a cast model it was, and what to do.
+
+    For the whole process, until :func:`restore`.
+    """
+    global _original
+    _cast.add(model)
+    if _original is None:
+        _original = torch.autocast.__exit__
+        torch.autocast.__exit__ = functools.wraps(_original)(_exit)  # pyright: ignore
+
+
+def restore() -> None:
+    """Give ``torch.autocast`` back as it was, until the next :func:`cast_model`."""
+    global _original
+    if _original is not None:
+        torch.autocast.__exit__ = _original
+        _original = None
+
+
+def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackType | None) -> Any:
+    if isinstance(error, RuntimeError) and _MIXED.search(str(error)):
+        _explain(error, trace)
+    return _original(self, kind, error, trace)
+
+
+def _explain(error: RuntimeError, trace: TracebackType | None) -> None:
+    # Contexts lie in one another; the innermost has said it.
+    if "keep_fp32" in str(error):
+        return
+    for module in reversed([*_modules(trace)]):
+        own = module.named_parameters(recurse=False)
+        weight = next((name for name, p in own if p.dtype == torch.bfloat16), None)
+        path = None if weight is None else _path(module)
+        if path is not None:
+            pattern = path or f"*{weight}"
+            error.args = (
+                f"{str(error).rstrip('.')}. {'.'.join(filter(None, (path, weight)))!r} of "
+                f"{type(module).__name__} is a bfloat16 weight and met a tensor of another dtype "
+                "where autocast does not bring them together, such as inside "
+                "autocast(enabled=False). Keep it in fp32 with the recipe's option "
+                f"keep_fp32=[{pattern!r}] (BF16_KEEP_FP32={pattern} for a launcher), or convert "
+                "the tensor: x.to(weight.dtype)",
+            )
+            return
+
+
+def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
+    """The modules whose methods an error has come through, from the outside in."""
+    while trace is not None:
+        found = trace.tb_frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            yield found
+        trace = trace.tb_next
+
+
+def _path(module: nn.Module) -> str | None:
+    """The name of a module in the model that was cast."""
+    for model in _cast:
+        for name, each in model.named_modules():
+            if each is module:
+                return name
+    return None

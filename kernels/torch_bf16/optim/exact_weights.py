@@ -1,0 +1,241 @@
+"""The fp32 numbers that bf16 weights stand for: read out, and put back after something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.argument_checks import check_module
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.engine import data_writes
+from torch_bf16.engine.data_writes import REMAINDERS
+from torch_bf16.engine.encoder import Encoder
+from torch_bf16.engine.member import Snapshot
+from torch_bf16.engine.plan import Plan
+from torch_bf16.formats import Format
+from torch_bf16.model import residuals
+from torch_bf16.sharding import Shard, local, same_memory, shard_of
+from torch_bf16.states.recoding import Changes, stored_format
+from torch_bf16.states.views import COUNTER, masters_in
+
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
+
+__all__ = [
+    "current",
+    "exact_weights",
+    "forget_overwritten",
+    "invalidate_remainders",
+    "read",
+    "settle",
+    "write",
+]
+
+
+def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
+    """See :meth:`BF16Optimizer.exact_weight`."""
+    if parameter.dtype != torch.bfloat16:
+        return parameter.detach()
+    shard = shard_of(parameter)
+    visible = shard.memory.contiguous()
+    state = current(optimizer, shard, dict.get(optimizer.state, parameter, {}))
+    masters = masters_in({key: local(each) for key, each in state.items()})
+    if not masters and (known := residuals.second_plane(shard, torch.int16)) is not None:
+        masters = {"remainder16": known}
+    format_ = stored_format(masters, "") if masters else None
+    if format_ is None:
+        return shard.place(visible.float())
+    planes = [visible, *(masters[key] for key in format_.plane_names("")[1:])]
+    return shard.place(format_.decode(planes))
+
+
+def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state without the low bits of a weight that something else has written since.
+
+    Args:
+        optimizer: whose state.
+        shard: of the parameter.
+        state: the parameter's, not changed.
+    """
+    snapshot = optimizer._engine.snapshots.get(shard.parameter)
+    stale: Tensor | None = None
+    if snapshot is not None:
+        watch = snapshot.data
+        if watch is not None and watch.knows(snapshot.version):
+            stale = watch.changed()
+        elif snapshot.version != shard.version():
+            stale = torch.ones((), dtype=torch.bool, device=shard.memory.device)
+    if stale is None:
+        return dict(state)
+    return {
+        key: shard.place(local(each).masked_fill(stale, 0)) if key in REMAINDERS else each
+        for key, each in state.items()
+    }
+
+
+def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
+    """See :meth:`BF16Optimizer.set_exact_weight`."""
+    places = (
+        (number, position)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, each in enumerate(group["params"])
+        if each is parameter
+    )
+    number, position = next(places, (None, None))
+    if number is None or position is None:
+        raise ValueError(
+            f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in "
+            f"no group of this {type(optimizer).__name__}; write it as it is, parameter.copy_(...)"
+        )
+    if value.shape != parameter.shape or value.dtype != torch.float32:
+        raise ValueError(
+            f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
+            f"{optimizer.label(number, position)}; it takes float32 of the parameter's shape. "
+            "Nothing was changed"
+        )
+    if parameter.dtype != torch.bfloat16:
+        parameter.copy_(value)
+        return
+    engine, group = optimizer._engine, optimizer.param_groups[number]
+    shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
+    value = value.detach().to(parameter.device)
+    # What FSDP1 has left of a parameter is shaped like this rank's part.
+    taken = value if shard.takes_parts else shard.take(value)
+    format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
+    state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
+    if len(format_.planes) > 1:
+        label = optimizer.label(number, position)
+        state = optimizer._complete(state, shard, group, label, Changes())
+        optimizer.state[parameter] = state
+        residuals.forget(shard)
+    snapshot = engine.snapshots.setdefault(parameter, Snapshot.of(shard))
+    # Other noise than that of the steps around it, and than that of a write before it.
+    step = int(state.get(COUNTER, state.get("step", 0)) or 0)
+    count = snapshot.writes[1] + 1 if snapshot.writes[0] == step else 0
+    snapshot.writes = step, count
+    span = replace(shard.span, name=f"{shard.name}/exact weight {count}")
+    planes = [local(parameter).detach(), *(local(state[k]) for k in format_.plane_names("")[1:])]
+    encoder = Encoder()
+    encoder.add(format_, planes, taken, span, step + 1)
+    encoder.run(optimizer.recipe.seed, optimizer.backend)
+    # The kernels write through addresses, which autograd does not see.
+    torch.autograd.graph.increment_version(parameter)
+    snapshot.version = shard.version()
+    data_writes.renew([parameter])
+    snapshot.data = data_writes.DataWatch.of(shard, state)
+
+
+@contextmanager
+def exact_weights(
+    model: nn.Module, *optimizers: torch.optim.Optimizer
+) -> Iterator[dict[str, Tensor]]:
+    """The fp32 weights of a model, to be blended with others and put back where the context ends.
+
+    Averages of replicas (local SGD, DiLoCo), of checkpoints (soups) and of earlier weights
+    (lookahead) move a weight by less than a bf16 unit: computed with ``p.data`` they round it, and
+    what its exact master had is lost. Within the context they are computed with fp32 copies, 4
+    bytes per parameter; :meth:`BF16Optimizer.exact_weight` takes one at a time.
+
+    Args:
+        model: whose parameters; those that no optimizer has are themselves, detached.
+        optimizers: of this package, or wrappers of a host around such.
+
+    Yields:
+        fp32 tensors by the names of ``model.named_parameters()``, in its order: to be written in
+        place, by ``.data = ...`` or by assigning to the dict. Give ``weights.values()`` to what
+        takes parameters. Gradients are off inside, and an exception puts nothing back.
+
+    Raises:
+        ValueError: an optimizer is not one of this package, or what was put there does not fit;
+            parameters before it in the model's order have been written then.
+
+    Example:
+        >>> others = {name: p.detach().float() for name, p in model.named_parameters()}
+        >>> with torch_bf16.exact_weights(model, optimizer) as weights:
+        ...     for name, weight in weights.items():
+        ...         weights[name] = (weight + others[name]) / 2
+    """
+    check_module("exact_weights", model)
+    owners = {p: each for each in map(_unwrapped, optimizers) for p in _parameters(each)}
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        weights = {
+            name: owners[p].exact_weight(p).clone() if p in owners else p.detach()
+            for name, p in named.items()
+        }
+        yield weights
+        for name, parameter in named.items():
+            if parameter in owners:
+                owners[parameter].set_exact_weight(parameter, weights[name])
+            elif not same_memory(weights[name], parameter):
+                parameter.copy_(weights[name])
+
+
+def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Let no low bits stay beside weights that were written through ``.data``, and say so once.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
+    """
+    if not data_writes.touched(parameters):
+        return
+    if cuda_graphs.capturing(each.device for each in parameters):
+        raise RuntimeError(
+            f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: p.data of "
+            "its weights was asked for since the last step, and replays would look for writes each "
+            "time; take an ordinary step first"
+        )
+    engine = optimizer._engine
+    named = engine.data_writes_named
+    if found := data_writes.settle(parameters, optimizer.state, engine.snapshots, count=not named):
+        engine.data_writes_named = True
+        warnings.warn(
+            f"{found} bf16 weights were written through p.data since the last step: where their "
+            "numbers changed, training goes on from the bf16 numbers and not from an fp32 master. "
+            "To average or blend weights, compute with fp32 ones: with torch_bf16.exact_weights("
+            "model, optimizer) as weights: ... (this is said once)",
+            stacklevel=4,
+        )
+
+
+def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -> None:
+    """Drop the lower half of weights that something else has written since the last step.
+
+    Args:
+        written: state and format of each such weight.
+    """
+    for state, format_ in written:
+        for key in format_.remainders:
+            local(state[key]).zero_()
+
+
+def forget_overwritten(plan: Plan) -> bool:
+    """The same for those of a plan that take part; whether there were any."""
+    written = plan.written()
+    invalidate_remainders((each.state, each.formats[0]) for each in written)
+    return bool(written)
+
+
+def _unwrapped(optimizer: Any) -> BF16Optimizer:
+    from .optimizer import BF16Optimizer
+
+    inner = optimizer
+    while not isinstance(inner, BF16Optimizer):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise ValueError(
+                f"exact_weights was given a {type(optimizer).__name__}, which stores its numbers "
+                "by no recipe; give it an optimizer of torch_bf16, or one that convert(), "
+                "prepare() or a host's precision mode has converted"
+            )
+    return inner
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,229 @@
+"""Optimizers that recipes name for memory: carried, replaced on request, or refused with advice."""
+
+import copy
+import io
+
+import pytest
+import torch
+from foreign_cases import Marks, NeedsClosure, ScheduleFree, exact_weights, make_run, train
+from optimizer_cases import bits
+from torch import nn
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+INT8 = Recipe("int8", exp_avg="int8", exp_avg_sq="int8")
+
+
+def swapping_run(recipe, rounds=3):
+    model, optimizer = make_run(ScheduleFree, recipe)
+    for n in range(rounds):
+        optimizer.train()
+        train(model, optimizer, range(10 * n, 10 * n + 10))
+        optimizer.eval()
+    return model, optimizer
+
+
+def test_schedule_free_swaps_its_weights_as_in_fp32():
+    fp32, _ = swapping_run(None)
+    model, optimizer = swapping_run("bf16-fp32-master")
+    expected = [bits(p) for p in fp32.parameters()]
+    assert all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
+    optimizer.train()
+    assert not all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
+
+
+def test_schedule_free_averages_are_right_in_the_mean_without_masters():
+    fp32, _ = swapping_run(None)
+    model, _ = swapping_run("bf16-stochastic")
+    for p, want in zip(model.parameters(), fp32.parameters(), strict=True):
+        assert (p.float() - want).abs().max() <= 0.05 * want.abs().max()
+
+
+def test_a_run_that_was_saved_while_its_average_was_swapped_in_resumes_bit_for_bit():
+    model, optimizer = swapping_run("bf16-stochastic", rounds=1)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    other, resumed = make_run(ScheduleFree, "bf16-stochastic", seed=1)
+    file.seek(0)
+    weights, states = torch.load(file, weights_only=True)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(states)
+    for run in ((model, optimizer), (other, resumed)):
+        run[1].train()
+        train(*run, range(50, 60))
+        run[1].eval()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_swap_that_was_forgotten_is_the_classes_own_error_and_updates_nothing():
+    model, optimizer = make_run(ScheduleFree, "bf16-fp32-master")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"call train\(\) before step"):
+        train(model, optimizer, range(1))
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_what_a_constructor_keeps_of_each_parameter_is_carried():
+    fp32, reference = make_run(Marks, None)
+    model, optimizer = make_run(Marks, "bf16-fp32-master")
+    for run in ((fp32, reference), (model, optimizer)):
+        train(*run, range(20))
+    expected = [bits(p) for p in fp32.parameters()]
+    assert all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
+
+
+def test_a_step_whose_closure_has_no_default_is_carried():
+    def make(parameters):
+        return NeedsClosure(parameters, lr=0.1)
+
+    model, optimizer = make_run(make, "bf16-fp32-master")
+    stock, reference = make_run(lambda p: torch.optim.SGD(p, lr=0.1), "bf16-fp32-master")
+    calls = []
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            p.grad = q.grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
+        assert optimizer.step(lambda: calls.append(1) or 3.5) == 3.5
+        reference.step()
+    assert len(calls) == 5
+    assert all(map(torch.equal, model.parameters(), stock.parameters()))
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """The outside of bitsandbytes' class of that name."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.01, **args):
+        betas = (0.9, 0.999)
+        options = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "alpha": 0.0, "t_beta3": None})
+        self.args = type("Args", (), args)()
+        self.name2qmap = {"dynamic": torch.arange(256.0)}
+
+    def step(self, closure=None):
+        """Take the step on a GPU."""
+
+
+def groups(model):
+    first, *others = model.named_parameters()
+    return [{"params": [first], "lr": 3e-3, "weight_decay": 0.0}, {"params": others}]
+
+
+def test_8_bit_moments_become_ours_where_the_recipe_asks_for_them():
+    runs = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+        optimizer = kind(groups(model), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        torch_bf16.prepare(model, optimizer, INT8)
+        for seed in range(10):
+            train(model, optimizer, [seed])
+            scheduler.step()
+        runs.append((model, optimizer))
+    (model, optimizer), (other, reference) = runs
+    assert type(optimizer) is type(reference) is torch_bf16.AdamW
+    assert optimizer.state_dict().keys() == reference.state_dict().keys()
+    assert optimizer.param_groups[0].keys() == reference.param_groups[0].keys()
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.int8
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert not hasattr(optimizer, "name2qmap")
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", Recipe("half", exp_avg="int8")], ids=str)
+def test_8_bit_moments_are_refused_where_it_does_not_with_the_line_to_write(recipe):
+    model = nn.Linear(64, 64)
+    optimizer = AdamW8bit(model.parameters())
+    match = (
+        "AdamW8bit cannot be converted: .*torch_bf16.AdamW keeps its moments in 8 bits, too .*"
+        "exp_avg='int8', exp_avg_sq='int8' .*BF16_EXP_AVG=int8 BF16_EXP_AVG_SQ=int8 for a launcher"
+    )
+    with pytest.raises(NotImplementedError, match=match):
+        torch_bf16.prepare(model, optimizer, recipe)
+    assert model.weight.dtype == torch.float32
+    assert type(optimizer) is AdamW8bit
+    assert optimizer.param_groups[0]["t_beta3"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"percentile_clipping": 5}, "options percentile_clipping"), ({"max_unorm": 1.0}, "max_un")],
+)
+def test_8_bit_options_that_ours_has_not_are_refused(options, match):
+    model = nn.Linear(64, 64)
+    with pytest.raises(NotImplementedError, match=f"knows nothing of its .*{match}|{match}"):
+        torch_bf16.prepare(model, AdamW8bit(model.parameters(), **options), INT8)
+    assert model.weight.dtype == torch.float32
+
+
+def test_8_bit_states_that_are_there_already_are_refused():
+    model = nn.Linear(64, 64)
+    optimizer = AdamW8bit(model.parameters())
+    optimizer.state[model.weight]["state1"] = torch.zeros(64, 64, dtype=torch.uint8)
+    with pytest.raises(
+        NotImplementedError, match=r"the 8-bit states that it has.*before its first"
+    ):
+        torch_bf16.convert(optimizer, INT8)
+
+
+def test_a_conversion_that_fails_late_leaves_the_8_bit_optimizer_as_it_was():
+    p = nn.Parameter(torch.ones(64, 64))
+    optimizer = AdamW8bit([p])
+    before = dict(optimizer.param_groups[0]), {*vars(optimizer)}
+    with pytest.raises(ValueError, match="backend"):
+        torch_bf16.convert(optimizer, INT8, backend="none such")
+    assert (dict(optimizer.param_groups[0]), {*vars(optimizer)}) == before
+    assert type(optimizer) is AdamW8bit
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as its scripts have it: around a base that takes the step."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.float().norm() for p in every]).norm()
+        for p in every:
+            self.state[p]["old"] = p.data.clone()
+            p.add_((p.grad * (0.05 / norm)).to(p.dtype))
+        with torch.enable_grad():
+            closure()
+        for p in every:
+            p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+
+
+def test_sam_around_a_converted_base_moves_as_far_as_in_fp32():
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for recipe in (None, "bf16-fp32-master"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+        start = model[0].weight.detach().clone()
+        optimizer = SAM(model.parameters(), lr=1e-5)
+        if recipe:
+            with pytest.raises(NotImplementedError, match=r"convert\(optimizer.base_optimizer, r"):
+                torch_bf16.prepare(model, optimizer, recipe)
+            torch_bf16.prepare(model, optimizer.base_optimizer, recipe)
+            torch_bf16.prepare(model, optimizer, recipe)
+            assert torch_bf16.convert(optimizer, recipe) is optimizer
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            y = model(x.to(model[0].weight.dtype)).float()
+            (y - x[:, :1]).square().mean().backward()
+
+        for _ in range(50):
+            closure()
+            optimizer.step(closure)
+        weight = model[0].weight
+        weight = optimizer.base_optimizer.exact_weight(weight) if recipe else weight
+        moved.append((weight - start).abs().mean().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.02)
