@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -72,8 +73,8 @@ def test_bf16_mode_is_checked(make_accelerator, monkeypatch, value):
 
 def test_training_arguments_follow_bf16_mode(tmp_path, monkeypatch):
     monkeypatch.setenv("BF16_MODE", "bf16-fp32-master")
-    for own in ({}, {"bf16": True}):
-        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **own)
+    for bf16 in (False, True):
+        arguments: Any = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], bf16=bf16)
         assert arguments.mixed_precision == "bf16-fp32-master"
     with pytest.raises(ValueError, match="fp16=True cannot be combined"):
         TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], fp16=True)
