@@ -1,14 +1,33 @@
-"""The names of the modes, as Accelerate shows and stores them. Imports nothing."""
+"""The names of the modes, as Accelerate shows and stores them, and who asks for one."""
 
 from __future__ import annotations
 
-__all__ = ["ALIASES", "MODES", "canonical", "canonical_or_refuse"]
+import os
+from typing import Any
+
+__all__ = [
+    "ALIASES",
+    "LAUNCHED",
+    "MEANT",
+    "MODES",
+    "ModeName",
+    "canonical",
+    "canonical_or_refuse",
+    "launched",
+    "meant",
+]
 
 MODES: tuple[str, ...] = ("bf16-stochastic", "bf16-fp32-master")
 """Values of ``mixed_precision``; each is the name of a recipe of ``torch_bf16``."""
 
 ALIASES: dict[str, str] = {"true-bf16-stochastic": "bf16-stochastic"}
 """Other spellings, which Accelerate sees as the mode they stand for."""
+
+LAUNCHED = "ACCELERATE_MIXED_PRECISION"
+"""Accelerate's own variable: the mode where a script names none."""
+
+MEANT = "BF16_MODE"
+"""Our variable: the mode also where a script names one of Accelerate's."""
 
 
 def canonical(value: object) -> str | None:
@@ -25,7 +44,7 @@ def canonical(value: object) -> str | None:
     return name if name in MODES else None
 
 
-def canonical_or_refuse(value: str, asked: str = "ACCELERATE_MIXED_PRECISION") -> str | None:
+def canonical_or_refuse(value: str, asked: str = LAUNCHED) -> str | None:
     """Like :func:`canonical`, where Accelerate itself does not validate what was ``asked``.
 
     Raises:
@@ -44,3 +63,57 @@ def canonical_or_refuse(value: str, asked: str = "ACCELERATE_MIXED_PRECISION") -
             f"so. The modes of torch-bf16 are {', '.join((*MODES, *ALIASES))}"
         )
     return mode
+
+
+def launched() -> str | None:
+    """The mode of ours that the environment names, whichever variable does.
+
+    Raises:
+        ValueError: a variable is misspelt.
+    """
+    return meant() or canonical_or_refuse(os.environ.get(LAUNCHED, "no"))
+
+
+def meant() -> str | None:
+    """The mode that ``BF16_MODE`` names, or None where it is empty or not set.
+
+    Raises:
+        ValueError: it names another.
+    """
+    value = os.environ.get(MEANT, "").strip()
+    mode = canonical(value)
+    if value and mode is None:
+        raise ValueError(
+            f"{MEANT}={value!r} is none of the modes of torch-bf16, {', '.join((*MODES, *ALIASES))}"
+            ". Unset it for Accelerate's own"
+        )
+    return mode
+
+
+class ModeName(str):
+    """A mode's name that also equals ``"bf16"``.
+
+    Scripts compare ``accelerator.mixed_precision`` with that, or look it up in a dictionary, to
+    choose the dtype of what they do not train; text encoders would stay in fp32.
+
+    Example:
+        >>> name = ModeName("bf16-stochastic")
+        >>> name == "bf16-stochastic", name == "bf16", name != "bf16", name == "fp16"
+        (True, True, False, False)
+        >>> {"bf16": "bfloat16"}[name], str(name)
+        ('bfloat16', 'bf16-stochastic')
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other or other == "bf16"
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("bf16")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return str, (str(self),)

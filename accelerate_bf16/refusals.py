@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .modes import LAUNCHED, MEANT
+
 _ENGINES = {
     "DEEPSPEED": "DeepSpeed brings an optimizer of its own for fp16 and bf16 only, so that "
     "it would train in fp32 under this name",
@@ -30,6 +32,16 @@ def refuse_engine(mode: str, engine: str) -> None:
             f"mixed_precision={mode!r} cannot be combined with {engine}: {_ENGINES[engine]}. What "
             "works: one process, or several with DDP, which need no plugin; or this setup with "
             "mixed_precision='bf16'"
+        )
+
+
+def refuse_scripts_mode(mode: str, own: str) -> None:
+    """Raise if ``BF16_MODE`` cannot take the place of the mode that a script names."""
+    if own not in ("no", "bf16"):
+        raise ValueError(
+            f"BF16_MODE={mode} cannot take the place of mixed_precision={own!r}, which the script "
+            "names: it takes that of 'no' and 'bf16'. Have the script name one of these, or none; "
+            f"or unset BF16_MODE (accelerate launch sets it) to train in {own!r}"
         )
 
 
@@ -95,7 +107,7 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
     if launched not in (None, mode):
         raise ValueError(
             f"optim={getattr(arguments.optim, 'value', arguments.optim)!r} trains in {mode!r}, and "
-            f"ACCELERATE_MIXED_PRECISION={launched!r} asks for another mode. Keep one of the two"
+            f"the environment ({LAUNCHED}, {MEANT}) asks for {launched!r}. Keep one of the two"
         )
     for name in ("fp16", "fp16_full_eval"):
         if getattr(arguments, name, False):

@@ -15,9 +15,9 @@ imports the standard library only, catches everything, and is a module of its ow
 package would run that package's ``__init__``.
 
 ``BF16_AUTOLOAD=0`` turns it off; ``import lightning_bf16`` and ``import accelerate_bf16`` work
-without it. One thing is done even then: where ``ACCELERATE_MIXED_PRECISION`` names a mode of ours
-and nobody imports ``accelerate_bf16``, ``Accelerator.prepare`` raises, because Accelerate does not
-validate that variable and would train in fp32 under our name.
+without it. One thing is done even then: where ``ACCELERATE_MIXED_PRECISION`` or ``BF16_MODE`` names
+a mode of ours and nobody imports ``accelerate_bf16``, ``Accelerator.prepare`` raises, because
+Accelerate does not validate the one and does not know the other.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ TARGETS: dict[str, str] = {
     "accelerate.state": _ACCELERATE,
     "accelerate.utils.dataclasses": _ACCELERATE,
     "accelerate.utils.fsdp_utils": _ACCELERATE,
+    "accelerate.utils.launch": _ACCELERATE,
     "transformers.trainer": _ACCELERATE,
     "transformers.trainer_optimizer": _ACCELERATE,
     "transformers.training_args": _ACCELERATE,
@@ -73,11 +74,16 @@ def autoload() -> None:
     try:
         if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() not in _OFF:
             watch()
-        elif os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower().startswith(_OURS):
+        elif _asked_for():
             _off_and_asked_for = True
             watch(_ACCELERATE)
     except Exception as error:
         _warn(f"torch-bf16 could not register itself: {error!r}")
+
+
+def _asked_for() -> bool:
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    return launched.startswith(_OURS) or bool(os.environ.get("BF16_MODE"))
 
 
 def watch(plugin: str | None = None) -> None:
@@ -296,13 +302,14 @@ def _guard(module: ModuleType) -> None:
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = str(self.mixed_precision)
-        if mode.lower().startswith(_OURS) and "accelerate_bf16" not in sys.modules:
+        own, meant = str(self.mixed_precision), os.environ.get("BF16_MODE", "")
+        mode = own if own.lower().startswith(_OURS) else meant
+        if mode and "accelerate_bf16" not in sys.modules:
             raise RuntimeError(
                 f"mixed_precision={mode!r} was asked for, but BF16_AUTOLOAD="
                 f"{os.environ.get('BF16_AUTOLOAD')} has switched off torch-bf16, which knows what "
-                "it means: Accelerate would train in fp32 without saying so. Unset BF16_AUTOLOAD, "
-                "or import accelerate_bf16 in the script"
+                f"it means: Accelerate would train in {'fp32' if mode == own else own} without "
+                "saying so. Unset BF16_AUTOLOAD, or import accelerate_bf16 in the script"
             )
         return method(self, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 import torch_bf16
 
+from ._patches.carried_forward import within
 from ._patches.fp32_outputs import Fp32Outputs
 from .precision import PrecisionBody
 
@@ -22,10 +23,8 @@ def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
 
     @contextmanager
     def context(self: Any) -> Iterator[None]:
-        # Without autocast what forward returns may go on into another bf16 layer, so it stays bf16.
-        methods = (step,) if self.compute == "bf16" else (step, "forward")
-        outputs = nullcontext() if self._outputs is None else self._outputs.patch(*methods)
-        with outputs, self.forward_context():
+        outputs = nullcontext() if self._outputs is None else self._outputs.patch(step)
+        with outputs, within(), self.forward_context():
             yield
 
     return context

@@ -41,6 +41,10 @@ REPLACED: dict[str, dict[str, Any]] = {
         "LocalSGD._sync_and_avg_model_params": local_sgd.sync_and_avg_model_params
     },
     "accelerate.state": {"AcceleratorState.__init__": state.init},
+    "accelerate.utils.launch": {
+        "prepare_multi_gpu_env": commands.mean_it,
+        "prepare_simple_launcher_cmd_env": commands.mean_it,
+    },
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
     "transformers.trainer": {
         "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
@@ -50,8 +54,10 @@ REPLACED: dict[str, dict[str, Any]] = {
 """For each module, what is replaced and what makes the replacement from the original."""
 
 ADDED: dict[str, Any] = {
+    "accelerate.accelerator": accelerator.add_mixed_precision,
     "accelerate.state": state.rename,
     "accelerate.utils.dataclasses": state.add_modes,
+    "accelerate.utils.launch": commands.explain_choices,
     "transformers.trainer_optimizer": trainer.add_optimizers,
     "transformers.training_args": trainer.add_names,
 }

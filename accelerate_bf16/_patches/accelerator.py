@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accelerate_bf16 import refusals
-from accelerate_bf16.modes import MODES, canonical
+from accelerate_bf16.modes import MODES, ModeName, canonical
 from bf16_autoload import Patches
 
 from .fsdp import separate_groups
@@ -58,6 +59,21 @@ def init(original: Any) -> Any:
             self._bf16_recipe_options = options[0]
 
     return __init__
+
+
+def add_mixed_precision(module: Any, patches: Patches) -> None:
+    """Let the mode's name equal "bf16" where scripts ask for it."""
+    stock = module.Accelerator.mixed_precision
+    if getattr(stock.fget, "_replaced_by", None) is patches:
+        return
+
+    @functools.wraps(stock.fget)
+    def mixed_precision(self: Any) -> Any:
+        name = stock.fget(self)
+        return name if canonical(name) is None else ModeName(name)
+
+    mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
+    patches.set(module.Accelerator, "mixed_precision", property(mixed_precision))
 
 
 @_in_our_modes

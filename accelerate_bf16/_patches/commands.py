@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from accelerate_bf16.modes import ALIASES, MODES, canonical, canonical_or_refuse
+from accelerate_bf16.modes import (
+    ALIASES,
+    LAUNCHED,
+    MEANT,
+    MODES,
+    canonical,
+    canonical_or_refuse,
+)
+from bf16_autoload import Patches
 
 
 def add_argument(original: Any) -> Any:
@@ -21,6 +31,38 @@ def add_argument(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return add_argument
+
+
+def explain_choices(module: Any, patches: Patches) -> None:
+    """Let any parser say how a script whose choices are Accelerate's own gets a mode."""
+    patches.replace(argparse, "ArgumentParser.error", _explained)
+
+
+def _explained(original: Any) -> Any:
+    def error(self: Any, message: str) -> Any:
+        found = re.search(r"invalid choice: '([^']*)'", message)
+        if found and (mode := canonical(found[1])):
+            message += (
+                f". {found[1]!r} is a mode of torch-bf16, which this script does not know: leave "
+                f"the option out, or name 'bf16', and set {MEANT}={mode} in the environment, as "
+                f"`accelerate launch --mixed_precision {mode}` does"
+            )
+        return original(self, message)
+
+    return error
+
+
+def mean_it(original: Any) -> Any:
+    """Tell launched scripts that the mode is meant also where they name one of Accelerate's."""
+
+    def prepare(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        result = original(args, *rest, **kwargs)
+        if mode := canonical(args.mixed_precision):
+            environment = result[1] if isinstance(result, tuple) else result
+            environment[MEANT] = mode
+        return result
+
+    return prepare
 
 
 def ask_options(original: Any) -> Any:
@@ -98,7 +140,8 @@ def notebook_launcher(original: Any) -> Any:
 
         mode = canonical_or_refuse(str(mixed_precision), "mixed_precision")
         # Accelerate exports the mode under a name that nothing reads.
-        with patch_environment(accelerate_mixed_precision=mode) if mode else nullcontext():
+        names = {LAUNCHED: mode, MEANT: mode}
+        with patch_environment(**names) if mode else nullcontext():
             return original(function, args, num_processes, mixed_precision, *rest, **kwargs)
 
     return notebook_launcher

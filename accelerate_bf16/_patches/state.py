@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate_bf16.modes import ALIASES, MODES, canonical, canonical_or_refuse
-from accelerate_bf16.refusals import refuse_engine
+from accelerate_bf16.modes import ALIASES, LAUNCHED, MEANT, MODES, canonical, launched, meant
+from accelerate_bf16.refusals import refuse_engine, refuse_scripts_mode
+from accelerate_bf16.report import show
 from bf16_autoload import Patches
 
 from .enums import add_member
@@ -27,18 +28,35 @@ def rename(module: Any, patches: Patches) -> None:
         state["_mixed_precision"] = mode
 
 
+def _decide(own: str) -> tuple[str, str | None]:
+    """Which mode counts where a script names one itself, and the line that says so."""
+    mode, asked = meant(), canonical(os.environ.get(LAUNCHED))
+    if mode is not None and own != mode:
+        refuse_scripts_mode(mode, own)
+        return mode, f"mixed_precision={own!r} in the script becomes {mode!r}: {MEANT}={mode}"
+    if mode is None and asked and canonical(own) is None:
+        return own, (
+            f"mixed_precision={own!r} in the script wins over {LAUNCHED}={asked}: this trains in "
+            f"{own!r}. {MEANT}={asked}, which accelerate launch sets, means it even then"
+        )
+    return own, None
+
+
 def init(original: Any) -> Any:
     """Hold our modes under their own names."""
 
     def __init__(self: Any, mixed_precision: Any = None, *args: Any, **kwargs: Any) -> None:
-        first = not self._shared_state
-        if first and mixed_precision is None:
-            # Accelerate does not validate it.
-            value = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-            mixed_precision = canonical_or_refuse(value)
+        first, line = not self._shared_state, None
+        if mixed_precision is not None:
+            mixed_precision, line = _decide(canonical(mixed_precision) or str(mixed_precision))
+        elif first:
+            mixed_precision = launched()  # which Accelerate does not validate
         mode = canonical(mixed_precision)
         if mode is None or not first:
-            return original(self, mode or mixed_precision, *args, **kwargs)
+            original(self, mixed_precision, *args, **kwargs)
+            if first and line and self.is_main_process:
+                show(line)
+            return
         for engine in ("DEEPSPEED", "MEGATRON_LM"):
             if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
                 refuse_engine(mode, engine)
@@ -47,6 +65,8 @@ def init(original: Any) -> Any:
         # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.
         original(self, "bf16", *args, **kwargs)
         self._mixed_precision = mode
+        if line and self.is_main_process:
+            show(line)
         if self.distributed_type.value == "FSDP" and plugin is not None and own is None:
             from accelerate_bf16.sharding import policy
 

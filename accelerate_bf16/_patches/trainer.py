@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate_bf16.modes import MODES, canonical, canonical_or_refuse
+from accelerate_bf16.modes import LAUNCHED, MODES, canonical, launched
 from accelerate_bf16.refusals import refuse_arguments
 from bf16_autoload import Patches
 
@@ -45,19 +45,19 @@ def post_init(original: Any) -> Any:
     """Name the mode that ``optim`` or the launcher asks for."""
 
     def __post_init__(self: Any) -> None:
-        launched = canonical_or_refuse(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        asked = launched()
         original(self)
         optimizer = str(getattr(self.optim, "value", self.optim))
         own = getattr(self, "mixed_precision", None)
-        mode = OPTIMIZERS.get(optimizer) or launched or canonical(own)
+        mode = OPTIMIZERS.get(optimizer) or asked or canonical(own)
         if mode is None:
             return
-        refuse_arguments(mode, self, launched)
+        refuse_arguments(mode, self, asked)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode
         if own is None:
             # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
-            os.environ["ACCELERATE_MIXED_PRECISION"] = mode
+            os.environ[LAUNCHED] = mode
         # The weights are bf16 already; module.to(bf16) would round rotary frequencies on top.
         self.bf16_full_eval = False
 

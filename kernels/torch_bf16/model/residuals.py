@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import Shard, local, shard_of, shown_like
+from torch_bf16.sharding import Shard, local, settle_at_exit, shard_of, shown_like
 
 __all__ = [
     "forget",
@@ -185,6 +185,7 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
         src: global rank whose masters count.
         group: process group; the default one if None.
     """
+    settle_at_exit()
     shards = [shard_of(p) for p in model.parameters() if p.dtype == torch.bfloat16]
     # Of what is placed on a mesh each rank has cast what it holds.
     shards = [each for each in shards if not each.replaces_parameter]

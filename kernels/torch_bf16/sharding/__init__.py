@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .dtensor import DTensorShard
+from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
 from .many import Parameters, all_same, no_torch_function, unlike_memory
@@ -28,6 +29,7 @@ __all__ = [
     "place_like",
     "register",
     "same_memory",
+    "settle_at_exit",
     "shard_of",
     "shown_like",
     "unit_shapes",
@@ -54,8 +56,8 @@ def shard_of(parameter: Tensor, name: str = "") -> Shard:
         parameter: plain, a DTensor, or what FSDP1 has left of one.
         name: what keys its noise.
     """
-    if is_dtensor(parameter):
-        return DTensorShard(parameter, name)
-    if is_part(parameter):
-        return Fsdp1Shard(parameter, name)
-    return Shard(parameter, name)
+    kind = DTensorShard if is_dtensor(parameter) else Fsdp1Shard if is_part(parameter) else None
+    if kind is None:
+        return Shard(parameter, name)
+    settle_at_exit()
+    return kind(parameter, name)
