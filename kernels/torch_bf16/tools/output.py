@@ -6,9 +6,10 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = [
     "FAILED",
@@ -16,6 +17,7 @@ __all__ = [
     "add_json_argument",
     "ended",
     "file_to_write",
+    "print_progress",
     "print_table",
     "say",
     "write_json",
@@ -70,6 +72,18 @@ def ended(command: str, run: Callable[[], int]) -> int:
 def say(line: str) -> None:
     """Tell how it goes, beside what a command prints."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def print_progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """What shows one line of progress at a time, on a terminal alone."""
+    if not stream.isatty():
+        yield lambda line: None
+        return
+    try:
+        yield lambda line: print(f"\r\x1b[K{line[:78]}", end="", file=stream, flush=True)
+    finally:
+        print("\r\x1b[K", end="", file=stream, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import mmap
 import zipfile
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ def _load(path: Path) -> tuple[Any, list[str]]:
         if zipped:
             foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         if any(name.startswith("torch.distributed.tensor") for name in foreign):
-            import torch.distributed.tensor  # noqa: F401
+            importlib.import_module("torch.distributed.tensor")
 
             foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         inert = [_inert(name) for name in foreign]
