@@ -107,8 +107,13 @@ class Movement:
         reference = self.reference
         if reference is None:
             return None
-        still = (self.counts >= 1) & (self.distances < 0.1 * reference * self.counts)
-        return 2.0 ** (int(still.nonzero()[0]) - _BIAS) if still.any() else None
+        there = self.counts.nonzero().flatten().tolist()
+        found = None
+        for each in reversed(there):
+            if self.distances[each] >= 0.1 * reference * self.counts[each]:
+                break
+            found = 2.0 ** (each - _BIAS)
+        return found
 
 
 def movement(before: Read | None, after: Read, numel: int) -> Movement:

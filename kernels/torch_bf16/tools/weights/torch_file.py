@@ -20,10 +20,10 @@ from torch_bf16.states.schema import HEADER
 
 from .saved import OptimizerStates, Saved, SavedTensor
 
-__all__ = ["read_optimizer", "read_torch_file", "tensors_in"]
+__all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file", "tensors_in"]
 
-_WEIGHTS = ("state_dict", "model", "model_state_dict", "module", "weights", "params", "net")
-_STATES = ("optimizer_states", "optimizer", "optimizer_state_dict", "optim")
+WEIGHTS = ("state_dict", "model", "model_state_dict", "module", "weights", "params", "net")
+STATES = ("optimizer_states", "optimizer", "optimizer_state_dict", "optim")
 _STEPS = ("global_step", "step", "iteration", "steps")
 _PAGEOUT = 21  # MADV_PAGEOUT, Linux: unlike DONTNEED it loses nothing, whatever lies there
 
@@ -38,15 +38,15 @@ def read_torch_file(path: Path) -> Saved:
     content, notes = _load(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__} and no tensors by name")
-    weights = next((content[k] for k in _WEIGHTS if isinstance(content.get(k), Mapping)), content)
+    weights = next((content[k] for k in WEIGHTS if isinstance(content.get(k), Mapping)), content)
     tensors = tensors_in(weights)
     if not tensors:
         held = ", ".join(str(key)[:40] for key in list(content)[:8])
         raise CheckpointError(
             f"{path} has no weights: it holds {held or 'nothing'}. They are looked for under "
-            f"{', '.join(_WEIGHTS)}, or as the whole file"
+            f"{', '.join(WEIGHTS)}, or as the whole file"
         )
-    states = next((content[k] for k in _STATES if content.get(k)), None)
+    states = next((content[k] for k in STATES if content.get(k)), None)
     step = next((content[k] for k in _STEPS if isinstance(content.get(k), int)), None)
     return Saved(path, tensors, _optimizer(states), step, notes)
 
