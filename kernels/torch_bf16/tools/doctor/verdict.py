@@ -59,7 +59,9 @@ def judge(found: Examination) -> Verdict:
     known = [each for each in references if each is not None]
     usual = statistics.median(known) if known else None
     gains = _gains_stand_still(found, usual)
-    findings = [_finding(each, found.compared, gains) for each in found.weights]
+    # Of bf16 weights that were saved in fp32 all are numbers of bf16; a single one may be by chance.
+    wide = all(each.movement.rounded for each in found.weights)
+    findings = [_finding(each, found.compared, gains, wide) for each in found.weights]
     order = {name: n for n, name in enumerate((BROKEN, STALLS, LOSES, STANDS, FINE))}
     findings.sort(key=lambda each: (order[each.verdict], -each.lost))
     kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
@@ -78,12 +80,13 @@ def judge(found: Examination) -> Verdict:
     return Verdict(findings, sentences, not bad and not still)
 
 
-def _finding(each: Examined, compared: bool, gains: bool) -> Finding:
+def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding:
     moved, plan = each.movement, each.expected
     if moved.nan or moved.infinite:
         return Finding(each, BROKEN, (moved.nan + moved.infinite) / moved.numel)
     # Numbers that bf16 does not have were not rounded to it.
-    rounded = moved.rounded and not each.master and each.rounding in ("nearest", "unknown")
+    nearest = wide if each.dtype.itemsize > 2 else each.rounding in ("nearest", "unknown")
+    rounded = moved.rounded and not each.master and nearest
     lost, why = 0.0, ""
     if compared and rounded:
         survived = moved.survived()

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib
 import mmap
+import re
 import zipfile
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -89,10 +90,9 @@ def _load(path: Path) -> tuple[Any, list[str]]:
         raise
     # torch and zipfile raise almost anything over damaged bytes.
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path} ({path.stat().st_size:,} bytes) was cut short or damaged, or is no file that "
-            f"torch.save made of tensors and numbers: {reason[:300].rstrip('.')}. What works: "
+            f"torch.save made of tensors and numbers: {_reason(error)}. What works: "
             "safetensors, or torch.save(model.state_dict(), path)"
         ) from None
     notes = []
@@ -100,6 +100,13 @@ def _load(path: Path) -> tuple[Any, list[str]]:
         shown = ", ".join(foreign[:4]) + (", ..." if len(foreign) > 4 else "")
         notes.append(f"{path.name} also holds {shown}; no code of it was run, and it was left out")
     return content, notes
+
+
+def _reason(error: Exception) -> str:
+    # Torch begins with how to run the file's code all the same, and ends with a link.
+    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n\n", str(error))[-1].strip()
+    first = (text.splitlines() or [type(error).__name__])[0]
+    return first.partition(" Please use `torch")[0][:300].rstrip(".")
 
 
 class _Inert:
