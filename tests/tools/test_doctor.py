@@ -81,7 +81,7 @@ def gaussian(*shape):
 
 
 def walk(weights, size, steps, rounded, seed=1):
-    """Steps of one size and random signs with a drift, as an optimizer of Adam's kind takes them."""
+    """Steps of one size with random signs and a drift, as optimizers of Adam's kind take."""
     generator = torch.Generator().manual_seed(seed)
     drift = torch.randn(weights.shape, generator=generator)
     for _ in range(steps):

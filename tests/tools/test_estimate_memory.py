@@ -65,8 +65,12 @@ def test_a_row_has_the_bytes_of_an_allocated_model(label):
     precision = ROWS[label]
     found = memory(shapes_of(Net(), "Net"), precision, stepped("AdamW"))
     real = allocated(*trained(precision, Net()))
-    frozen = 96 * 96 * {"bf16+16": 2, "bf16+8": 2, "bf16+fp32": 4}.get(
-        precision.recipe.weights if precision.recipe else "", 0
+    frozen = (
+        96
+        * 96
+        * {"bf16+16": 2, "bf16+8": 2, "bf16+fp32": 4}.get(
+            precision.recipe.weights if precision.recipe else "", 0
+        )
     )
     real["master"] += frozen  # what the cast took, which is in no optimizer
     if precision.released:

@@ -234,5 +234,5 @@ def test_an_interrupt_ends_it_without_a_traceback():
 def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(report.sys.stdout, "isatty", lambda: True, raising=False)
-    report._print_table("title", ("a", "b"), [("1", "2")])
+    report.print_table("title", ("a", "b"), [("1", "2")])
     assert "┃" in capsys.readouterr().out

@@ -147,7 +147,9 @@ def test_pickles_with_code_run_nothing(kind, tmp_path):
     else:
         path.mkdir()
         (path / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
-    with pytest.raises(CheckpointError, match=r"names? posix|GLOBAL posix\.mkdir|Unsupported operand"):
+    with pytest.raises(
+        CheckpointError, match=r"names? posix|GLOBAL posix\.mkdir|Unsupported operand"
+    ):
         open_checkpoint(path)
     assert not ran.exists()
 

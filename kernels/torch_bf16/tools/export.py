@@ -1,4 +1,4 @@
-"""``python -m torch_bf16 export``: the exact fp32 weights of a checkpoint, in a file of their own."""
+"""``python -m torch_bf16 export``: the exact fp32 weights of a checkpoint, in a file."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
             by_shape[shape].append((group, state))
         for shape, states in by_shape.items():
             names = classes.get(shape, [])
-            one = len(names) == 1 or (order is not None and len({group for group, _ in states}) == 1)
+            one = len(names) == 1 or (
+                order is not None and len({group for group, _ in states}) == 1
+            )
             if len(names) == len(states) and one:
                 found |= dict(zip(names, (state for _, state in states), strict=True))
             else:

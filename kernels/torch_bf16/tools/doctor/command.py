@@ -26,8 +26,9 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="CHECKPOINT",
-        help="an earlier and a later one, or one with the optimizer's state: a file of safetensors, "
-        "torch.save or Lightning, an index, or a folder of the Trainer, Accelerate or DCP",
+        help="an earlier and a later one, or one with the optimizer's state: a file of "
+        "safetensors, torch.save or Lightning, an index, or a folder of the Trainer, Accelerate "
+        "or DCP",
     )
     parser.add_argument(
         "--lr", type=_positive, help="a learning rate in place of that in the checkpoint"

@@ -21,7 +21,7 @@ Read = Callable[[int, int], Tensor]
 
 
 def weight(tensor: SavedTensor, state: Mapping[str, Any]) -> Read:
-    """``read(start, stop)``: fp32 numbers, decoded with the master in ``state``, if there is one."""
+    """``read(start, stop)``: fp32 numbers, decoded with the master in ``state``, if any."""
     saved = {k: each for k, each in state.items() if k in MASTERS and isinstance(each, SavedTensor)}
     fits = all(each.shape == tensor.shape for each in saved.values())
     if tensor.dtype != torch.bfloat16 or not saved or not fits:

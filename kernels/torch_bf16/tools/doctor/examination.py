@@ -17,7 +17,7 @@ from .exact import has_master, weight
 from .expected import Expected, Rounding, expected, rounding
 from .movement import Movement, movement
 
-__all__ = ["Examined", "Examination", "examine"]
+__all__ = ["Examination", "Examined", "examine"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -126,7 +126,9 @@ def _pairs(
     mine = {
         name: each
         for name, each in after.tensors.items()
-        if each.dtype in _FLOATS and each.numel and not name.endswith(("running_mean", "running_var"))
+        if each.dtype in _FLOATS
+        and each.numel
+        and not name.endswith(("running_mean", "running_var"))
     }
     seen: set[Any] = set()
     for name, each in list(mine.items()):
@@ -161,23 +163,20 @@ def _pairs(
 
 
 def _matching(before: Saved, mine: dict[str, SavedTensor]) -> dict[str, str]:
-    """By names as they are, else without what wrappers add, else without a first part."""
-    theirs = before.tensors.keys()
-    if shared := mine.keys() & theirs:
-        return {name: name for name in shared}
-    for shorten in (bare_name, _inner, _innermost):
-        short = {shorten(name): name for name in theirs}
-        found = {name: short[shorten(name)] for name in mine if shorten(name) in short}
-        if found:
+    """By names as they are, else without what wrappers add, else without one side's first part."""
+    for ours, others in (
+        (str, str),
+        (bare_name, bare_name),
+        (_inner, bare_name),
+        (bare_name, _inner),
+    ):
+        short = {others(name): name for name in before.tensors}
+        if found := {name: short[ours(name)] for name in mine if ours(name) in short}:
             return found
     return {}
 
 
 def _inner(name: str) -> str:
-    return bare_name(name).removeprefix("model.")
-
-
-def _innermost(name: str) -> str:
     return bare_name(name).partition(".")[2]
 
 

@@ -45,9 +45,7 @@ class Expected:
     step: int
 
 
-def rounding(
-    tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str, Any]
-) -> Rounding:
+def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str, Any]) -> Rounding:
     """What happens to updates that are smaller than a weight's last place.
 
     Args:

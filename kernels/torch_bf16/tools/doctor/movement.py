@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,30 +129,36 @@ def movement(before: Read | None, after: Read, numel: int) -> Movement:
     for start in range(0, numel, CHUNK):
         stop = min(start + CHUNK, numel)
         y = after(start, stop)
-        found.ones += int((y == 1).sum())
-        found.nan += int(y.isnan().sum())
-        found.infinite += int(y.isinf().sum())
-        found.half_units += float(half_units(y).nan_to_num_(0.0, 0.0, 0.0).sum(dtype=torch.float64))
+        x = y if before is None else before(start, stop)
+        found.ones += int((y == 1).count_nonzero())
+        finite = bool(y.abs().amax().isfinite())
+        if not finite:
+            found.nan += int(y.isnan().count_nonzero())
+            found.infinite += int(y.isinf().count_nonzero())
         if found.rounded:
             found.rounded = not bool((y.view(torch.int32) & 0xFFFF).any())
-        x = y if before is None else before(start, stop)
-        exponents = (x.view(torch.int32) >> 23) & (_EXPONENTS - 1)
-        found.counts += torch.bincount(exponents, minlength=_EXPONENTS)
+        found.half_units += float(half_units(y).nan_to_num_(0.0, 0.0, 0.0).sum())
+        exponents = ((x.view(torch.int32) >> 23) & (_EXPONENTS - 1)).numpy()
+        found.counts += torch.from_numpy(np.bincount(exponents, minlength=_EXPONENTS))
         if before is None:
             continue
-        found.ones_before += int((x == 1).sum())
-        step = (y - x).abs_().nan_to_num_(0.0, 0.0, 0.0)
-        found.moved += int((step != 0).sum())
-        found.below += int(((step != 0) & (step < _HALF[exponents])).sum())
-        by_size = torch.bincount(exponents, step.double(), minlength=_EXPONENTS)
+        found.ones_before += int((x == 1).count_nonzero())
+        step = (y - x).abs_()
+        if not bool(step.amax().isfinite()):
+            step.nan_to_num_(0.0, 0.0, 0.0)
+        moved = int(step.count_nonzero())
+        found.moved += moved
+        found.below += int((step < half_units(x)).count_nonzero()) - (stop - start - moved)
+        by_size = torch.from_numpy(np.bincount(exponents, step.numpy(), minlength=_EXPONENTS))
         found.distances += by_size
         found.distance += float(by_size.sum())
     return found
 
 
 def half_units(x: Tensor) -> Tensor:
-    """Half a unit of bf16 in the last place of each number; fp32."""
-    return _HALF[(x.view(torch.int32) >> 23) & (_EXPONENTS - 1)]
+    """Half a unit of bf16 in the last place of each number; fp32, never 0."""
+    exponents = x.view(torch.int32) & 0x7F800000
+    return exponents.sub_((_MANTISSA + 1) << 23).clamp_(min=1).view(torch.float32)
 
 
 _HALF = torch.tensor(

@@ -59,7 +59,7 @@ def judge(found: Examination) -> Verdict:
     known = [each for each in references if each is not None]
     usual = statistics.median(known) if known else None
     gains = _gains_stand_still(found, usual)
-    # Of bf16 weights that were saved in fp32 all are numbers of bf16; a single one may be by chance.
+    # Of bf16 weights that were saved in fp32 all are bf16 numbers; one alone may be by chance.
     wide = all(each.movement.rounded for each in found.weights)
     findings = [_finding(each, found.compared, gains, wide) for each in found.weights]
     order = {name: n for n, name in enumerate((BROKEN, STALLS, LOSES, STANDS, FINE))}
@@ -144,8 +144,9 @@ def _sentence(
         least = (usual or 0.0) / max(found.steps or 0, _STEPS)
         fine = all(not w.movement.rounded or w.movement.finest < least for w in weights)
         why = ", and not by rounding: it is frozen, or no gradient reaches it"
-        unknown = f": it is frozen, or each of its updates is below half a bf16 unit, {_half(weights):.2g}"
-        return f"{several} has not moved{during}{why if fine else unknown}"
+        if not fine:
+            why = f": it is frozen, or each update is below half a bf16 unit, {_half(weights):.2g}"
+        return f"{several} has not moved{during}{why}"
     lost = max(each.lost for each in members)
     word = "stalls" if verdict == STALLS else "loses updates"
     if why == "gain":

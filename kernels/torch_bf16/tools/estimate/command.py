@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=batch_argument,
         metavar="SHAPE",
-        help="measure activations by one step over it: 8x1024 tokens, or 8x3x224x224:float32,8:int64",
+        help="measure activations by a step over it: 8x1024, or 8x3x224x224:float32,8:int64",
     )
     parser.add_argument(
         "--device",
@@ -159,5 +158,3 @@ def _ranks(text: str) -> int:
     if not 1 <= value <= _MOST_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
     return value
-
-

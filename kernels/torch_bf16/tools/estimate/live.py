@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, on devices that do not say it: the CPU, meta and fake ones."""
+"""How many bytes of tensors are alive, where no device says it: CPUs, meta and fake tensors."""
 
 from __future__ import annotations
 

@@ -80,12 +80,12 @@ def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     try:
         found: Any = ast.parse(text, mode="eval").body
-        call = isinstance(found, ast.Call)
-        name: str = (found.func if call else found).id
-        given = found.keywords if call and not found.args else []
-        options = {each.arg: ast.literal_eval(each.value) for each in given}
-        if call and found.args:
-            raise ValueError("options go by name")
+        options: dict[str, Any] = {}
+        function: Any = found
+        if isinstance(found, ast.Call) and not found.args:
+            options = {str(each.arg): ast.literal_eval(each.value) for each in found.keywords}
+            function = found.func
+        name: str = function.id
     except (SyntaxError, ValueError, AttributeError) as error:
         raise ValueError(f"{text!r} is no optimizer such as SGD(momentum=0.9): {error}") from None
     if name not in OPTIMIZERS:

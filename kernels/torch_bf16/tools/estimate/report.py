@@ -80,7 +80,9 @@ def show(found: Mapping[str, Any]) -> None:
 
     for each in rows:
         cells = [_label(each), *(shown(each[name]) for name in names)]
-        table.append([*cells, shown(each["peak"]), _device(each["fits"]), shown(each["checkpoint"])])
+        table.append(
+            [*cells, shown(each["peak"]), _device(each["fits"]), shown(each["checkpoint"])]
+        )
     columns = ("precision", *names, "peak", "fits", "checkpoint")
     print_table(f"{unit} (10^{len(str(size)) - 1} bytes) on one device", columns, table)
     if ranks > 1:

@@ -72,9 +72,8 @@ def _of_number(text: str, match: re.Match[str]) -> ModelShapes:
 
 def _of_path(path: Path) -> ModelShapes:
     config = path / "config.json" if path.is_dir() else path
-    if config.name.endswith(".json") and not config.name.endswith(".index.json"):
-        if config.exists():
-            return _of_config(config)
+    if config.exists() and re.search(r"(?<!\.index)\.json$", config.name):
+        return _of_config(config)
     return _of_checkpoint(path)
 
 
@@ -145,7 +144,9 @@ def _of_factory(text: str, module: str, factory: str) -> ModelShapes:
         sys.path.remove(os.getcwd())
     if not isinstance(made, nn.Module):
         if not callable(made):
-            raise ValueError(f"{text!r} is a {type(made).__name__}, and no module or factory of one")
+            raise ValueError(
+                f"{text!r} is a {type(made).__name__}, and no module or factory of one"
+            )
         try:
             with torch.device("meta"):
                 made = made()

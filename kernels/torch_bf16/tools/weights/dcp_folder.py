@@ -114,9 +114,7 @@ def _after(where: Sequence[Any], word: str) -> Sequence[Any] | None:
     return where[where.index(word) + 1 :] if word in where else None
 
 
-def _tensor(
-    path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any]
-) -> SavedTensor:
+def _tensor(path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any]) -> SavedTensor:
     parts = []
     for chunk in entry.chunks:
         place = by_offset.get(tuple(chunk.offsets))
@@ -188,7 +186,10 @@ def _storage(part: _Part) -> tuple[int, int]:
                 raise zipfile.BadZipFile("it is compressed")
             file.seek(part.at + info.header_offset)
             header = file.read(30)
-            lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+            lengths = (
+                int.from_bytes(header[26:28], "little"),
+                int.from_bytes(header[28:30], "little"),
+            )
             return part.at + info.header_offset + 30 + sum(lengths), info.file_size
     except (zipfile.BadZipFile, ValueError, IndexError) as error:
         raise CheckpointError(f"{part.file} is damaged at byte {part.at:,}: {error}") from None

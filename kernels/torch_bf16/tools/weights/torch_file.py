@@ -83,7 +83,7 @@ def _load(path: Path) -> tuple[Any, list[str]]:
             importlib.import_module("torch.distributed.tensor")
 
             foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-        inert = [_inert(name) for name in foreign]
+        inert: list[Any] = [_inert(name) for name in foreign]
         with torch.serialization.safe_globals(inert) if inert else nullcontext():
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
     except MemoryError:
