@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch_bf16.errors import BackendUnavailableError, CheckpointError
+
 __all__ = [
     "FAILED",
     "INTERRUPTED",
@@ -26,6 +28,11 @@ __all__ = [
 FAILED = 2
 INTERRUPTED = 130
 STANDARD_OUTPUT = "-"
+
+_USERS = (
+    *(BackendUnavailableError, CheckpointError, NotImplementedError, ValueError),
+    *(ImportError, OSError, MemoryError),
+)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +59,8 @@ def ended(command: str, run: Callable[[], int]) -> int:
 
     Args:
         command: its name.
-        run: does its work; ``ValueError``, ``RuntimeError``, ``ImportError`` and ``OSError`` of it
-            are for the user.
+        run: does its work; errors in what it was given are for the user, others are bugs and keep
+            their traceback.
     """
     try:
         return run()
@@ -64,7 +71,7 @@ def ended(command: str, run: Callable[[], int]) -> int:
         # Of `| head`: what is still buffered has nowhere to go.
         sys.stdout = None
         return 0
-    except (ValueError, RuntimeError, ImportError, OSError, MemoryError) as error:
+    except _USERS as error:
         say(f"python -m torch_bf16 {command}: {error}")
         return FAILED
 
@@ -90,11 +97,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Print a table, by rich on a terminal where it is installed, else as plain text."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(*columns, title=title, title_justify="left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]

@@ -68,6 +68,7 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
 
     Raises:
         ValueError: the model does not take such a batch.
+        MemoryError: the step does not fit on the device.
     """
     traced = device.type == "meta"
     place = torch.device("cpu") if traced else device
@@ -90,8 +91,11 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
             with LiveBytes() as live:
                 _step(model, inputs, precision, place)
             return live.peak
-        except torch.OutOfMemoryError:
-            raise
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{precision.name} does not fit on {device} with such a batch: {error}. Trace it "
+                "without memory (--device meta), or take a smaller batch"
+            ) from error
         # It is the user's model.
         except Exception as error:
             shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in tree_leaves(inputs))
