@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,10 +65,10 @@ def _folder(path: Path) -> Saved:
 
         return read_dcp(path)
     names = {each.name for each in path.iterdir()}
-    if sharded := sorted(each for each in path.glob("*_fsdp_*/.metadata")):
+    if sharded := sorted(path.glob("*model_fsdp_*/.metadata")):
         from .dcp_folder import read_dcp
 
-        found = read_dcp(next(each.parent for each in sharded if "model" in each.parent.name))
+        found = read_dcp(sharded[0].parent)
         states = path / "optimizer_0"
         if (states / ".metadata").exists():
             found.optimizer = read_dcp(states, weights=False).optimizer
@@ -96,15 +95,11 @@ def _weights_in(path: Path, names: set[str]) -> list[Path]:
             if f"{model}{suffix}" in names:
                 # Accelerate numbers further models.
                 more = re.compile(rf"{model}_\d+\{suffix}")
-                return [path / f"{model}{suffix}", *sorted(filter_by(path, names, more))]
+                found = sorted(name for name in names if more.fullmatch(name))
+                return [path / name for name in (f"{model}{suffix}", *found)]
     if indices:
         return indices[:1]
     return sorted(path / name for name in names if name.endswith(".safetensors"))
-
-
-def filter_by(path: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[Path]:
-    """The files of a folder whose whole names match."""
-    return [path / name for name in names if pattern.fullmatch(name)]
 
 
 def _indexed(path: Path) -> Saved:
