@@ -14,8 +14,7 @@ from gpu_marks import each_device
 
 from torch_bf16.backends import choose
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools import cli
-from torch_bf16.tools import output
+from torch_bf16.tools import cli, output
 from torch_bf16.tools.selftest import certificates, command, speed, steps
 from torch_bf16.tools.selftest.certificates import Certificate, certify, variants_for
 from torch_bf16.tools.selftest.steps import NotHere, all_checks, differences, run
