@@ -40,12 +40,12 @@ ROOMS = {
     "lightning_utilities": ("lightning_bf16",),
     "torchmetrics": (),
     "accelerate": ("accelerate_bf16",),
-    "transformers": ("accelerate_bf16",),
+    "transformers": ("accelerate_bf16", "torch_bf16/tools/estimate/sources"),
     "trl": ("accelerate_bf16",),
     "safetensors": ("torch_bf16/checkpoints/export",),
     "peft": ("accelerate_bf16",),
     "matplotlib": ("torch_bf16/tools/bench/plot",),
-    "rich": ("torch_bf16/tools/selftest/report",),
+    "rich": ("torch_bf16/tools/output",),
 }
 
 MAX_LINES = 400

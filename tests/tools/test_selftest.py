@@ -14,8 +14,8 @@ from gpu_marks import each_device
 
 from torch_bf16.backends import choose
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools import cli
-from torch_bf16.tools.selftest import certificates, command, report, speed, steps
+from torch_bf16.tools import cli, output
+from torch_bf16.tools.selftest import certificates, command, speed, steps
 from torch_bf16.tools.selftest.certificates import Certificate, certify, variants_for
 from torch_bf16.tools.selftest.steps import NotHere, all_checks, differences, run
 
@@ -233,6 +233,6 @@ def test_an_interrupt_ends_it_without_a_traceback():
 
 def test_a_terminal_gets_a_table_of_rich(monkeypatch, capsys):
     pytest.importorskip("rich")
-    monkeypatch.setattr(report.sys.stdout, "isatty", lambda: True, raising=False)
-    report._print_table("title", ("a", "b"), [("1", "2")])
+    monkeypatch.setattr(output.sys.stdout, "isatty", lambda: True, raising=False)
+    output.print_table("title", ("a", "b"), [("1", "2")])
     assert "┃" in capsys.readouterr().out

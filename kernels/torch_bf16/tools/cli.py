@@ -1,33 +1,69 @@
-"""The command line: ``python -m torch_bf16 {info,bench,selftest,export}``."""
+"""The command line: ``python -m torch_bf16 {info,estimate,doctor,bench,selftest,export}``."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import torch
-
-from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import folder, kept, source_hash
-from torch_bf16.checkpoints.export import export_file
-from torch_bf16.errors import CheckpointError
-from torch_bf16.foreign.convert import CONVERTIBLE
-from torch_bf16.foreign.optimizer import BUCKET_BYTES
-from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.bench.command import add_arguments, file_to_write, run
-from torch_bf16.tools.bench.record import describe, processor, versions
-from torch_bf16.tools.selftest.command import add_selftest_arguments, selftest
+from .output import ended
 
 __all__ = ["main"]
 
-# Processor time, medians over AdamW and SGD in both modes on one x86-64 thread with AVX-512.
-_COST = (
-    "That takes about 20 ms of a\nCPU's kernels and 45 ms of eager ones, beside compiling, and "
-    "once: verdicts are kept."
-)
+
+class _Command(NamedTuple):
+    """What a command is about, and its module's functions: of its options, and of its work."""
+
+    help: str
+    load: Callable[[], tuple[Callable, Callable]]
+
+
+def _info() -> tuple[Callable, Callable]:
+    from .info import info
+
+    return lambda parser: None, lambda options, arguments: info()
+
+
+def _estimate() -> tuple[Callable, Callable]:
+    from .estimate.command import add_estimate_arguments, estimate
+
+    return add_estimate_arguments, lambda options, arguments: estimate(options)
+
+
+def _doctor() -> tuple[Callable, Callable]:
+    from .doctor.command import add_doctor_arguments, doctor
+
+    return add_doctor_arguments, lambda options, arguments: doctor(options)
+
+
+def _bench() -> tuple[Callable, Callable]:
+    from .bench.command import add_arguments, run
+
+    return add_arguments, run
+
+
+def _selftest() -> tuple[Callable, Callable]:
+    from .selftest.command import add_selftest_arguments, selftest
+
+    return add_selftest_arguments, selftest
+
+
+def _export() -> tuple[Callable, Callable]:
+    from .export import add_export_arguments, export
+
+    return add_export_arguments, lambda options, arguments: export(options)
+
+
+# Loaded when they are asked for: none waits for what another imports.
+_COMMANDS: Mapping[str, _Command] = {
+    "info": _Command("versions, recipes, and which backend runs where, and why", _info),
+    "estimate": _Command("will it fit? Bytes of a model's run in every precision", _estimate),
+    "doctor": _Command("has this run been learning? Looks at one checkpoint or two", _doctor),
+    "bench": _Command("time AdamW steps beside those of torch and others", _bench),
+    "selftest": _Command("whether it works on this machine, and how fast", _selftest),
+    "export": _Command("write the exact fp32 weights of a checkpoint", _export),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,80 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process if None.
 
     Returns:
-        The exit status.
+        The exit status: 2 after an error meant for the user, 130 after Ctrl-C, else the command's.
     """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser("python -m torch_bf16", description=__doc__)
+    run: Any = None
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, recipes, and which backend runs where, and why")
-    bench = commands.add_parser("bench", help="time AdamW steps beside those of torch and others")
-    add_arguments(bench)
-    check = commands.add_parser("selftest", help="whether it works on this machine, and how fast")
-    add_selftest_arguments(check)
-    export = commands.add_parser("export", help="write the exact fp32 weights of a checkpoint")
-    export.add_argument("checkpoint", type=Path, help="of save_checkpoint, torch or Lightning")
-    export.add_argument(
-        "output", type=file_to_write, help="*.safetensors, else a file of torch.save"
-    )
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    export.add_argument(
-        "--optimizer", type=Path, metavar="FILE", help="its state dict, where it is in another file"
-    )
-    arguments = sys.argv[1:] if arguments is None else arguments
+    its = {name: commands.add_parser(name, help=each.help) for name, each in _COMMANDS.items()}
+    asked = next(iter(arguments), "")
+    if asked in its:
+        declare, run = _COMMANDS[asked].load()
+        declare(its[asked])
     options = parser.parse_args(arguments)
-    if options.command == "export":
-        return _export(options)
-    if options.command == "selftest":
-        return selftest(options, arguments)
-    return _info() if options.command == "info" else run(options, arguments)
-
-
-def _export(options: argparse.Namespace) -> int:
-    try:
-        print(export_file(options.checkpoint, options.output, options.dtype, options.optimizer))
-    except (CheckpointError, OSError) as error:
-        print(f"python -m torch_bf16 export: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _info() -> int:
-    print(f"{describe(versions())}, {processor()}")
-    print(f"threads: {torch.get_num_threads()} of {os.cpu_count()}")
-    print("\nrecipes (formats; bytes per parameter without the gradient, AdamW):")
-    for name, recipe in RECIPES.items():
-        formats = f"{recipe.weights} / {recipe.exp_avg} / {recipe.exp_avg_sq}"
-        alias = "" if name == recipe.name else f"  (alias of {recipe.name})"
-        print(f"  {name:22} {formats:50} {recipe.bytes_per_parameter:3}{alias}")
-    print(
-        f"\noptimizers with a fused rule: {', '.join(sorted(c.__name__ for c in CONVERTIBLE))}; "
-        f"any other: its own step on fp32 copies, {BUCKET_BYTES >> 20} MB at a time or one tensor"
-    )
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        devices.append(torch.device("cuda"))
-    for device in devices:
-        chosen = choose(device).name
-        print(f"\nbackends for {device}:")
-        for name, reason in explain(device).items():
-            state = "works" if reason is None else f"not here: {reason}"
-            print(f"  {name:8} {state}{'  <- used' if name == chosen else ''}")
-    _print_proofs()
-    return 0
-
-
-def _print_proofs() -> None:
-    place, verdicts = folder(), kept()
-    print(
-        "\nproofs: before its first use on a device, each variant of a kernel takes two steps over "
-        "270,000 made-up\nelements, and its bits are compared with those that NumPy computed. "
-        f"{_COST}\nA backend that was asked for by name is not tried."
-    )
-    if place is None:
-        print("  no verdict can be kept: set TORCH_BF16_CACHE to a folder that can be written")
-        return
-    # Faults of other versions are history.
-    now = [(key, fault) for key, fault in verdicts if source_hash() in key]
-    failed = [(key, fault) for key, fault in now if fault is not None]
-    print(f"  verdicts in {place}: {len(now)} of this version, {len(failed)} failed")
-    for key, fault in failed:
-        print(f"  {key[0]}: {key[1]} failed: {fault}")
+    return ended(asked, lambda: run(options, arguments))

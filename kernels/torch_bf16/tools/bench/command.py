@@ -16,6 +16,7 @@ import torch
 from torch_bf16.backends import BACKENDS, choose
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.recipe import RECIPES
+from torch_bf16.tools.output import file_to_write
 
 from .clock import clock_for
 from .device_state import device_state
@@ -29,7 +30,7 @@ from .rounds import Measured, measure
 from .rules import BASE, every_rule
 from .ways import WAYS, in_ways
 
-__all__ = ["add_arguments", "device_argument", "file_to_write", "run"]
+__all__ = ["add_arguments", "device_argument", "run"]
 
 _PARAMETERS, _TENSORS = 50_000_000, 150
 # Of a hundred entries those measured at a time, so that a noisy machine meets them alike.
@@ -253,15 +254,6 @@ def device_argument(text: str) -> torch.device:
             raise argparse.ArgumentTypeError(f"{text!r} is not here: torch sees {count} GPUs")
         device = torch.device("cuda", device.index or 0)
     return device
-
-
-def file_to_write(text: str) -> Path:
-    """The type of an argument that names a file to write: asked now, not after minutes of work."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
-    return path
 
 
 def _record(text: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from torch_bf16.tools.bench.command import device_argument, file_to_write
+from torch_bf16.tools.bench.command import device_argument
 from torch_bf16.tools.bench.plot import can_plot, plot
+from torch_bf16.tools.output import INTERRUPTED, file_to_write
 
 from .certificates import certify, fresh_verdicts
 from .environment import environment
@@ -27,7 +28,6 @@ from .steps import all_checks, run
 __all__ = ["add_selftest_arguments", "selftest"]
 
 _PROCESSES = 8
-_INTERRUPTED = 130
 
 
 def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             found = _found(options.device, arguments)
     except KeyboardInterrupt:
         _say("interrupted: nothing was written")
-        return _INTERRUPTED
+        return INTERRUPTED
     show(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")

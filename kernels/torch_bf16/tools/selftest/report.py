@@ -1,11 +1,11 @@
-"""What people see of a selftest: tables, by rich on a terminal where it is installed."""
+"""What people see of a selftest."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch_bf16.tools.output import print_table
 
 from .environment import environment_lines
 
@@ -27,11 +27,11 @@ def show(found: Mapping[str, Any]) -> None:
         (each["name"], each["skipped"] or each["fault"] or "ok", f"{each['seconds']:.2f}")
         for each in found["checks"]
     ]
-    _print_table("whole optimizers against eager", ("check", "result", "seconds"), rows)
+    print_table("whole optimizers against eager", ("check", "result", "seconds"), rows)
     for each in found["speed"]:
         title = f"{each['model']}: {each['parameters']:,} parameters, {each['tensors']} tensors"
         copy = each["copy_gb_per_second"]["median"]
-        _print_table(f"{title}; a copy of this device: {copy:.0f} GB/s", *_speed(each))
+        print_table(f"{title}; a copy of this device: {copy:.0f} GB/s", *_speed(each))
         for name, why in each["failed"].items():
             print(f"not measured: {name}: {why}")
     for note in found["notes"]:
@@ -53,21 +53,3 @@ def _speed(record: Mapping[str, Any]) -> tuple[Sequence[str], _Rows]:
         for row in record["results"]
     ]
     return columns, rows
-
-
-def _print_table(title: str, columns: Sequence[str], rows: _Rows) -> None:
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    print(f"\n{title}")
-    for row in (columns, *rows):
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )

@@ -1,0 +1,1 @@
+"""``python -m torch_bf16 doctor``: has a run been learning?"""

@@ -1,0 +1,122 @@
+"""Which of an optimizer's states belongs to which weight."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_bf16.sharding import bare_name
+from torch_bf16.tools.weights import OptimizerStates, Saved, SavedTensor
+
+__all__ = ["State", "assigned"]
+
+State = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""What an optimizer keeps for a parameter, and the hyperparameters of its group."""
+
+
+def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
+    """The states by names of weights, and a note where some could not be told.
+
+    Names are taken where the state dict has them. Numbers go by shape and by the order of the
+    model, and only where that leaves no choice: a wrong one would look at other weights.
+    """
+    if saved.optimizer is None:
+        return {}, None
+    named, numbered = _named(saved.optimizer), _numbered(saved.optimizer)
+    bare = {bare_name(name): name for name in saved.tensors}
+    found = {
+        bare[bare_name(name)]: state for name, state in named.items() if bare_name(name) in bare
+    }
+    lost = len(named) - len(found)
+    if numbered and not named:
+        order = _order(saved)
+        classes: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name in order or saved.tensors:
+            each = saved.tensors.get(name)
+            if each is not None and each.dtype.is_floating_point and name not in _repeated(saved):
+                classes[each.shape].append(name)
+        by_shape: dict[tuple[int, ...], list[tuple[int, State]]] = defaultdict(list)
+        for group, shape, state in numbered:
+            by_shape[shape].append((group, state))
+        for shape, states in by_shape.items():
+            names = classes.get(shape, [])
+            one = len(names) == 1 or (
+                order is not None and len({group for group, _ in states}) == 1
+            )
+            if len(names) == len(states) and one:
+                found |= dict(zip(names, (state for _, state in states), strict=True))
+            else:
+                lost += len(states)
+    if not lost:
+        return found, None
+    why = "numbered, and safetensors keeps no order" if not saved.ordered else "numbered"
+    return found, (
+        f"{lost} of {lost + len(found)} states of the optimizer could not be told apart: they are "
+        f"{why}. Give the optimizer model.named_parameters() for the next time"
+    )
+
+
+def _named(optimizer: OptimizerStates) -> dict[str, State]:
+    groups = optimizer.groups
+    names = optimizer.header.get("names") or [each.get("param_names", ()) for each in groups]
+    found: dict[str, State] = {}
+    for its, group in zip(names, groups, strict=False):
+        for name, key in zip(its or (), group.get("params", ()), strict=False):
+            if isinstance(name, str) and key in optimizer.state:
+                found[name] = optimizer.state[key], group
+    # torch.distributed.checkpoint and FSDP put names in the place of numbers.
+    of = {key: group for group in groups for key in group.get("params", ())}
+    for key, state in optimizer.state.items():
+        if isinstance(key, str):
+            found[key] = state, of.get(key, groups[0] if len(groups) == 1 else {})
+    return found
+
+
+def _numbered(optimizer: OptimizerStates) -> list[tuple[int, tuple[int, ...], State]]:
+    found = []
+    for number, group in enumerate(optimizer.groups):
+        for key in group.get("params", ()):
+            state = optimizer.state.get(key)
+            shape = None if state is None else _shape(state)
+            if state is not None and shape is not None and not isinstance(key, str):
+                found.append((number, shape, (state, group)))
+    return found
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    for name, each in state.items():
+        if isinstance(each, SavedTensor) and not name.endswith("_scale"):
+            codes = each.dtype in (torch.int8, torch.uint8) and f"{name}_scale" in state
+            return each.shape[:-1] if codes and each.shape[-1:] == (1,) else each.shape
+    return None
+
+
+def _repeated(saved: Saved) -> set[str]:
+    """Names of tensors that are known by another name before."""
+    seen, found = set(), set()
+    for name, each in saved.tensors.items():
+        if each.tied is not None and each.tied in seen:
+            found.add(name)
+        seen.add(each.tied)
+    return found
+
+
+def _order(saved: Saved) -> Sequence[str] | None:
+    """Names in the order of the module's parameters, None where that cannot be known."""
+    if saved.ordered:
+        return list(saved.tensors)
+    config = Path(saved.path) / "config.json"
+    if not config.is_file():
+        return None
+    from torch_bf16.tools.estimate.sources import model_shapes
+
+    try:
+        names = [each.name for each in model_shapes(str(config)).weights]
+    except (ValueError, ImportError, OSError, json.JSONDecodeError):
+        return None
+    return names if set(names) <= saved.tensors.keys() else None

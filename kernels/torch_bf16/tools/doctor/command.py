@@ -1,0 +1,77 @@
+"""``python -m torch_bf16 doctor``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from torch_bf16.tools.output import add_json_argument, print_progress, write_json
+from torch_bf16.tools.weights import open_checkpoint
+
+from .examination import examine
+from .report import record, show
+from .verdict import judge
+
+__all__ = ["add_doctor_arguments", "doctor"]
+
+_MOST = 20
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="an earlier and a later one, or one with the optimizer's state: a file of "
+        "safetensors, torch.save or Lightning, an index, or a folder of the Trainer, Accelerate "
+        "or DCP",
+    )
+    parser.add_argument(
+        "--lr", type=_positive, help="a learning rate in place of that in the checkpoint"
+    )
+    parser.add_argument(
+        "--most", type=int, default=_MOST, metavar="N", help=f"weights to list (default: {_MOST})"
+    )
+    add_json_argument(parser)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Say whether a run has been learning.
+
+    Args:
+        options: parsed.
+
+    Returns:
+        The exit status: 0 where it has, 1 where weights stall or are broken.
+
+    Raises:
+        ValueError, OSError, CheckpointError: a checkpoint is none; the message says why.
+    """
+    if len(options.checkpoints) > 2:
+        raise ValueError(f"doctor takes one checkpoint or two, not {len(options.checkpoints)}")
+    *earlier, after = [open_checkpoint(path) for path in options.checkpoints]
+    before = earlier[0] if earlier else None
+    with print_progress(sys.stderr) as progress:
+        found = examine(before, after, options.lr, progress)
+    verdict = judge(found)
+    paths = {"before": str(before.path)} if before else {}
+    content = record(found, verdict, {**paths, "after": str(after.path)})
+    if options.json:
+        write_json(content, options.json)
+    if options.json != "-":
+        show(content, max(1, options.most))
+    return 0 if verdict.healthy else 1
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value

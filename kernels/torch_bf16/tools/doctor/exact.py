@@ -1,0 +1,60 @@
+"""The weight that training goes on from: with its master, where the checkpoint has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.states.recoding import stored_format
+from torch_bf16.states.views import MASTERS, masters_in
+from torch_bf16.tools.weights import SavedTensor
+
+__all__ = ["CHUNK", "has_master", "moment", "weight"]
+
+CHUNK = 1 << 21
+"""Elements that are looked at together: whole blocks of every format."""
+
+Read = Callable[[int, int], Tensor]
+
+
+def weight(tensor: SavedTensor, state: Mapping[str, Any]) -> Read:
+    """``read(start, stop)``: fp32 numbers, decoded with the master in ``state``, if any."""
+    saved = {k: each for k, each in state.items() if k in MASTERS and isinstance(each, SavedTensor)}
+    fits = all(each.shape == tensor.shape for each in saved.values())
+    if tensor.dtype != torch.bfloat16 or not saved or not fits:
+        return lambda start, stop: tensor.read(start, stop).float()
+
+    def exact(start: int, stop: int) -> Tensor:
+        visible = tensor.read(start, stop)
+        masters = masters_in({key: each.read(start, stop) for key, each in saved.items()})
+        format_ = stored_format(masters, "")
+        if format_ is None or len(format_.planes) != len(masters) + 1:
+            return visible.float()
+        keys = format_.plane_names("")[1:]
+        return format_.decode([visible, *(masters[key] for key in keys)])
+
+    return exact
+
+
+def has_master(tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
+    """Whether a weight has more bits than its parameter."""
+    return tensor.dtype == torch.bfloat16 and any(key in state for key in MASTERS)
+
+
+def moment(state: Mapping[str, Any], name: str) -> Read | None:
+    """``read(start, stop)``: fp32 numbers of a moment; None where it is in no known format."""
+    format_ = stored_format(state, name)
+    if format_ is None or not isinstance(state[name], SavedTensor):
+        return None
+    planes = list(zip(format_.plane_names(name), format_.planes, strict=True))
+
+    def read(start: int, stop: int) -> Tensor:
+        pieces = [
+            state[key].read(start // plane.block, -(-stop // plane.block)) for key, plane in planes
+        ]
+        return format_.decode(pieces)
+
+    return read

@@ -1,0 +1,190 @@
+"""Two checkpoints, or one, gone through weight by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_bf16.errors import CheckpointError
+from torch_bf16.sharding import bare_name
+from torch_bf16.tools.weights import Saved, SavedTensor
+
+from .assignment import State, assigned
+from .exact import has_master, weight
+from .expected import Expected, Rounding, expected, rounding
+from .movement import Movement, movement
+
+__all__ = ["Examination", "Examined", "examine"]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One weight.
+
+    Attributes:
+        name: in the later checkpoint.
+        shape: of it.
+        dtype: as it was saved last.
+        movement: what became of it.
+        expected: what the optimizer's state says of a step, where there is one.
+        rounding: what happens to small updates, as far as the later checkpoint tells.
+        master: whether its exact numbers were compared.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    movement: Movement
+    expected: Expected | None
+    rounding: Rounding
+    master: bool
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All weights of a run.
+
+    Attributes:
+        weights: that both checkpoints have.
+        compared: whether there are two checkpoints.
+        steps: from the first to the second, or of the only one; None where that is not told.
+        notes: what was left out, and why.
+    """
+
+    weights: list[Examined]
+    compared: bool
+    steps: int | None
+    notes: list[str]
+
+
+def examine(
+    before: Saved | None,
+    after: Saved,
+    lr: float | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Examination:
+    """Go through a run's checkpoints, one piece of one weight in memory at a time.
+
+    Args:
+        before: the earlier one; None to look at the later one's optimizer alone.
+        after: the later one.
+        lr: a learning rate in place of the one in ``after``.
+        progress: is told how it goes.
+
+    Raises:
+        CheckpointError: they have no weight in common, or there is one and nothing to say of it.
+    """
+    notes = [*(before.notes if before else []), *after.notes]
+    pairs = _pairs(before, after, notes)
+    states, note = assigned(after)
+    notes += [note] if note else []
+    earlier, _ = assigned(before) if before is not None else ({}, None)
+    header = after.optimizer.header if after.optimizer else {}
+    if before is None and not states:
+        raise CheckpointError(
+            f"{after.path} has no state of an optimizer that could be assigned to its weights, and "
+            "one checkpoint without it does not tell what moved. Give an earlier one, too: "
+            "python -m torch_bf16 doctor EARLIER LATER"
+        )
+    found = []
+    nothing: State = ({}, {})
+    for number, (name, old, new) in enumerate(pairs):
+        progress(f"{number + 1} of {len(pairs)}: {name}")
+        state, group = states.get(name, nothing)
+        read = weight(new, state)
+        first = None
+        if before is not None and old is not None:
+            known = earlier.get(old, nothing)[0]
+            exact = has_master(new, state) == has_master(before.tensors[old], known)
+            # Of two halves of what is compared, both or none.
+            read = read if exact else weight(new, {})
+            first = weight(before.tensors[old], known if exact else {})
+        moved = movement(first, read, new.numel)
+        found.append(
+            Examined(
+                name,
+                new.shape,
+                new.dtype,
+                moved,
+                expected(read, state, group, new.numel, lr),
+                rounding(new, state, header),
+                has_master(new, state),
+            )
+        )
+    return Examination(found, before is not None, _steps(before, after, states), notes)
+
+
+def _pairs(
+    before: Saved | None, after: Saved, notes: list[str]
+) -> list[tuple[str, str | None, SavedTensor]]:
+    """Names in the later and in the earlier checkpoint, and the later tensor; tied ones once."""
+    mine = {
+        name: each
+        for name, each in after.tensors.items()
+        if each.dtype in _FLOATS
+        and each.numel
+        and not name.endswith(("running_mean", "running_var"))
+    }
+    seen: set[Any] = set()
+    for name, each in list(mine.items()):
+        if each.tied is not None and each.tied in seen:
+            del mine[name]
+        seen.add(each.tied)
+    if not mine:
+        raise CheckpointError(f"{after.path} holds no floating-point weights")
+    if before is None:
+        return [(name, None, each) for name, each in mine.items()]
+    theirs = _matching(before, mine)
+    pairs, shapes = [], []
+    for name, each in mine.items():
+        old = theirs.get(name)
+        if old is None:
+            continue
+        if before.tensors[old].shape != each.shape:
+            shapes.append(f"{name} {before.tensors[old].shape} and {each.shape}")
+        elif before.tensors[old].dtype in _FLOATS:
+            pairs.append((name, old, each))
+    if shapes:
+        notes.append(f"{len(shapes)} weights have other shapes, such as {shapes[0]}")
+    if missing := len(mine) - len(pairs) - len(shapes):
+        notes.append(f"{missing} weights of {after.path} are not in {before.path}")
+    if not pairs:
+        here, there = ", ".join(list(mine)[:3]), ", ".join(list(before.tensors)[:3])
+        raise CheckpointError(
+            f"{before.path} and {after.path} have no weight of one name and shape: {there} and so "
+            f"on there, {here} and so on here. They are not of one run"
+        )
+    return pairs
+
+
+def _matching(before: Saved, mine: dict[str, SavedTensor]) -> dict[str, str]:
+    """By names as they are, else without what wrappers add, else without one side's first part."""
+    for ours, others in (
+        (str, str),
+        (bare_name, bare_name),
+        (_inner, bare_name),
+        (bare_name, _inner),
+    ):
+        short = {others(name): name for name in before.tensors}
+        if found := {name: short[ours(name)] for name in mine if ours(name) in short}:
+            return found
+    return {}
+
+
+def _inner(name: str) -> str:
+    return bare_name(name).partition(".")[2]
+
+
+def _steps(before: Saved | None, after: Saved, states: dict[str, State]) -> int | None:
+    last = after.step
+    if last is None:
+        counted = (state.get("step") for state, _ in states.values())
+        last = max((int(float(step)) for step in counted if step is not None), default=None)
+    if last is None or before is None:
+        return last
+    return None if before.step is None or last <= before.step else last - before.step

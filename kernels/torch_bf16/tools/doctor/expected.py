@@ -1,0 +1,128 @@
+"""The update that an optimizer's state in a checkpoint makes, and what rounding leaves of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.tools.weights import SavedTensor
+
+from .exact import CHUNK, Read, has_master, moment
+from .movement import half_units
+
+__all__ = ["Expected", "Rounding", "expected", "rounding"]
+
+Rounding = str
+"""``"nearest"``, ``"stochastic"``, ``"none"`` where weights have more bits than bf16 or what they
+lost is kept, or ``"unknown"``."""
+
+# What other libraries keep of what rounding takes.
+_KEPT = ("kahan_comp", "compensation", "kahan_compensation", "weight_residual", "fp32_param")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step does to one weight.
+
+    Attributes:
+        update: root mean square of the update.
+        survived: ``<s, d> / <d, d>`` of the update ``d`` and of ``s``, what rounding to nearest
+            bf16 leaves of it.
+        below: share of the elements whose update is less than half a unit of bf16.
+        lr: the group's learning rate, or its initial one where that has come down to 0.
+        step: how many were taken.
+    """
+
+    update: float
+    survived: float
+    below: float
+    lr: float
+    step: int
+
+
+def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str, Any]) -> Rounding:
+    """What happens to updates that are smaller than a weight's last place.
+
+    Args:
+        tensor: the weight.
+        state: what the optimizer keeps for it, possibly nothing.
+        header: what our optimizers say of themselves.
+    """
+    if tensor.dtype != torch.bfloat16 or has_master(tensor, state):
+        return "none" if tensor.dtype.itemsize >= 4 or has_master(tensor, state) else "unknown"
+    if any(key in state for key in _KEPT):
+        return "none"
+    if recipe := header.get("recipe"):
+        return "nearest" if recipe.get("weights") == "bf16_nearest" else "stochastic"
+    moments = [each for each in state.values() if isinstance(each, SavedTensor)]
+    # torch makes moments like their parameter: beside fp32 ones it was fp32, and was saved in bf16.
+    alike = bool(moments) and all(each.dtype == torch.bfloat16 for each in moments)
+    return "nearest" if alike else "unknown"
+
+
+def expected(
+    weight: Read, state: Mapping[str, Any], group: Mapping[str, Any], numel: int, lr: float | None
+) -> Expected | None:
+    """The update of an optimizer of Adam's kind or with momentum; None of any other.
+
+    Args:
+        weight: reads its elements as fp32.
+        state: what the optimizer keeps for it.
+        group: its hyperparameters.
+        numel: elements of the weight.
+        lr: a learning rate in place of the group's.
+    """
+    rate = _number(group.get("lr"), 0.0) or _number(group.get("initial_lr"), 0.0)
+    rate = rate if lr is None else lr
+    step = int(_number(state.get("step"), 0.0))
+    update = _update(state, group, rate, step)
+    if update is None or not rate or not numel:
+        return None
+    both = squares = 0.0
+    below = 0
+    for start in range(0, numel, CHUNK):
+        stop = min(start + CHUNK, numel)
+        w = weight(start, stop)
+        d = update(w, start, stop).nan_to_num_(0.0, 0.0, 0.0)
+        stored = (w + d).bfloat16().float() - w.bfloat16().float()
+        both += float(stored.double() @ d.double())
+        squares += float(d.double() @ d.double())
+        below += int((d.abs() < half_units(w)).sum())
+    if not squares:
+        return None
+    return Expected(math.sqrt(squares / numel), both / squares, below / numel, rate, step)
+
+
+def _update(
+    state: Mapping[str, Any], group: Mapping[str, Any], lr: float, step: int
+) -> Callable[[Tensor, int, int], Tensor] | None:
+    first = moment(state, "exp_avg") if "exp_avg" in state else None
+    second = moment(state, "exp_avg_sq") if "exp_avg_sq" in state else None
+    buffer = moment(state, "momentum_buffer") if "momentum_buffer" in state else None
+    if buffer is not None:
+        return lambda w, start, stop: buffer(start, stop) * -lr
+    betas = group.get("betas")
+    if first is None or second is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        return None
+    rates = [min(max(_number(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
+    one, two = (1 - beta ** max(step, 1) for beta in rates)
+    eps, decay = _number(group.get("eps"), 1e-8), _number(group.get("weight_decay"), 0.0)
+    # Else the decay is in the moments.
+    decay = decay if group.get("decoupled_weight_decay", True) else 0.0
+
+    def adam(w: Tensor, start: int, stop: int) -> Tensor:
+        root = second(start, stop).div_(two).sqrt_().add_(eps)
+        return first(start, stop).div_(one).div_(root).add_(w, alpha=decay).mul_(-lr)
+
+    return adam
+
+
+def _number(value: Any, default: float) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default

@@ -1,0 +1,205 @@
+"""What an examination means, in sentences."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .examination import Examination, Examined
+
+__all__ = ["Finding", "Verdict", "judge"]
+
+STALLS, BROKEN, LOSES, STANDS, FINE = "stalls", "broken", "loses", "stands still", "learns"
+_BAD = (STALLS, BROKEN)
+_STALLING = 0.5  # as in the monitor: less than that share of the updates arrives
+_LOSING = 0.9
+_MOST = 8
+_STEPS = 100_000  # where their number is not told
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one weight.
+
+    Attributes:
+        weight: which.
+        verdict: ``"stalls"``, ``"broken"``, ``"loses"``, ``"stands still"`` (frozen, or without a
+            gradient: not by rounding) or ``"learns"``.
+        lost: share of what it was to move that it did not.
+        why: what shows it, ``"size"``, ``"gain"``, ``"state"`` or empty.
+    """
+
+    weight: Examined
+    verdict: str
+    lost: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all that means.
+
+    Attributes:
+        findings: worst first.
+        sentences: for people, worst first.
+        healthy: whether nothing stalls and nothing is broken.
+    """
+
+    findings: list[Finding]
+    sentences: list[str]
+    healthy: bool
+
+
+def judge(found: Examination) -> Verdict:
+    """Judge a run by what became of its weights and by what its optimizer is about to do."""
+    references = [each.movement.reference for each in found.weights]
+    known = [each for each in references if each is not None]
+    usual = statistics.median(known) if known else None
+    gains = _gains_stand_still(found, usual)
+    # Of bf16 weights that were saved in fp32 all are bf16 numbers; one alone may be by chance.
+    wide = all(each.movement.rounded for each in found.weights)
+    findings = [_finding(each, found.compared, gains, wide) for each in found.weights]
+    order = {name: n for n, name in enumerate((BROKEN, STALLS, LOSES, STANDS, FINE))}
+    findings.sort(key=lambda each: (order[each.verdict], -each.lost))
+    kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+    for each in findings:
+        kinds[each.verdict, each.why, _kind(each.weight.name)].append(each)
+    told = [each for each in kinds.items() if each[0][0] != FINE]
+    sentences = [_sentence(*key, members, found, usual) for key, members in told[:_MOST]]
+    if more := told[_MOST:]:
+        count = sum(len(members) for _, members in more)
+        sentences.append(f"and {count} more weights of {len(more)} other kinds")
+    bad = any(each.verdict in _BAD for each in findings)
+    still = found.compared and not any(each.weight.movement.moved for each in findings)
+    if still:
+        sentences.insert(0, "not one element differs: the same checkpoint twice, or nothing learns")
+    sentences.append(_summary(findings, found, bad or still))
+    return Verdict(findings, sentences, not bad and not still)
+
+
+def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding:
+    moved, plan = each.movement, each.expected
+    if moved.nan or moved.infinite:
+        return Finding(each, BROKEN, (moved.nan + moved.infinite) / moved.numel)
+    # Numbers that bf16 does not have were not rounded to it.
+    nearest = wide if each.dtype.itemsize > 2 else each.rounding in ("nearest", "unknown")
+    rounded = moved.rounded and not each.master and nearest
+    lost, why = 0.0, ""
+    if compared and rounded:
+        survived = moved.survived()
+        if survived is not None:
+            lost, why = 1 - survived, "size"
+        elif gains and moved.ones_before == moved.numel:
+            lost, why = 1.0, "gain"
+    if 1 - lost < _STALLING:
+        return Finding(each, STALLS, lost, why)
+    if plan is not None and each.rounding == "nearest" and plan.survived < _LOSING:
+        # What has moved so far, and stops now that the learning rate is low, has been learning.
+        learned = why == "size" and 1 - lost > _LOSING
+        stalls = plan.survived < _STALLING and not learned
+        return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
+    if compared and not moved.moved:
+        return Finding(each, STANDS, 0.0)
+    return Finding(each, LOSES if 1 - lost < _LOSING else FINE, lost, why)
+
+
+def _gains_stand_still(found: Examination, usual: float | None) -> bool:
+    """Whether not one of the gains that were 1.0 moved, where others went as far as would show.
+
+    All of a model's are looked at, because a copy in bf16 of weights that do learn shows few of the
+    gains moving in a short run.
+    """
+    gains = [w.movement for w in found.weights if w.movement.ones_before == w.movement.numel]
+    if not found.compared or usual is None or not gains:
+        return False
+    return not any(each.moved for each in gains) and usual > gains[0].half_unit / 4
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _sentence(
+    verdict: str,
+    why: str,
+    kind: str,
+    members: Sequence[Finding],
+    found: Examination,
+    usual: float | None,
+) -> str:
+    weights = [each.weight for each in members]
+    numel = sum(each.movement.numel for each in weights)
+    moved = sum(each.movement.moved for each in weights)
+    several = f"{len(weights)} x {kind}" if len(weights) > 1 else kind
+    during = "" if found.steps is None else f" in {found.steps:,} steps"
+    if verdict == BROKEN:
+        nan = sum(each.movement.nan for each in weights)
+        infinite = sum(each.movement.infinite for each in weights)
+        return f"{several} is broken: {nan:,} NaN and {infinite:,} infinities of {numel:,} numbers"
+    if verdict == STANDS:
+        # What others went, spread over all steps, would have moved its smallest elements.
+        least = (usual or 0.0) / max(found.steps or 0, _STEPS)
+        fine = all(not w.movement.rounded or w.movement.finest < least for w in weights)
+        why = ", and not by rounding: it is frozen, or no gradient reaches it"
+        if not fine:
+            why = f": it is frozen, or each update is below half a bf16 unit, {_half(weights):.2g}"
+        return f"{several} has not moved{during}{why}"
+    lost = max(each.lost for each in members)
+    word = "stalls" if verdict == STALLS else "loses updates"
+    if why == "gain":
+        return (
+            f"{several} stalls: all {numel:,} gains are exactly 1.0, as they were{during}, while "
+            f"small weights moved by {usual or 0:.2g}; a bf16 number at 1.0 does not move for less "
+            f"than {_half(weights):.2g} in one step"
+        )
+    if why == "size":
+        at = [each.movement.standing for each in weights]
+        sizes = [each for each in at if each is not None]
+        above = f"; those from {min(sizes):.2g} on stand still" if sizes else ""
+        return (
+            f"{several} {word}: {1 - moved / numel:.0%} of {numel:,} elements have not moved"
+            f"{during}, and {lost:.0%} of the way that small elements went is missing{above}. "
+            f"Updates are below half a bf16 unit, {_half(weights):.2g} on average there"
+        )
+    plans = [each.expected for each in weights if each.expected is not None]
+    update = statistics.fmean(each.update for each in plans)
+    below = sum(p.below * w.movement.numel for p, w in zip(plans, weights, strict=True)) / numel
+    return (
+        f"{several} {word}: {lost:.0%} of its next update would be lost. At lr {plans[0].lr:.3g} "
+        f"that is {update:.2g}, half a bf16 unit {_half(weights):.2g}: {below:.0%} of {numel:,} "
+        "elements would stay what they are"
+    )
+
+
+def _half(weights: Sequence[Examined]) -> float:
+    return statistics.fmean(each.movement.half_unit for each in weights)
+
+
+def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
+    broken = [each for each in findings if each.verdict == BROKEN]
+    stalled = [each for each in findings if each.verdict == STALLS]
+    numel = sum(each.weight.movement.numel for each in findings)
+    share = sum(each.weight.movement.numel for each in stalled) / numel
+    when = "over" if found.compared else "after"
+    during = "" if found.steps is None else f" {when} {found.steps:,} steps"
+    if stalled:
+        return (
+            f"VERDICT: {len(stalled)} of {len(findings)} weights ({share:.0%} of all elements) "
+            f"stall{during}: bf16, rounded to nearest, loses their updates. What keeps them: "
+            'torch_bf16.prepare(model, optimizer, "bf16-fp32-master"), or "bf16-stochastic" where '
+            "memory decides; or fp32 weights under autocast"
+        )
+    if broken:
+        return f"VERDICT: {len(broken)} of {len(findings)} weights hold NaN or infinities"
+    if bad:
+        return "VERDICT: nothing was learned between the two"
+    if not found.compared and all(each.weight.rounding == "unknown" for each in findings):
+        return (
+            "VERDICT: one checkpoint does not tell: it does not say how its weights were rounded. "
+            "Give an earlier one, too"
+        )
+    seen = "it moved as it should" if found.compared else "no update would be lost to rounding"
+    return f"VERDICT: no weight stalls{during}: {seen}"

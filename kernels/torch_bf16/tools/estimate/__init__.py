@@ -1,0 +1,1 @@
+"""``python -m torch_bf16 estimate``: what a run will take, before it starts."""

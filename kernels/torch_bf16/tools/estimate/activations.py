@@ -1,0 +1,181 @@
+"""What a forward and a backward pass hold beside the weights, measured by taking one."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from torch_bf16.model.casting import cast_model
+
+from .live import LiveBytes
+from .precisions import Precision
+
+__all__ = ["Batch", "activations", "batch_argument"]
+
+_PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+_TOKENS = "input_ids"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of one step: shapes and dtypes, in the order in which ``forward`` takes them.
+
+    Attributes:
+        inputs: of each; None as the dtype for int64 where the model takes tokens, else fp32.
+    """
+
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+
+
+def batch_argument(text: str) -> Batch:
+    """The type of ``--batch``: ``8x1024``, or ``8x3x224x224:float32,8:int64``."""
+    found = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part)
+        dtype = getattr(torch, match[2], None) if match and match[2] else None
+        if not match or (match[2] and not isinstance(dtype, torch.dtype)):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no shape such as 8x1024 or 8x3x224x224:float32"
+            )
+        shape = tuple(map(int, match[1].split("x")))
+        if 0 in shape:
+            raise argparse.ArgumentTypeError(f"{part!r} has no elements")
+        found.append((shape, dtype))
+    return Batch(tuple(found))
+
+
+def activations(model: nn.Module, precision: Precision, batch: Batch, device: torch.device) -> int:
+    """The most bytes that one forward and backward pass hold at once beside the weights.
+
+    Gradients are counted, because they take the place of activations as these are freed.
+
+    Args:
+        model: on the meta device; not changed.
+        precision: how it is cast, and whether gradients are released.
+        batch: the inputs.
+        device: meta, to trace the CPU's kernels over tensors without memory; or where to take the
+            step: a CPU, or a GPU, whose allocator then tells.
+
+    Raises:
+        ValueError: the model does not take such a batch.
+        MemoryError: the step does not fit on the device.
+    """
+    traced = device.type == "meta"
+    place = torch.device("cpu") if traced else device
+    model = _cast(copy.deepcopy(model), precision)
+    with _fake() if traced else nullcontext():
+        _materialise(model, place)
+        model.train()
+        if precision.released:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_free)
+        inputs = _inputs(model, batch, place)
+        on_gpu = device.type == "cuda"
+        try:
+            if on_gpu:
+                before = torch.cuda.memory_allocated(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                _step(model, inputs, precision, place)
+                return torch.cuda.max_memory_allocated(device) - before
+            with LiveBytes() as live:
+                _step(model, inputs, precision, place)
+            return live.peak
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{precision.name} does not fit on {device} with such a batch: {error}. Trace it "
+                "without memory (--device meta), or take a smaller batch"
+            ) from error
+        # It is the user's model.
+        except Exception as error:
+            shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in tree_leaves(inputs))
+            how = "traced without numbers (--device cpu or cuda takes a real step)"
+            raise ValueError(
+                f"{type(model).__name__} took no step over a batch of {shapes} in "
+                f"{precision.name}{', ' + how if traced else ''}: {type(error).__name__}: "
+                f"{str(error).strip()[:300]}"
+            ) from error
+
+
+def _cast(model: nn.Module, precision: Precision) -> nn.Module:
+    if precision.recipe is not None:
+        return cast_model(model, precision.recipe)
+    return model.to(precision.dtype) if precision.dtype != torch.float32 else model
+
+
+def _fake() -> AbstractContextManager[Any]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give a model memory of its own on a device; tied weights stay tied."""
+    made: dict[int, Any] = {}
+
+    def memory_for(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            new = new.normal_(0, 0.02) if new.is_floating_point() else new.zero_()
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            # With the old one, whose id must not be given to another.
+            made[id(tensor)] = new, tensor
+        return made[id(tensor)][0]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({k: memory_for(each) for k, each in held.items() if each is not None})
+
+
+def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
+    tokens = _TOKENS in inspect.signature(model.forward).parameters
+    made = []
+    for shape, dtype in batch.inputs:
+        dtype = dtype or (torch.int64 if tokens else torch.float32)
+        floats = dtype.is_floating_point
+        made.append((torch.randn if floats else torch.zeros)(shape, dtype=dtype, device=device))
+    if not tokens:
+        return made
+    names = [_TOKENS, "labels"][: 2 if len(made) == 1 and _takes_labels(model) else 1]
+    return dict(zip(names, made * 2, strict=False)) if len(made) == 1 else made
+
+
+def _takes_labels(model: nn.Module) -> bool:
+    return "labels" in inspect.signature(model.forward).parameters
+
+
+def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.device) -> None:
+    autocast = precision.autocast or precision.recipe is not None
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        if precision.dtype == torch.bfloat16 and not autocast:
+            inputs = _lowered(inputs)
+        given = isinstance(inputs, Mapping)
+        output = model(**inputs) if given else model(*inputs)
+        loss = getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+            floats = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            loss = torch.stack([each.float().mean() for each in floats]).sum()
+    del output
+    loss.backward()
+
+
+def _lowered(inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return inputs
+    return [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+
+
+def _free(parameter: Tensor) -> None:
+    parameter.grad = None

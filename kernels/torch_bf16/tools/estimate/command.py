@@ -1,0 +1,160 @@
+"""``python -m torch_bf16 estimate``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from torch_bf16.recipe import ACCUMULATIONS
+from torch_bf16.tools.output import add_json_argument, write_json
+
+from .activations import activations, batch_argument
+from .memory import memory
+from .optimizers import OPTIMIZERS, stepped
+from .precisions import precisions
+from .report import row, show
+from .shapes import ModelShapes
+from .sharded import traffic
+from .sources import KINDS, model_shapes
+
+__all__ = ["add_estimate_arguments", "estimate"]
+
+_DEVICES = ("meta", "cpu", "cuda")
+_MOST_RANKS = 100_000
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", metavar="MODEL", help=KINDS)
+    parser.add_argument(
+        "--ranks", type=_ranks, default=8, metavar="N", help="of FSDP2 (default: 8; 1 for none)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)}, or with options: 'SGD(momentum=0.9)' (default: AdamW)",
+    )
+    parser.add_argument(
+        "--accumulate",
+        choices=ACCUMULATIONS,
+        default="bf16_nearest",
+        help="the recipes' sums of gradients over micro-batches (default: torch's own)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=batch_argument,
+        metavar="SHAPE",
+        help="measure activations by a step over it: 8x1024, or 8x3x224x224:float32,8:int64",
+    )
+    parser.add_argument(
+        "--device",
+        choices=_DEVICES,
+        default="meta",
+        help="where that step is taken (default: nowhere, it is traced without memory)",
+    )
+    add_json_argument(parser)
+
+
+def estimate(options: argparse.Namespace) -> int:
+    """Say what a run will take.
+
+    Args:
+        options: parsed.
+
+    Returns:
+        The exit status: 0 where it could be said.
+
+    Raises:
+        ValueError, OSError, RuntimeError, ImportError: MODEL is none, or an option cannot be meant.
+    """
+    optimizer = stepped(options.optimizer)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")
+    shapes = model_shapes(options.model)
+    if options.batch is not None and shapes.model is None:
+        raise ValueError(
+            f"--batch takes a step, and {shapes.source} is no model that can: give its config.json "
+            "or module:factory"
+        )
+    rows = []
+    for precision in precisions(options.accumulate):
+        if precision.recipe is None and optimizer.scratch is None:
+            continue
+        live = None
+        if options.batch is not None and shapes.model is not None:
+            device = torch.device(options.device)
+            live = activations(shapes.model, precision, options.batch, device)
+        alone = memory(shapes, precision, optimizer)
+        part = memory(shapes, precision, optimizer, options.ranks) if options.ranks > 1 else None
+        sent = traffic(shapes, precision, options.ranks) if part is not None else None
+        rows.append(row(precision, alone, live, part, sent))
+    found = {
+        "schema": 1,
+        "kind": "estimate",
+        "model": shapes.source,
+        "parameters": shapes.numel,
+        "trained": shapes.trained,
+        "optimizer": optimizer.name,
+        "ranks": options.ranks,
+        "accumulate": options.accumulate,
+        "batch": _batch_text(options),
+        "rows": rows,
+        "notes": _notes(shapes, optimizer.scratch, options),
+    }
+    if options.json:
+        write_json(found, options.json)
+    if options.json != "-":
+        show(found)
+    return 0
+
+
+def _notes(shapes: ModelShapes, scratch: float | None, options: argparse.Namespace) -> list[str]:
+    notes = list(shapes.notes)
+    if options.batch is None:
+        notes.append("activations are not counted: --batch 8x1024 measures them by one step")
+    elif options.device == "meta":
+        notes.append(
+            f"activations: one step over {_batch_text(options)}, traced for the CPU's kernels; "
+            "those of GPUs hold a little more or less"
+        )
+    else:
+        notes.append(f"activations: one step over {_batch_text(options)} on {options.device}")
+    if scratch is None:
+        notes.append(f"torch has no {options.optimizer} of its own")
+    else:
+        notes.append(
+            "peak of torch's precisions: with foreach=True, its default on GPUs; fused=True holds "
+            "no scratch. bf16-true rounds to nearest and loses updates"
+        )
+    notes.append(
+        "three formats are those of weights and moments: "
+        'get_recipe("bf16-stochastic", weights=..., exp_avg=..., exp_avg_sq=...)'
+    )
+    if options.ranks > 1:
+        notes.append(
+            "at the peak of a rank, the root's weights and two layers' are whole and one layer's "
+            "gradients are reduced, in fp32; a numbered module is a layer, and gathered twice"
+        )
+    return notes
+
+
+def _batch_text(options: argparse.Namespace) -> str | None:
+    if options.batch is None:
+        return None
+    parts = [
+        "x".join(map(str, shape)) + (f":{str(dtype).removeprefix('torch.')}" if dtype else "")
+        for shape, dtype in options.batch.inputs
+    ]
+    return ",".join(parts)
+
+
+def _ranks(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+    return value

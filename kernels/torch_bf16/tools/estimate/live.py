@@ -1,0 +1,48 @@
+"""How many bytes of tensors are alive, where no device says it: CPUs, meta and fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of tensors that operations make while it is entered.
+
+    Attributes:
+        now: bytes that live.
+        peak: the most that lived at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = {id(each) for each in self._storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for each in self._storages(result):
+            # A view, or what was written in place, is no new memory.
+            if id(each) not in before and each not in self._known:
+                self._known.add(each)
+                size = each.nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(each, self._freed, size)
+        return result
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+    @staticmethod
+    def _storages(tree: Any) -> list[Any]:
+        return [each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)]

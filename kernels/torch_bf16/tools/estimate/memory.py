@@ -1,0 +1,171 @@
+"""Bytes of a run by what they hold, from the formats, the rule and the sharding themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from types import SimpleNamespace
+
+import torch
+
+from torch_bf16.formats import Format
+from torch_bf16.sharding.dtensor import box_at
+
+from .optimizers import Stepped
+from .precisions import Precision
+from .shapes import ModelShapes, Weight
+
+__all__ = ["Memory", "dtype_of", "memory", "part_of"]
+
+# FSDP2's placement, without importing what defines it, which takes longer than all else here.
+_ROWS = SimpleNamespace(dim=0, is_replicate=lambda: False, is_partial=lambda: False)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device: what lives from step to step, and what for a while in each.
+
+    Attributes:
+        weights: parameters.
+        buffers: those of the model.
+        gradients: all of them; where they are released, of the largest parameter or FSDP unit.
+        moments: of the optimizer.
+        master: what weights have beyond the parameter.
+        sums: of gradients over micro-batches, where they have a format of their own.
+        passing: what lives beside all these at the worst time, activations not counted: torch's
+            scratch in ``optimizer.step()``, or in the first step the bits that the cast took.
+        unsaved: of weights, buffers and master, what checkpoints do not hold.
+    """
+
+    weights: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    moments: int = 0
+    master: int = 0
+    sums: int = 0
+    passing: int = 0
+    unsaved: int = 0
+
+    @property
+    def states(self) -> int:
+        """What lives from one step to the next."""
+        return self.weights + self.buffers + self.moments + self.master
+
+    @property
+    def held(self) -> int:
+        """That, and the gradients: what lives when a backward pass has ended."""
+        return self.states + self.gradients + self.sums
+
+    @property
+    def saved(self) -> int:
+        """What a checkpoint of model and optimizer holds."""
+        return self.states - self.unsaved
+
+    def peak(self, beside: int = 0) -> int:
+        """The most at one time.
+
+        Args:
+            beside: bytes of activations and of what is gathered; none of it lives in a step of the
+                optimizer.
+        """
+        return self.held + max(self.passing, beside)
+
+
+def part_of(shape: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
+    """The shape of what a rank holds of a parameter under ``fully_shard``."""
+    if ranks == 1 or not shape:
+        return shape
+    box = box_at(shape, (ranks,), (rank,), (_ROWS,))
+    return tuple(each.stop - each.start for each in box)
+
+
+def dtype_of(weight: Weight, precision: Precision) -> torch.dtype:
+    """The dtype of a parameter in a precision."""
+    if weight.frozen_as is not None:
+        return weight.frozen_as
+    # Lightning's bf16-true and model.bfloat16() cast whatever floats.
+    stays = weight.stays_fp32 and precision.recipe is not None
+    return torch.float32 if stays else precision.dtype
+
+
+def memory(
+    shapes: ModelShapes, precision: Precision, stepped: Stepped, ranks: int = 1, rank: int = 0
+) -> Memory:
+    """What a rank holds.
+
+    Args:
+        shapes: of the model.
+        precision: how its numbers are kept.
+        stepped: the optimizer.
+        ranks: over which FSDP2 shards it.
+        rank: which of them; none holds more than rank 0.
+    """
+    volatile = shapes.buffer_bytes - shapes.persistent_bytes
+    narrowed = shapes.narrowed_bytes if precision.loses else 0
+    buffers = shapes.buffer_bytes - narrowed
+    sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
+    gradients: dict[str, int] = defaultdict(int)
+    sums, scratch, rests = 0, 0.0, [0]
+    for each in shapes.weights:
+        part, dtype = part_of(each.shape, ranks, rank), dtype_of(each, precision)
+        count = prod(part)
+        sizes["weights"] += count * dtype.itemsize
+        rest = count * _rest_itemsize(each, dtype, precision)
+        if not each.trained:
+            # Kept for as long as it may still be trained.
+            sizes["master"] += rest
+            sizes["unsaved"] += rest
+            continue
+        master, moments = _planes(each, part, dtype, precision, stepped)
+        sizes["master"] += master
+        sizes["moments"] += moments
+        # What has the master's bytes becomes the master.
+        rests.append(0 if rest == master else rest)
+        scratch += (stepped.scratch or 0.0) * count * dtype.itemsize
+        gradients[each.unit if ranks > 1 else each.name] += count * dtype.itemsize
+        sums += count * (4 if precision.sums == "fp32" else dtype.itemsize)
+    one_at_a_time = precision.released or precision.sums is not None
+    largest = max(gradients.values(), default=0)
+    passing = max(rests) if precision.released else sum(rests)
+    if not shapes.known:
+        # One matrix is all there is, and not the largest of anything.
+        largest, passing = 0, 0 if precision.released else passing
+    return Memory(
+        **sizes,
+        gradients=largest if one_at_a_time else sum(gradients.values()),
+        sums=0 if precision.sums is None else sums,
+        passing=passing if precision.recipe is not None else round(scratch),
+    )
+
+
+def _planes(
+    weight: Weight,
+    part: tuple[int, ...],
+    dtype: torch.dtype,
+    precision: Precision,
+    stepped: Stepped,
+) -> tuple[int, int]:
+    """Bytes of the master and of the moments of a rank's part."""
+    recipe, states = precision.recipe, stepped.rule.states
+    if recipe is None:
+        return 0, len(states) * prod(part) * dtype.itemsize
+    stored = recipe.format_of("weights", weight.shape, dtype)
+    moments = [recipe.format_of(each.role, weight.shape, dtype) for each in states]
+    return _bytes(stored, part, 1), sum(_bytes(each, part) for each in moments)
+
+
+def _bytes(format_: Format, part: tuple[int, ...], first: int = 0) -> int:
+    """Of a format's planes, from the first on."""
+    if not prod(part):
+        return 0
+    return sum(prod(each.shape(part)) * each.dtype.itemsize for each in format_.planes[first:])
+
+
+def _rest_itemsize(weight: Weight, dtype: torch.dtype, precision: Precision) -> int:
+    """Bytes per element of what the cast keeps of an fp32 weight until its first step."""
+    if precision.recipe is None or dtype != torch.bfloat16 or weight.frozen_as is not None:
+        return 0
+    planes = precision.recipe.format_of("weights", weight.shape).planes[1:]
+    # Halves of 16 bits also where the format goes on with eight of them.
+    return max(planes[0].dtype.itemsize, 2) if planes else 0

@@ -1,0 +1,104 @@
+"""Which numbers an optimizer keeps, and what its step takes beside them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_bf16 import rules
+from torch_bf16.optim import adam, sgd
+from torch_bf16.rules import Rule
+
+from .live import LiveBytes
+
+__all__ = ["OPTIMIZERS", "PLAIN", "Stepped", "measured", "stepped"]
+
+_CLASSES = (
+    *(adam.AdamW, adam.Adam, adam.NAdam, adam.RAdam, adam.ADOPT),
+    *(sgd.SGD, sgd.Lion, sgd.RMSprop, sgd.Adagrad),
+)
+OPTIMIZERS = {each.__name__: each for each in _CLASSES}
+# Rule and scratch without options. Making an optimizer imports all of torch's compiler.
+PLAIN: dict[str, tuple[Rule, float | None]] = {
+    "AdamW": (rules.ADAMW, 1.0),
+    "Adam": (rules.ADAM, 1.0),
+    "NAdam": (rules.NADAM, 1.0),
+    "RAdam": (rules.RADAM, 1.0),
+    "ADOPT": (rules.ADOPT, None),
+    "SGD": (rules.SGD, 0.0),
+    "Lion": (rules.LION, None),
+    "RMSprop": (rules.RMSPROP, 1.0),
+    "Adagrad": (rules.ADAGRAD, 2.0),
+}
+_PROBE = (512, 512)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What an optimizer needs.
+
+    Attributes:
+        name: as it was given.
+        rule: whose states it keeps.
+        scratch: elements, of the parameters' dtype, that torch's own step holds for each parameter
+            in its default on GPUs, ``foreach=True``; None where torch has no such optimizer.
+    """
+
+    name: str
+    rule: Rule
+    scratch: float | None
+
+
+def stepped(text: str) -> Stepped:
+    """An optimizer by its class and options: ``AdamW`` or ``SGD(momentum=0.9)``.
+
+    Raises:
+        ValueError: it is none of those that keep numbers for each element, or an option is wrong.
+    """
+    name, options = _parsed(text)
+    return measured(text, name, options) if options else Stepped(text, *PLAIN[name])
+
+
+def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
+    """The same, found by making the optimizer and by a step of torch's."""
+    parameter = torch.empty(_PROBE, device="meta", requires_grad=True)
+    made: Any = OPTIMIZERS[name]
+    try:
+        optimizer = made([parameter], **{"lr": 1e-3, **options}, backend="eager")
+        rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
+        known = getattr(torch.optim, name, None)
+        theirs = known and known([parameter], **{"lr": 1e-3, **options}, foreach=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text!r} cannot be made: {error}") from error
+    return Stepped(text, rule, theirs and _scratch(theirs, parameter))
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    try:
+        found: Any = ast.parse(text, mode="eval").body
+        options: dict[str, Any] = {}
+        function: Any = found
+        if isinstance(found, ast.Call) and not found.args:
+            options = {str(each.arg): ast.literal_eval(each.value) for each in found.keywords}
+            function = found.func
+        name: str = function.id
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ValueError(f"{text!r} is no optimizer such as SGD(momentum=0.9): {error}") from None
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}. Those that look at whole "
+            "matrices (Muon, Adafactor) are counted by torch_bf16.describe(model, optimizer)"
+        )
+    return name, options
+
+
+def _scratch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:
+    parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
+    return live.peak / (parameter.numel() * parameter.element_size())

@@ -1,0 +1,77 @@
+"""The precisions that are compared: torch's, and every recipe, with gradients kept or released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from torch_bf16.recipe import Recipe, get_recipe
+
+__all__ = ["Precision", "precisions"]
+
+_INT8 = {"exp_avg": "int8", "exp_avg_sq": "int8"}
+_FP32 = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+_OPTIONS: tuple[dict[str, str], ...] = (
+    {"weights": "bf16+fp32", **_FP32},
+    {"weights": "bf16+16", "exp_avg": "fp32"},
+    {"weights": "bf16+16"},
+    {"weights": "bf16+8"},
+    {"weights": "bf16+8", **_INT8},
+    _INT8,
+)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A way to keep the numbers of a run.
+
+    Attributes:
+        name: for people; that of a recipe, or its formats of weights and moments.
+        recipe: None for torch's own optimizers.
+        dtype: of parameters that are cast.
+        autocast: whether fp32 weights are computed with in bf16.
+        released: whether each gradient is freed by its own step.
+        loses: whether rounding to nearest loses updates.
+    """
+
+    name: str
+    recipe: Recipe | None = None
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = False
+    released: bool = False
+    loses: bool = False
+
+    @property
+    def label(self) -> str:
+        """A name of its own."""
+        return f"{self.name}, released" if self.released else self.name
+
+    @property
+    def sums(self) -> str | None:
+        """The format of sums of gradients beside the gradients; None where ``p.grad`` is all."""
+        recipe = self.recipe
+        return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
+
+
+def precisions(accumulate: str = "bf16_nearest") -> Iterator[Precision]:
+    """All of them, the largest first.
+
+    Args:
+        accumulate: the recipes' format for sums of gradients; others than ``bf16_nearest`` cannot
+            be had with released gradients.
+    """
+    yield Precision("32-true", dtype=torch.float32)
+    yield Precision("bf16-mixed", dtype=torch.float32, autocast=True)
+    recipes: dict[str, Recipe] = {}
+    recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", accumulate=accumulate)
+    for options in _OPTIONS:
+        recipe = get_recipe("bf16-stochastic", accumulate=accumulate, **options)
+        recipes[" / ".join((recipe.weights, recipe.exp_avg, recipe.exp_avg_sq))] = recipe
+    recipes["bf16-stochastic"] = get_recipe("bf16-stochastic", accumulate=accumulate)
+    for name, recipe in sorted(recipes.items(), key=lambda each: -each[1].bytes_per_parameter):
+        yield Precision(name, recipe)
+        if accumulate == "bf16_nearest":
+            yield Precision(name, recipe, released=True)
+    yield Precision("bf16-true", loses=True)

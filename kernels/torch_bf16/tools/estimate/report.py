@@ -1,0 +1,127 @@
+"""The record of an estimate, and what people see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch_bf16.tools.output import print_table
+
+from .memory import Memory
+from .precisions import Precision
+from .sharded import Traffic
+
+__all__ = ["DEVICES", "fitting", "row", "show"]
+
+DEVICES = (24, 48, 80, 141, 192)
+"""Sizes of devices in GB of 10^9 bytes; most hold a few per cent more, for CUDA's context."""
+
+GB = 10**9
+
+
+def row(
+    precision: Precision,
+    alone: Memory,
+    live: int | None,
+    part: Memory | None,
+    traffic: Traffic | None,
+) -> dict[str, Any]:
+    """One precision as numbers, in bytes.
+
+    Args:
+        precision: which.
+        alone: on one device.
+        live: what a forward and backward pass hold, gradients counted; None where not measured.
+        part: on rank 0 of several; None for one device.
+        traffic: of that rank.
+    """
+    activations = None if live is None else max(0, live - alone.gradients)
+    peak = alone.peak(activations or 0)
+    found = {
+        "precision": precision.name,
+        "recipe": None if precision.recipe is None else _formats(precision),
+        "released": precision.released,
+        "loses_updates": precision.loses,
+        **{name: size for name, size in asdict(alone).items() if name != "unsaved"},
+        "activations": activations,
+        "peak": peak,
+        "fits": fitting(peak),
+        "checkpoint": alone.saved,
+    }
+    if part is not None and traffic is not None:
+        beside = traffic.gathered + traffic.reduced + (activations or 0)
+        each = {name: size for name, size in asdict(part).items() if name != "unsaved"}
+        found["rank"] = {
+            **each,
+            "states": part.states,
+            "held": part.held,
+            "gathered": traffic.gathered,
+            "reduced": traffic.reduced,
+            "peak": part.peak(beside),
+            "fits": fitting(part.peak(beside)),
+            "sent_per_step": traffic.sent,
+        }
+    return found
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print an estimate."""
+    trained = "" if found["trained"] == found["parameters"] else f", {found['trained']:,} trained"
+    print(f"{found['model']}: {found['parameters']:,} parameters{trained}, {found['optimizer']}")
+    rows, ranks = found["rows"], found["ranks"]
+    names = ["weights", "gradients", "moments", "master", "sums", "activations"]
+    names = [name for name in names if name == "master" or any(each[name] for each in rows)]
+    unit, size = ("GB", 10**9) if rows[0]["peak"] > 10**9 else ("MB", 10**6)
+    table = []
+
+    def shown(count: int | None) -> str:
+        return _number(count, size)
+
+    for each in rows:
+        cells = [_label(each), *(shown(each[name]) for name in names)]
+        table.append(
+            [*cells, shown(each["peak"]), _device(each["fits"]), shown(each["checkpoint"])]
+        )
+    columns = ("precision", *names, "peak", "fits", "checkpoint")
+    print_table(f"{unit} (10^{len(str(size)) - 1} bytes) on one device", columns, table)
+    if ranks > 1:
+        table = []
+        for each in rows:
+            rank = each["rank"]
+            cells = [_label(each), shown(rank["states"]), shown(rank["held"]), shown(rank["peak"])]
+            table.append([*cells, _device(rank["fits"]), shown(rank["sent_per_step"])])
+        columns = ("precision", "states", "and gradients", "peak", "fits", "sent per step")
+        print_table(f"{unit} on each of {ranks} ranks of fully_shard", columns, table)
+    print()
+    for note in found["notes"]:
+        print(f"- {note}")
+
+
+def _label(each: Mapping[str, Any]) -> str:
+    # Under the row of the same recipe.
+    if each["released"]:
+        return "  gradients released"
+    return f"{each['precision']} (loses updates)" if each["loses_updates"] else each["precision"]
+
+
+def _formats(precision: Precision) -> dict[str, str]:
+    names = ("weights", "exp_avg", "exp_avg_sq", "accumulate")
+    return {name: getattr(precision.recipe, name) for name in names}
+
+
+def fitting(peak: int) -> dict[str, bool]:
+    """Which of :data:`DEVICES` have that much room."""
+    return {str(size): peak <= size * GB for size in DEVICES}
+
+
+def _device(fits: Mapping[str, bool]) -> str:
+    return next((f"{size} GB" for size, room in fits.items() if room), "none")
+
+
+def _number(count: int | None, unit: int) -> str:
+    if count is None:
+        return "?"
+    value = count / unit
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f}" if count else "-"

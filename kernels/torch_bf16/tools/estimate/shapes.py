@@ -1,0 +1,112 @@
+"""What a model is made of, as far as memory is concerned: shapes, and which of them are trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.model.casting import fp32_parameters
+
+__all__ = ["ModelShapes", "Weight", "shapes_of"]
+
+_NUMBERED = re.compile(r"^(.*?\.)?\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter.
+
+    Attributes:
+        name: of its module's place and its own.
+        shape: of the whole tensor.
+        trained: whether it requires a gradient.
+        stays_fp32: whether ``cast_model`` leaves it in fp32, as norms with running statistics.
+        frozen_as: its dtype where it is frozen in another than fp32; every precision leaves it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool = True
+    stays_fp32: bool = False
+    frozen_as: torch.dtype | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def unit(self) -> str:
+        """What FSDP2 gathers it with: the first numbered module it lies in, ``""`` for the root."""
+        found = _NUMBERED.match(self.name)
+        return found[0] if found else ""
+
+
+@dataclass
+class ModelShapes:
+    """The parameters of a model, tied ones once, and the bytes of what is none.
+
+    Attributes:
+        source: where they come from, for people.
+        weights: the parameters.
+        buffer_bytes: of all buffers.
+        persistent_bytes: of those that checkpoints hold.
+        narrowed_bytes: that ``model.bfloat16()`` takes from them; no recipe does.
+        known: whether shapes are those of a model; else all is one matrix.
+        notes: what is to be known about them.
+        model: on the meta device, where there is one.
+    """
+
+    source: str
+    weights: list[Weight]
+    buffer_bytes: int = 0
+    persistent_bytes: int = 0
+    narrowed_bytes: int = 0
+    known: bool = True
+    notes: list[str] = field(default_factory=list)
+    model: nn.Module | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(each.numel for each in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Elements of those that require a gradient."""
+        return sum(each.numel for each in self.weights if each.trained)
+
+
+def shapes_of(model: nn.Module, source: str) -> ModelShapes:
+    """The shapes of a model, on whatever device."""
+    staying = {id(p) for p in fp32_parameters(model).values()}
+    weights = [
+        Weight(
+            name,
+            tuple(p.shape),
+            p.requires_grad,
+            id(p) in staying,
+            None if p.requires_grad or p.dtype == torch.float32 else p.dtype,
+        )
+        for name, p in model.named_parameters()
+    ]
+    buffers = dict(model.named_buffers())
+    persistent = buffers.keys() & model.state_dict().keys()
+    return ModelShapes(
+        source,
+        weights,
+        _bytes(buffers.values()),
+        _bytes(buffers[name] for name in persistent),
+        _bytes(each for each in buffers.values() if each.is_floating_point()) // 2,
+        model=model,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)

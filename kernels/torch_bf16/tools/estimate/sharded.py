@@ -1,0 +1,71 @@
+"""What ``fully_shard`` brings to a rank for a while, and sends over the wire."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .memory import dtype_of, part_of
+from .precisions import Precision
+from .shapes import ModelShapes
+
+__all__ = ["Traffic", "traffic"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank of FSDP2 gathers and reduces in a step, each numbered layer a unit of its own.
+
+    The root's own parameters, embeddings and head, stay whole from forward to backward; layers are
+    gathered twice, the next one while one computes.
+
+    Attributes:
+        gathered: bytes of whole weights at one time: the root's and those of two layers.
+        reduced: bytes of whole gradients at one time: of the largest unit, in the weights' dtype
+            and in the one they are reduced in.
+        sent: bytes that a rank sends, and as many that it receives, per step.
+    """
+
+    gathered: int
+    reduced: int
+    sent: int
+
+
+def traffic(
+    shapes: ModelShapes,
+    precision: Precision,
+    ranks: int,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> Traffic:
+    """What a step brings and sends.
+
+    Args:
+        shapes: of the model.
+        precision: weights go in bf16 in all but ``32-true``.
+        ranks: over which the model is sharded.
+        reduce_dtype: of the gradients on the wire.
+    """
+    whole: dict[str, int] = defaultdict(int)
+    gradients: dict[str, int] = defaultdict(int)
+    reduced: dict[str, int] = defaultdict(int)
+    sent = 0
+    for each in shapes.weights:
+        dtype = torch.bfloat16 if precision.autocast else dtype_of(each, precision)
+        wire = torch.promote_types(reduce_dtype, dtype) if dtype.itemsize > 2 else reduce_dtype
+        # Collectives take parts of one size, that of rank 0.
+        part = prod(part_of(each.shape, ranks))
+        whole[each.unit] += part * ranks * dtype.itemsize
+        gathers = 1 if each.unit == "" else 2
+        sent += (ranks - 1) * part * dtype.itemsize * gathers
+        if each.trained:
+            gradients[each.unit] += each.numel * dtype.itemsize
+            reduced[each.unit] += part * ranks * wire.itemsize
+            sent += (ranks - 1) * part * wire.itemsize
+    if not shapes.known:
+        return Traffic(0, 0, sent)
+    layers = sorted((size for unit, size in whole.items() if unit), reverse=True)
+    units = [gradients[unit] + reduced[unit] for unit in whole]
+    return Traffic(whole[""] + sum(layers[:2]), max(units, default=0), sent)

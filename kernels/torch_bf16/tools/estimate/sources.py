@@ -1,0 +1,181 @@
+"""From what a user names to shapes: a config, a factory, a checkpoint, a number."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_bf16.tools.weights import open_checkpoint
+
+from .shapes import ModelShapes, Weight, shapes_of
+
+__all__ = ["KINDS", "model_shapes"]
+
+KINDS = (
+    "config.json of transformers or a folder with one, module:factory, a checkpoint, or a number "
+    "of parameters such as 8B or 350M"
+)
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST = 10**15
+_COLUMNS = 64
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def model_shapes(text: str) -> ModelShapes:
+    """The shapes that a user's word stands for.
+
+    Args:
+        text: one of :data:`KINDS`.
+
+    Raises:
+        ValueError, OSError, CheckpointError, ImportError: it stands for none; the message says why.
+    """
+    path = Path(text)
+    if path.exists():
+        return _of_path(path)
+    if match := _NUMBER.fullmatch(text.replace("_", "").replace(",", "")):
+        return _of_number(text, match)
+    module, colon, factory = text.rpartition(":")
+    if colon and os.sep not in module and not module.endswith(".json"):
+        return _of_factory(text, module, factory)
+    hint = f"{text!r} is no file or folder here"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        hint += "; of a model on a hub, download config.json first"
+    raise ValueError(f"{hint}. MODEL is a {KINDS}")
+
+
+def _of_number(text: str, match: re.Match[str]) -> ModelShapes:
+    count = round(float(match[1]) * _UNITS[match[2].upper()])
+    if not 0 < count <= _MOST:
+        raise ValueError(f"{text!r} is {count:,} parameters and must be between 1 and {_MOST:,}")
+    weights = [Weight("layers.0.weight", (count // _COLUMNS, _COLUMNS))]
+    if rest := count % _COLUMNS:
+        weights.append(Weight("layers.0.rest", (1, rest)))
+    note = (
+        "a number has no shapes: all is taken for matrices of rows that are whole blocks, and what "
+        "is there one tensor or one layer at a time is left out: released gradients, and what "
+        "FSDP gathers. A config.json, a factory or a checkpoint says more"
+    )
+    return ModelShapes(f"{count:,} parameters", weights, known=False, notes=[note])
+
+
+def _of_path(path: Path) -> ModelShapes:
+    config = path / "config.json" if path.is_dir() else path
+    if config.exists() and re.search(r"(?<!\.index)\.json$", config.name):
+        return _of_config(config)
+    return _of_checkpoint(path)
+
+
+def _of_config(path: Path) -> ModelShapes:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(
+            f"{path} is no config of transformers: it has no 'model_type'. MODEL is a {KINDS}"
+        )
+    if content.get("auto_map"):
+        raise ValueError(
+            f"{path} names code of its own under 'auto_map' ({sorted(content['auto_map'])[0]} and "
+            "so on), which is not run. Import the class in a file of yours and give module:factory"
+        )
+    return shapes_of(_built(path, content), str(path))
+
+
+def _built(path: Path, content: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError(
+            f"{path} is a config of transformers, which is not installed here: pip install "
+            "transformers, or give a checkpoint, a number such as 8B, or module:factory"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
+        if path.name != "config.json":
+            config = type(config).from_json_file(path)
+        name = next(iter(content.get("architectures") or []), None)
+        made = getattr(transformers, name, None) if isinstance(name, str) else None
+        if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
+            made = _head_of(transformers, config)
+        with torch.device("meta"):
+            return made._from_config(config, dtype=torch.float32)
+    except ImportError:
+        raise
+    # A config with wrong numbers raises almost anything.
+    except Exception as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} builds no model from {path}: "
+            f"{type(error).__name__}: {str(error).strip()[:300]}"
+        ) from error
+
+
+def _head_of(transformers: Any, config: Any) -> Any:
+    """A class for a config that names none: with the output layer, where there is such a class."""
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(f"transformers has no model for {type(config).__name__}")
+
+
+def _of_factory(text: str, module: str, factory: str) -> ModelShapes:
+    sys.path.insert(0, os.getcwd())
+    try:
+        made: Any = importlib.import_module(module)
+        for name in factory.split("."):
+            made = getattr(made, name)
+    except ImportError as error:
+        raise ImportError(f"{text!r} cannot be imported from {os.getcwd()}: {error}") from error
+    except AttributeError as error:
+        raise ValueError(f"{text!r} names nothing: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(made, nn.Module):
+        if not callable(made):
+            raise ValueError(
+                f"{text!r} is a {type(made).__name__}, and no module or factory of one"
+            )
+        try:
+            with torch.device("meta"):
+                made = made()
+        # It is the user's code.
+        except Exception as error:
+            raise ValueError(
+                f"{text}() failed on the meta device, which has shapes and no numbers: "
+                f"{type(error).__name__}: {error}. It is called without arguments, and must make "
+                "a model without reading weights or numbers of its tensors"
+            ) from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{text}() returned a {type(made).__name__} and no torch.nn.Module")
+    return shapes_of(made, text)
+
+
+def _of_checkpoint(path: Path) -> ModelShapes:
+    saved = open_checkpoint(path)
+    owners = {name.rpartition(".")[0] for name in saved.tensors if name.endswith(_STATISTICS)}
+    weights, buffers, seen = [], 0, set()
+    for name, each in saved.tensors.items():
+        owner, _, last = name.rpartition(".")
+        if each.tied is not None and each.tied in seen:
+            continue
+        seen.add(each.tied)
+        if each.dtype in _TRAINED and last not in _STATISTICS:
+            weights.append(Weight(name, each.shape, stays_fp32=owner in owners))
+        else:
+            buffers += each.numel * each.dtype.itemsize
+    if not weights:
+        raise ValueError(f"{path} holds no floating-point weights that could be trained")
+    notes = [*saved.notes, "of a checkpoint all floating-point tensors are taken for parameters"]
+    return ModelShapes(str(path), weights, buffers, buffers, notes=notes)

@@ -1,0 +1,237 @@
+"""Folders of ``torch.distributed.checkpoint``: any number of ranks' files, without a process group.
+
+``.metadata`` is a pickle, of which only classes that describe tensors are taken. Each part of a
+tensor is a file of torch.save within a file; its numbers are read in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import zipfile
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bf16.errors import CheckpointError
+
+from .saved import OptimizerStates, Saved, SavedTensor
+from .torch_file import STATES, WEIGHTS
+
+__all__ = ["read_dcp"]
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": None,  # all of them: dataclasses
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(str(each).removeprefix("torch.") for each in (torch.strided,))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}
+_SMALL = 1 << 20
+
+
+class _Part(NamedTuple):
+    """A box of a tensor, and where its numbers are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    at: int
+    length: int
+
+
+def read_dcp(path: Path, weights: bool = True) -> Saved:
+    """The tensors of a folder, the optimizer's states and its hyperparameters.
+
+    Args:
+        path: the folder with ``.metadata``.
+        weights: whether there must be some.
+
+    Raises:
+        CheckpointError: it is damaged, or made by something else.
+        OSError: it cannot be read.
+    """
+    with (path / ".metadata").open("rb") as file:
+        content = file.read()
+    try:
+        metadata: Any = _Unpickler(io.BytesIO(content)).load()
+        entries = metadata.state_dict_metadata
+        places: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
+        for index, place in metadata.storage_data.items():
+            places[index.fqn][tuple(index.offset or ())] = place
+        paths = metadata.planner_data or {}
+    # A pickle that is none, or of something else, raises almost anything.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path / '.metadata'} is not what torch.distributed.checkpoint writes: "
+            f"{str(error).strip()[:300] or type(error).__name__}"
+        ) from None
+    tensors: dict[str, SavedTensor] = {}
+    states: dict[Any, dict[str, Any]] = defaultdict(dict)
+    groups: dict[Any, dict[str, Any]] = defaultdict(dict)
+    for key, entry in entries.items():
+        where = tuple(paths.get(key) or key.split("."))
+        inner = _after(where, "state") if where[0].startswith(STATES) else None
+        options = _after(where, "param_groups") if where[0].startswith(STATES) else None
+        if hasattr(entry, "chunks"):
+            tensor = _tensor(path, key, entry, places[key])
+            if inner is not None and len(inner) > 1:
+                name = ".".join(map(str, inner[:-1])) if len(inner) > 2 else inner[0]
+                states[name][inner[-1]] = tensor if tensor.shape else tensor.read(0, 1)
+            elif not where[0].startswith(STATES):
+                bare = where[0] in WEIGHTS and len(where) > 1
+                tensors[".".join(map(str, where[1:])) if bare else key] = tensor
+        elif options is not None and len(options) > 1:
+            groups[options[0]][options[-1]] = _object(path, places[key])
+    if weights and not tensors:
+        raise CheckpointError(f"{path} holds no tensors of a model: {', '.join([*entries][:4])}")
+    optimizer = OptimizerStates(dict(states), list(groups.values())) if states else None
+    return Saved(path, tensors, optimizer)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes descriptions of tensors, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _CLASSES.get(module, set())
+        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, type(None))):
+            return getattr(torch, name)
+        if known is None or name in known:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not made or run")
+
+
+def _after(where: Sequence[Any], word: str) -> Sequence[Any] | None:
+    return where[where.index(word) + 1 :] if word in where else None
+
+
+def _tensor(path: Path, key: str, entry: Any, by_offset: dict[tuple[int, ...], Any]) -> SavedTensor:
+    parts = []
+    for chunk in entry.chunks:
+        place = by_offset.get(tuple(chunk.offsets))
+        if place is None and len(entry.chunks) == 1:
+            place = next(iter(by_offset.values()), None)
+        if place is None:
+            raise CheckpointError(f"{path}: {key} lacks its part at {tuple(chunk.offsets)}")
+        file = path / place.relative_path
+        if not file.is_file() or file.stat().st_size < place.offset + place.length:
+            raise CheckpointError(
+                f"{file} is not there or was cut short: {key} lies in it, up to byte "
+                f"{place.offset + place.length:,}. The checkpoint is incomplete"
+            )
+        box = tuple(chunk.offsets), tuple(chunk.sizes)
+        parts.append(_Part(*box, file, place.offset, place.length))
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    return SavedTensor(shape, dtype, functools.partial(_read, key, shape, dtype, tuple(parts)))
+
+
+def _read(
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    parts: tuple[_Part, ...],
+    start: int,
+    stop: int,
+) -> Tensor:
+    if not shape:
+        return _numbers(key, parts[0], dtype, 0, 1)
+    row = max(1, prod(shape[1:]))
+    first, last = start // row, -(-stop // row)
+    rows = torch.empty((last - first, *shape[1:]), dtype=dtype)
+    for part in parts:
+        a, b = max(first, part.offsets[0]), min(last, part.offsets[0] + part.sizes[0])
+        if a >= b or not prod(part.sizes):
+            continue
+        width = prod(part.sizes[1:])
+        begin = a - part.offsets[0]
+        piece = _numbers(key, part, dtype, begin * width, (begin + b - a) * width)
+        columns = zip(part.offsets[1:], part.sizes[1:], strict=True)
+        box = (slice(a - first, b - first), *(slice(at, at + size) for at, size in columns))
+        rows[box] = piece.view(b - a, *part.sizes[1:])
+    return rows.view(-1)[start - first * row : stop - first * row]
+
+
+def _numbers(key: str, part: _Part, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Elements of a part, from the archive that torch.save made of it."""
+    at, size = _storage(part)
+    if size != prod(part.sizes) * dtype.itemsize:
+        raise CheckpointError(
+            f"{part.file}: {key} of shape {part.sizes} has {size:,} bytes; it is damaged, or was "
+            "written by a planner that compresses"
+        )
+    buffer = bytearray((stop - start) * dtype.itemsize)
+    with part.file.open("rb", buffering=0) as file:
+        file.seek(at + start * dtype.itemsize)
+        if file.readinto(buffer) != len(buffer):
+            raise CheckpointError(f"{part.file} ended while it was read")
+    return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _storage(part: _Part) -> tuple[int, int]:
+    """Where in its file the numbers of a part begin, and how many bytes they are."""
+    try:
+        with part.file.open("rb") as file, zipfile.ZipFile(_Slice(file, part)) as archive:
+            (info,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile("it is compressed")
+            file.seek(part.at + info.header_offset)
+            header = file.read(30)
+            lengths = (
+                int.from_bytes(header[26:28], "little"),
+                int.from_bytes(header[28:30], "little"),
+            )
+            return part.at + info.header_offset + 30 + sum(lengths), info.file_size
+    except (zipfile.BadZipFile, ValueError, IndexError) as error:
+        raise CheckpointError(f"{part.file} is damaged at byte {part.at:,}: {error}") from None
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: Any, part: _Part) -> None:
+        self._file, self._begin, self._length, self._at = file, part.at, part.length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        self._file.seek(self._begin + self._at)
+        content = self._file.read(size)
+        self._at += len(content)
+        return content
+
+
+def _object(path: Path, places: dict[tuple[int, ...], Any]) -> Any:
+    """A small object, where torch loads it without running code; else None."""
+    place = next(iter(places.values()), None)
+    if place is None or place.length > _SMALL:
+        return None
+    try:
+        with (path / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+    except Exception:
+        return None

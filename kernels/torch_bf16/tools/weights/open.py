@@ -1,0 +1,163 @@
+"""Which files make up a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from torch_bf16.errors import CheckpointError
+
+from .safetensors_file import read_safetensors
+from .saved import Saved
+from .torch_file import read_optimizer, read_torch_file
+
+__all__ = ["open_checkpoint"]
+
+_INDEX = ".index.json"
+_MODELS = ("adapter_model", "model", "pytorch_model", "diffusion_pytorch_model")
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_STEP = re.compile(r"(?:checkpoint|step|epoch=\d+-step)[-_=](\d+)")
+
+
+def open_checkpoint(path: Path) -> Saved:
+    """A checkpoint of any training: its tensors are read when they are needed.
+
+    Args:
+        path: a file of safetensors, of torch.save or of Lightning, an index of several, or a folder
+            of the Trainer, of Accelerate or of ``torch.distributed.checkpoint``.
+
+    Raises:
+        CheckpointError: it is damaged, foreign or holds no weights; the message says what works.
+        OSError: it is not there, or cannot be read.
+    """
+    if path.is_dir():
+        found = _folder(path)
+    elif not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    elif not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder")
+    else:
+        found = _file(path)
+    if found.step is None and (match := _STEP.search(path.name)):
+        found.step = int(match[1])
+    return found
+
+
+def _file(path: Path) -> Saved:
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path} is empty: the run that wrote it was cut off")
+    if path.name.endswith(_INDEX):
+        return _indexed(path)
+    if path.suffix == ".safetensors":
+        tensors, notes = read_safetensors(path)
+        # safetensors sorts what it writes by dtype and name.
+        return _with_weights(Saved(path, tensors, notes=notes, ordered=False))
+    if path.suffix == ".json":
+        raise CheckpointError(f"{path} is no index of a checkpoint: such a name ends in {_INDEX}")
+    return read_torch_file(path)
+
+
+def _folder(path: Path) -> Saved:
+    if (path / ".metadata").exists():
+        from .dcp_folder import read_dcp
+
+        return read_dcp(path)
+    names = {each.name for each in path.iterdir()}
+    if sharded := sorted(path.glob("*model_fsdp_*/.metadata")):
+        from .dcp_folder import read_dcp
+
+        found = read_dcp(sharded[0].parent)
+        states = path / "optimizer_0"
+        if (states / ".metadata").exists():
+            found.optimizer = read_dcp(states, weights=False).optimizer
+        return replace(found, path=path, step=_trainer_step(path))
+    weights = _weights_in(path, names)
+    if not weights:
+        raise CheckpointError(_nothing_in(path, names))
+    parts = [_file(each) for each in weights]
+    found = parts[0] if len(parts) == 1 else _merged(path, parts)
+    found.path, found.step = path, _trainer_step(path) or found.step
+    for name in _OPTIMIZERS:
+        if name in names and found.optimizer is None:
+            found.optimizer, notes = read_optimizer(path / name)
+            found.notes += notes
+    return found
+
+
+def _weights_in(path: Path, names: set[str]) -> list[Path]:
+    indices = sorted(path / name for name in names if name.endswith(_INDEX))
+    for model in _MODELS:
+        if index := [each for each in indices if each.name.startswith(f"{model}.")]:
+            return index[:1]
+        for suffix in (".safetensors", ".bin"):
+            if f"{model}{suffix}" in names:
+                # Accelerate numbers further models.
+                more = re.compile(rf"{model}_\d+\{suffix}")
+                found = sorted(name for name in names if more.fullmatch(name))
+                return [path / name for name in (f"{model}{suffix}", *found)]
+    if indices:
+        return indices[:1]
+    return sorted(path / name for name in names if name.endswith(".safetensors"))
+
+
+def _indexed(path: Path) -> Saved:
+    try:
+        placed = json.loads(path.read_text())["weight_map"]
+        files = sorted({path.parent / name for name in placed.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{path} is no index of a checkpoint, which names a file for each tensor under "
+            f"'weight_map': {type(error).__name__}: {error}"
+        ) from None
+    if missing := [each.name for each in files if not each.exists()]:
+        raise CheckpointError(
+            f"{path} names {len(files)} files and {', '.join(missing[:4])} "
+            f"{'is' if len(missing) == 1 else 'are'} not there: the checkpoint is incomplete"
+        )
+    found = _merged(path, [_file(each) for each in files])
+    if missing := [name for name in placed if name not in found.tensors]:
+        raise CheckpointError(
+            f"{path} names {missing[0]} and {len(missing) - 1} more tensors that are in none of "
+            "its files: they are not of one checkpoint"
+        )
+    return found
+
+
+def _merged(path: Path, parts: list[Saved]) -> Saved:
+    tensors = {}
+    for number, part in enumerate(parts):
+        for name, each in part.tensors.items():
+            tensors[f"{number}.{name}" if name in tensors else name] = each
+    notes = [note for part in parts for note in part.notes]
+    return _with_weights(Saved(path, tensors, notes=notes, ordered=False))
+
+
+def _with_weights(found: Saved) -> Saved:
+    if not found.tensors:
+        raise CheckpointError(f"{found.path} holds no tensors")
+    return found
+
+
+def _trainer_step(path: Path) -> int | None:
+    try:
+        return int(json.loads((path / "trainer_state.json").read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _nothing_in(path: Path, names: set[str]) -> str:
+    looked = (
+        f"{path} has no weights: model.safetensors, adapter_model.safetensors, pytorch_model.bin, "
+        "an index of several, or .metadata of torch.distributed.checkpoint"
+    )
+    if inner := sorted(name for name in names if _STEP.fullmatch(name)):
+        return f"{looked}. It holds {', '.join(inner[:4])}: give two of those"
+    if any(name.startswith("global_step") or name == "zero_to_fp32.py" for name in names):
+        return (
+            f"{looked}. It is DeepSpeed's: run its zero_to_fp32.py there, and give what that made"
+        )
+    if files := sorted(n for n in names if n.endswith((".ckpt", ".pt", ".pth", ".safetensors"))):
+        return f"{looked}. It holds {', '.join(files[:4])}: give two of those"
+    return f"{looked}. It holds {', '.join(sorted(names)[:6]) or 'nothing'}"

@@ -1,0 +1,86 @@
+"""Files of safetensors, by their own format: a length, a JSON header, and numbers.
+
+https://huggingface.co/docs/safetensors: eight bytes of little-endian length, so many of JSON that
+name each tensor's dtype, shape and place, then the tensors, without gaps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.errors import CheckpointError
+
+from .saved import SavedTensor
+
+__all__ = ["read_safetensors"]
+
+_LENGTH = 8
+_LONGEST_HEADER = 100_000_000  # the library's own bound
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    "U8": torch.uint8,
+}
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
+    """The tensors of a file by name, and notes on those of a dtype that torch does not have.
+
+    Raises:
+        CheckpointError: it is truncated, or its header is none.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        if size < _LENGTH or length > min(size - _LENGTH, _LONGEST_HEADER):
+            raise _damaged(path, size, f"its header would have {length:,} bytes")
+        text = file.read(length)
+    try:
+        header: Any = json.loads(text)
+        entries = {name: each for name, each in header.items() if name != "__metadata__"}
+        found, unknown = {}, []
+        for name, each in entries.items():
+            dtype = _DTYPES.get(each["dtype"])
+            begin, end = each["data_offsets"]
+            shape = tuple(each["shape"])
+            if dtype is None:
+                unknown.append(f"{name} is {each['dtype']}, which is not looked at")
+                continue
+            start = _LENGTH + length + begin
+            if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
+            if start + end - begin > size:
+                raise _damaged(path, size, f"{name} would end at byte {start + end - begin:,}")
+            read = functools.partial(_read, path, start, dtype)
+            found[name] = SavedTensor(shape, dtype, read)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _damaged(path, size, f"its header is not one ({error})") from None
+    return found, unknown
+
+
+def _read(path: Path, at: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    count = (stop - start) * dtype.itemsize
+    buffer = bytearray(count)
+    with path.open("rb", buffering=0) as file:
+        file.seek(at + start * dtype.itemsize)
+        # One call reads no more than 2 GB, and pieces are smaller than that.
+        if file.readinto(buffer) != count:
+            raise _damaged(path, os.path.getsize(path), "it ended while it was read")
+    return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+
+
+def _damaged(path: Path, size: int, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} ({size:,} bytes) was cut short or damaged, or is no safetensors file: {why}. "
+        "Download or save it again"
+    )

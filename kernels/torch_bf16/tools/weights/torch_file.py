@@ -1,0 +1,174 @@
+"""Files of torch.save: mapped into memory, not read, and with no code of theirs run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import mmap
+import re
+import zipfile
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.errors import CheckpointError
+from torch_bf16.states.schema import HEADER
+
+from .saved import OptimizerStates, Saved, SavedTensor
+
+__all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file", "tensors_in"]
+
+WEIGHTS = ("state_dict", "model", "model_state_dict", "module", "weights", "params", "net")
+STATES = ("optimizer_states", "optimizer", "optimizer_state_dict", "optim")
+_STEPS = ("global_step", "step", "iteration", "steps")
+_PAGEOUT = 21  # MADV_PAGEOUT, Linux: unlike DONTNEED it loses nothing, whatever lies there
+
+
+def read_torch_file(path: Path) -> Saved:
+    """Weights, the optimizer's states and the step of a file of torch.save, Lightning or Trainer.
+
+    Raises:
+        CheckpointError: it is truncated, damaged or no such file, or holds no weights.
+        OSError: it cannot be read.
+    """
+    content, notes = _load(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} and no tensors by name")
+    weights = next((content[k] for k in WEIGHTS if isinstance(content.get(k), Mapping)), content)
+    tensors = tensors_in(weights)
+    if not tensors:
+        held = ", ".join(str(key)[:40] for key in list(content)[:8])
+        raise CheckpointError(
+            f"{path} has no weights: it holds {held or 'nothing'}. They are looked for under "
+            f"{', '.join(WEIGHTS)}, or as the whole file"
+        )
+    states = next((content[k] for k in STATES if content.get(k)), None)
+    step = next((content[k] for k in _STEPS if isinstance(content.get(k), int)), None)
+    return Saved(path, tensors, _optimizer(states), step, notes)
+
+
+def read_optimizer(path: Path) -> tuple[OptimizerStates | None, list[str]]:
+    """The states in a file that holds nothing else, such as ``optimizer.pt`` of the Trainer."""
+    content, notes = _load(path)
+    return _optimizer(content), notes
+
+
+def tensors_in(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, SavedTensor]:
+    """The plain tensors in a mapping, and in mappings within it, by dotted names."""
+    found: dict[str, SavedTensor] = {}
+    for key, value in weights.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Tensor):
+            if (saved := _saved(value)) is not None:
+                found[name] = saved
+        elif isinstance(value, Mapping) and prefix.count(".") < 4:
+            found |= tensors_in(value, f"{name}.")
+    return found
+
+
+def _load(path: Path) -> tuple[Any, list[str]]:
+    with path.open("rb"):
+        pass  # an OSError says more than what torch makes of it
+    zipped = zipfile.is_zipfile(path)
+    foreign: list[str] = []
+    try:
+        if zipped:
+            foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        if any(name.startswith("torch.distributed.tensor") for name in foreign):
+            importlib.import_module("torch.distributed.tensor")
+
+            foreign = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        inert: list[Any] = [_inert(name) for name in foreign]
+        with torch.serialization.safe_globals(inert) if inert else nullcontext():
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+    except MemoryError:
+        raise
+    # torch and zipfile raise almost anything over damaged bytes.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size:,} bytes) was cut short or damaged, or is no file that "
+            f"torch.save made of tensors and numbers: {_reason(error)}. What works: "
+            "safetensors, or torch.save(model.state_dict(), path)"
+        ) from None
+    notes = []
+    if foreign:
+        shown = ", ".join(foreign[:4]) + (", ..." if len(foreign) > 4 else "")
+        notes.append(f"{path.name} also holds {shown}; no code of it was run, and it was left out")
+    return content, notes
+
+
+def _reason(error: Exception) -> str:
+    # Torch begins with how to run the file's code all the same, and ends with a link.
+    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n\n", str(error))[-1].strip()
+    first = (text.splitlines() or [type(error).__name__])[0]
+    return first.partition(" Please use `torch")[0][:300].rstrip(".")
+
+
+class _Inert:
+    """Stands for an object of a class that is not looked up: nothing of it is made or run."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _inert(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return type(name, (_Inert,), {"__module__": module, "__qualname__": name})
+
+
+def _optimizer(states: Any) -> OptimizerStates | None:
+    if isinstance(states, (list, tuple)):
+        states = states[0] if states else None
+    if not isinstance(states, Mapping) or not isinstance(states.get("state"), Mapping):
+        return None
+    found = {
+        key: {
+            name: (_saved(value) if isinstance(value, Tensor) and value.ndim else value)
+            for name, value in each.items()
+        }
+        for key, each in states["state"].items()
+        if isinstance(each, Mapping)
+    }
+    groups = [each for each in states.get("param_groups", []) if isinstance(each, Mapping)]
+    header = states.get(HEADER)
+    return OptimizerStates(found, groups, header if isinstance(header, Mapping) else {})
+
+
+def _saved(tensor: Tensor) -> SavedTensor | None:
+    # What another library has wrapped has numbers that are not in one place.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    if tensor.is_quantized or tensor.is_complex():
+        return None
+    tensor = tensor.detach()
+    tied = (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else None
+    read = functools.partial(_read, tensor)
+    return SavedTensor(tuple(tensor.shape), tensor.dtype, read, tied)
+
+
+def _read(tensor: Tensor, start: int, stop: int) -> Tensor:
+    piece = tensor.reshape(-1)[start:stop]
+    copy = piece.clone()
+    if piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        _page_out(piece)
+    return copy
+
+
+def _page_out(piece: Tensor) -> None:
+    """Let go of the pages of a mapped file, which would add up to the whole file."""
+    page = mmap.PAGESIZE
+    begin = piece.data_ptr() // page * page
+    end = piece.data_ptr() + piece.numel() * piece.element_size()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGEOUT)

@@ -1,0 +1,49 @@
+"""Checkpoints of a short run of the demo, in its four precisions."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import lightning
+import lightning_demo
+import torch
+from corpus import batches, load_corpus
+from gpt import GPTConfig
+
+STEPS = 120
+
+
+class _Save(lightning.Callback):
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.folder, self.mode = folder, mode
+
+    def on_train_start(self, trainer, module) -> None:
+        trainer.save_checkpoint(self.folder / f"{self.mode}-0.ckpt")
+
+    def on_train_end(self, trainer, module) -> None:
+        trainer.save_checkpoint(self.folder / f"{self.mode}-{STEPS}.ckpt")
+
+
+def train(folder: Path, lr: float) -> None:
+    """Write ``MODE-0.ckpt`` and ``MODE-120.ckpt`` of each precision."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    corpus = load_corpus(300_000)
+    for mode in lightning_demo.MODES:
+        torch.manual_seed(0)
+        trainer = lightning.Trainer(
+            precision=mode,
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=_Save(folder, mode),
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        model = lightning_demo.LanguageModel(GPTConfig(context=32, width=64, layers=2), lr, STEPS)
+        data = batches(corpus.train, n=STEPS, seed=1, batch_size=8, context=32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(model, lightning_demo.loader(data))

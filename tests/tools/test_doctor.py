@@ -1,0 +1,187 @@
+"""Whom the doctor convicts: runs of the demo in all four precisions, and made-up ones."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from torch_bf16.tools import cli
+
+demo_checkpoints = pytest.importorskip("demo_checkpoints", reason="the demo needs Lightning")
+STEPS = demo_checkpoints.STEPS
+HEALTHY = ["32-true", "bf16-fp32-master", "bf16-stochastic"]
+
+
+@pytest.fixture(scope="module", params=[5e-4, 3e-5], ids=["demo's lr", "fine-tuning lr"])
+def runs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    demo_checkpoints.train(folder, request.param)
+    return folder, request.param
+
+
+def doctor(*arguments):
+    """The exit status and the record."""
+    *paths, target = arguments
+    status = cli.main(["doctor", *map(str, paths), "--json", str(target)])
+    return status, json.loads(target.read_text())
+
+
+def verdicts(found):
+    return {each["name"]: each["verdict"] for each in found["weights"]}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["two checkpoints", "one"])
+def test_plain_bf16_is_convicted_and_no_other_precision(runs, alone, tmp_path, capsys):
+    folder, lr = runs
+    for mode in ("bf16-true", *HEALTHY):
+        files = [folder / f"{mode}-{step}.ckpt" for step in (0, STEPS)][alone:]
+        status, found = doctor(*files, tmp_path / "found.json")
+        assert status == (mode == "bf16-true"), (mode, found["verdict"])
+        assert found["steps"] == STEPS
+        judged = verdicts(found)
+        assert all(verdict == "learns" for verdict in judged.values()) == (mode in HEALTHY), mode
+        gains = [n for n in judged if n.endswith("norm.weight")]
+        assert {judged[name] for name in gains} == {"learns" if mode in HEALTHY else "stalls"}
+    out = capsys.readouterr().out
+    assert "stall over" in out or alone
+    if alone:
+        assert "of its next update would be lost. At lr" in out
+    elif lr < 1e-4:
+        assert "of the way that small elements went is missing" in out
+    else:
+        assert "gains are exactly 1.0, as they were" in out
+
+
+def test_weights_alone_are_enough_and_bf16_copies_of_a_run_that_learned_are_cleared(runs, tmp_path):
+    folder, _ = runs
+    for mode in ("bf16-true", *HEALTHY):
+        files = []
+        for step in (0, STEPS):
+            content = torch.load(folder / f"{mode}-{step}.ckpt", weights_only=True)["state_dict"]
+            files.append(tmp_path / f"{step}.pt")
+            torch.save({name: each.bfloat16() for name, each in content.items()}, files[-1])
+        status, found = doctor(*files, tmp_path / "found.json")
+        assert status == (mode == "bf16-true"), (mode, found["verdict"])
+
+
+def test_one_checkpoint_without_an_optimizer_is_not_enough(runs, tmp_path, capsys):
+    folder, _ = runs
+    assert cli.main(["doctor", str(folder / "bf16-true-0.ckpt")]) == 2
+    assert "one checkpoint without it does not tell what moved" in capsys.readouterr().err
+
+
+def saved(path, weights, **rest):
+    torch.save({"state_dict": weights, **rest}, path)
+    return path
+
+
+def gaussian(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)) * 0.02
+
+
+def walk(weights, size, steps, rounded, seed=1):
+    """Steps of one size with random signs and a drift, as optimizers of Adam's kind take."""
+    generator = torch.Generator().manual_seed(seed)
+    drift = torch.randn(weights.shape, generator=generator)
+    for _ in range(steps):
+        noise = torch.randn(weights.shape, generator=generator)
+        weights = weights + size * torch.tanh(drift + noise)
+        weights = weights.bfloat16().float() if rounded else weights
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "saved as fp32"])
+def test_a_share_is_missing_that_arithmetic_in_fp32_does_not_lose(dtype, tmp_path):
+    """A control beside each: the same steps without rounding, saved in bf16."""
+    start = gaussian(400, 300).bfloat16().float()
+    before = saved(tmp_path / "a.pt", {"w.weight": start.to(dtype)})
+    lost = walk(start, 2e-5, 50, rounded=True)
+    kept = walk(start, 2e-5, 50, rounded=False)
+    after = saved(tmp_path / "b.pt", {"w.weight": lost.to(dtype)})
+    status, found = doctor(before, after, tmp_path / "found.json")
+    assert status == 1
+    (weight,) = found["weights"]
+    true = 1 - float((lost - start).abs().mean() / (kept - start).abs().mean())
+    assert weight["lost"] == pytest.approx(true, abs=0.05)
+    assert weight["unmoved"] == pytest.approx(float((lost == start).float().mean()))
+    after = saved(tmp_path / "c.pt", {"w.weight": kept.bfloat16().to(dtype)})
+    status, found = doctor(before, after, tmp_path / "found.json")
+    assert status == 0
+    assert found["weights"][0]["lost"] < 0.05
+
+
+def test_what_is_frozen_is_named_and_not_convicted(tmp_path, capsys):
+    start = gaussian(100, 100)
+    moved = walk(start, 1e-3, 20, rounded=False)
+    before = saved(tmp_path / "a.pt", {"frozen.weight": start, "trained.weight": start})
+    after = saved(tmp_path / "b.pt", {"frozen.weight": start, "trained.weight": moved})
+    status, found = doctor(before, after, tmp_path / "found.json")
+    assert (status, verdicts(found)) == (
+        0,
+        {"frozen.weight": "stands still", "trained.weight": "learns"},
+    )
+    assert "frozen.weight has not moved, and not by rounding" in capsys.readouterr().out
+
+
+def test_nan_and_infinities_are_counted(tmp_path, capsys):
+    start = gaussian(10, 10)
+    broken = start + 1e-3
+    broken[0, :2] = torch.nan
+    broken[1, 0] = torch.inf
+    before = saved(tmp_path / "a.pt", {"h.0.weight": start, "h.1.weight": start})
+    after = saved(tmp_path / "b.pt", {"h.0.weight": broken, "h.1.weight": start + 1e-3})
+    status, _ = doctor(before, after, tmp_path / "found.json")
+    assert status == 1
+    assert "h.*.weight is broken: 2 NaN and 1 infinities of 100 numbers" in capsys.readouterr().out
+
+
+def test_the_same_checkpoint_twice_is_said(tmp_path, capsys):
+    before = saved(tmp_path / "a.pt", {"w": gaussian(10, 10)})
+    assert cli.main(["doctor", str(before), str(before)]) == 1
+    assert "not one element differs" in capsys.readouterr().out
+
+
+def adamw(tmp_path, dtype, lr, **options):
+    """A file of a run of torch's AdamW over weights of a dtype, with its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).to(dtype)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=lr, **options)
+    for _ in range(5):
+        model(torch.randn(8, 64, dtype=dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path, model, optimizer
+
+
+def test_the_expected_update_is_the_one_that_the_optimizer_took(tmp_path):
+    path, model, optimizer = adamw(tmp_path, torch.float32, 1e-2, weight_decay=0.1)
+    _, found = doctor(path, tmp_path / "found.json")
+    rows = {each["name"]: each for each in found["weights"]}
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        m = state["exp_avg"].double() / (1 - 0.9**5)
+        v = state["exp_avg_sq"].double() / (1 - 0.999**5)
+        d = -1e-2 * (m / (v.sqrt() + 1e-8) + 0.1 * p.detach().double())
+        assert rows[name]["update"] == pytest.approx(float(d.square().mean().sqrt()), rel=1e-5)
+        s = (p.detach() + d.float()).bfloat16().double() - p.detach().bfloat16().double()
+        lost = 1 - float((s * d).sum() / (d * d).sum())
+        assert rows[name]["update_lost_to_nearest"] == pytest.approx(lost, abs=1e-6)
+
+
+@pytest.mark.parametrize(("lr", "status"), [(1e-6, 1), (0.3, 0)])
+def test_one_checkpoint_of_bf16_weights_is_judged_by_its_learning_rate(lr, status, tmp_path):
+    path, _, _ = adamw(tmp_path, torch.bfloat16, 1e-3)
+    target = tmp_path / "found.json"
+    assert cli.main(["doctor", str(path), "--lr", str(lr), "--json", str(target)]) == status
+
+
+def test_fp32_moments_beside_bf16_weights_say_that_the_file_is_a_copy(tmp_path, capsys):
+    path, _, _ = adamw(tmp_path, torch.float32, 1e-6)
+    content = torch.load(path, weights_only=True)
+    content["model"] = {name: each.bfloat16() for name, each in content["model"].items()}
+    torch.save(content, path)
+    assert cli.main(["doctor", str(path)]) == 0
+    assert "it does not say how its weights were rounded" in capsys.readouterr().out

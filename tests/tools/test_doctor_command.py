@@ -1,0 +1,144 @@
+"""``doctor`` as a command: what it prints, what it refuses, and how little memory it takes."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from torch_bf16.tools import cli
+
+HEADER = '{"w.weight":{"dtype":"BF16","shape":[%d],"data_offsets":[0,%d]}}'
+
+
+def saved(path, weights):
+    torch.save(weights, path)
+    return str(path)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    weights = {"h.weight": torch.randn(40, 40), "h.bias": torch.zeros(40)}
+    moved = {name: each + 0.01 for name, each in weights.items()}
+    return saved(tmp_path / "step=5.pt", weights), saved(tmp_path / "step=25.pt", moved)
+
+
+def test_scripts_get_json_alone_on_standard_output(pair, capsys):
+    assert cli.main(["doctor", *pair, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["kind"], found["healthy"], found["steps"], err) == ("doctor", True, 20, "")
+    assert {each["name"] for each in found["weights"]} == {"h.weight", "h.bias"}
+
+
+def test_people_see_the_worst_weights_and_the_verdict(pair, capsys):
+    assert cli.main(["doctor", *pair, "--most", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "step=25.pt, 20 steps" in out
+    assert "worst 1 of 2 weights" in out
+    assert out.rstrip().endswith("VERDICT: no weight stalls over 20 steps: it moved as it should")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "net."])
+def test_names_are_matched_without_what_wraps_the_model(prefix, tmp_path, capsys):
+    weights = {"h.weight": torch.randn(4, 4)}
+    before = saved(tmp_path / "a.pt", weights)
+    after = saved(tmp_path / "b.pt", {f"{prefix}{n}": each + 1 for n, each in weights.items()})
+    assert cli.main(["doctor", before, after, "--json", "-"]) == 0
+    (weight,) = json.loads(capsys.readouterr().out)["weights"]
+    assert weight["unmoved"] == 0
+
+
+def test_what_is_not_in_both_is_told(tmp_path, capsys):
+    before = saved(tmp_path / "a.pt", {"a": torch.ones(3), "b": torch.ones(2)})
+    after = saved(tmp_path / "b.pt", {"a": torch.zeros(3), "b": torch.ones(5), "c": torch.ones(4)})
+    assert cli.main(["doctor", before, after]) == 0
+    out = capsys.readouterr().out
+    assert "1 weights have other shapes, such as b (2,) and (5,)" in out
+    assert f"1 weights of {after} are not in {before}" in out
+
+
+def test_checkpoints_of_two_models_are_refused(tmp_path, capsys):
+    before = saved(tmp_path / "a.pt", {"x.weight": torch.ones(3)})
+    after = saved(tmp_path / "b.pt", {"y.gain": torch.ones(3)})
+    assert cli.main(["doctor", before, after]) == 2
+    assert "have no weight of one name and shape: x.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no"),
+        (b"", "is empty"),
+        (b"\x80\x02garbage", "was cut short or damaged"),
+        ({"step": torch.tensor(3)}, "holds no floating-point weights"),
+        ({"w": 3}, "has no weights"),
+    ],
+    ids=["missing", "empty", "garbage", "no floats", "no tensors"],
+)
+def test_a_bad_second_checkpoint_ends_with_status_2(content, said, pair, tmp_path, capsys):
+    path = tmp_path / "bad.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert cli.main(["doctor", pair[0], str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_three_checkpoints_and_bad_rates_are_refused(pair, capsys):
+    assert cli.main(["doctor", *pair, pair[0]]) == 2
+    assert "takes one checkpoint or two, not 3" in capsys.readouterr().err
+    for rate in ("0", "-1", "nan", "fast"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["doctor", *pair, f"--lr={rate}"])
+        assert "is no positive number" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_without_a_traceback(pair, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_bf16.tools.doctor.command.examine", interrupted)
+    assert cli.main(["doctor", *pair]) == 130
+    assert capsys.readouterr().err == "python -m torch_bf16 doctor: interrupted\n"
+
+
+def sparse(path, numel):
+    """A safetensors file of zeros, which takes no room on disk."""
+    header = (HEADER % (numel, 2 * numel)).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * numel)
+    return path
+
+
+def test_memory_stays_far_below_the_files(tmp_path):
+    """Two of 300 MB; two of 5 GB were tried by hand."""
+    numel = 150_000_000
+    before = sparse(tmp_path / "a.safetensors", numel)
+    torch.save({"w.weight": torch.zeros(numel, dtype=torch.bfloat16)}, tmp_path / "b.pt")
+    program = f"""
+        import resource
+        from torch_bf16.tools import cli
+        torch = __import__("torch")
+        torch.set_num_threads(1)
+        base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        status = cli.main(["doctor", {str(before)!r}, {str(tmp_path / "b.pt")!r}])
+        assert status == 1
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "not one element differs" in found.stdout
+    assert int(found.stdout.splitlines()[-1]) < numel

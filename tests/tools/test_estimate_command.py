@@ -1,0 +1,315 @@
+"""``estimate``: what a MODEL can be, what is said of one that is none, and what it costs to ask."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from torch_bf16.tools import cli
+from torch_bf16.tools.estimate import sources
+from torch_bf16.tools.estimate.activations import activations, batch_argument
+from torch_bf16.tools.estimate.precisions import precisions
+
+LLAMA = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512},
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+SEVENTY = {
+    **LLAMA,
+    **{"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672},
+    **{"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+    "tie_word_embeddings": False,
+}
+
+
+def estimate(capsys, *arguments):
+    """The exit status, the record from standard output, and what was said beside it."""
+    status = cli.main(["estimate", *map(str, arguments), "--json", "-"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if status == 0 else None, err
+
+
+def config(folder, content):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8B", 8 * 10**9), ("350M", 350 * 10**6), ("1.5b", 15 * 10**8), ("1_000", 1000), ("7", 7)],
+)
+def test_a_number_is_multiplied_by_the_bytes_of_each_recipe(text, count, capsys):
+    status, found, _ = estimate(capsys, text)
+    assert (status, found["parameters"]) == (0, count)
+    rows = {each["precision"]: each for each in found["rows"] if not each["released"]}
+    for name, size in (("32-true", 16), ("bf16-fp32-master", 14), ("bf16-stochastic", 8)):
+        row = rows[name]
+        held = sum(row[key] for key in ("weights", "gradients", "moments", "master"))
+        assert held == pytest.approx(size * count, rel=0.01, abs=100)
+    assert "a number has no shapes" in found["notes"][0]
+
+
+def test_fits_follows_from_the_peak(capsys):
+    _, found, _ = estimate(capsys, "8B", "--ranks", "4")
+    for row in found["rows"]:
+        for of in (row, row["rank"]):
+            assert of["fits"] == {
+                str(size): of["peak"] <= size * 10**9 for size in (24, 48, 80, 141, 192)
+            }
+
+
+def test_a_config_is_built_on_the_meta_device_with_its_tied_weights_once(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    path = config(tmp_path / "model", LLAMA)
+    block = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128 + 2 * 64
+    for given in (path, path.parent):
+        status, found, _ = estimate(capsys, given)
+        assert (status, found["parameters"]) == (0, 512 * 64 + 2 * block + 64)
+
+
+def test_a_config_that_names_no_class_gets_the_one_with_a_head(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    content = {key: each for key, each in LLAMA.items() if key != "architectures"}
+    untied = {**content, "tie_word_embeddings": False}
+    _, found, _ = estimate(capsys, config(tmp_path / "model", untied))
+    _, tied, _ = estimate(capsys, config(tmp_path / "other", content))
+    assert found["parameters"] - tied["parameters"] == 512 * 64
+
+
+FACTORIES = """
+from torch import nn
+import torch
+
+def make():
+    return nn.Sequential(nn.Linear(128, 256), nn.BatchNorm1d(256), nn.Linear(256, 10))
+
+def adapted():
+    model = make()
+    model[0].requires_grad_(False)
+    return model
+
+class Inner:
+    net = staticmethod(make)
+
+ready = make()
+number = 3
+def reads():
+    return nn.Linear(2, int(torch.ones(1).item()) + 2)
+def nothing():
+    return None
+def needs(argument):
+    return argument
+"""
+
+
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    (tmp_path / "mine_to_estimate.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("mine_to_estimate", None)
+
+
+@pytest.mark.parametrize("name", ["make", "Inner.net", "ready"])
+def test_a_factory_of_the_user_is_called_on_the_meta_device(name, capsys, factories):
+    status, found, _ = estimate(capsys, f"mine_to_estimate:{name}")
+    assert (status, found["parameters"]) == (0, 128 * 256 + 256 + 512 + 2570)
+
+
+def test_frozen_weights_take_no_gradient_and_no_moments(capsys, factories):
+    _, found, _ = estimate(capsys, "mine_to_estimate:adapted")
+    assert found["parameters"] - found["trained"] == 128 * 256 + 256
+    row = found["rows"][0]
+    assert row["gradients"] == 4 * found["trained"]
+    assert row["moments"] == 8 * found["trained"]
+
+
+def test_a_checkpoint_gives_shapes_and_its_statistics_are_no_parameters(capsys, tmp_path):
+    model = nn.Sequential(nn.Linear(128, 256), nn.BatchNorm1d(256), nn.Linear(256, 10))
+    torch.save(model.state_dict(), tmp_path / "run.pt")
+    status, found, _ = estimate(capsys, tmp_path / "run.pt")
+    assert (status, found["parameters"]) == (0, sum(p.numel() for p in model.parameters()))
+    stochastic = next(each for each in found["rows"] if each["precision"] == "bf16-stochastic")
+    assert stochastic["buffers"] == 2 * 256 * 4 + 8
+    # Batch norm stays in fp32.
+    assert stochastic["weights"] == 2 * (found["parameters"] - 512) + 4 * 512
+
+
+BAD = {
+    "missing": ("no/such/file.json", "is no file or folder here"),
+    "hub": ("meta-llama/Llama-3.1-8B", "download config.json first"),
+    "negative": ("-8B", "is no file or folder here"),
+    "zero": ("0B", "must be between 1 and"),
+    "huge": ("99999999T", "must be between 1 and"),
+    "no module": ("no_such_module:make", "cannot be imported from"),
+    "no name": ("mine_to_estimate:other", "names nothing"),
+    "no factory": ("mine_to_estimate:number", "is a int, and no module or factory"),
+    "reads numbers": ("mine_to_estimate:reads", "failed on the meta device"),
+    "no module made": ("mine_to_estimate:nothing", "returned a NoneType"),
+    "arguments": ("mine_to_estimate:needs", "It is called without arguments"),
+    "empty config": ("", "is no JSON"),
+    "truncated config": ('{"model_type": "lla', "is no JSON"),
+    "binary config": ("\0\1\2", "is no JSON"),
+    "foreign config": ({"a": 1}, "it has no 'model_type'"),
+    "list config": ("[1]", "it has no 'model_type'"),
+    "unknown config": ({"model_type": "nonesuch"}, "builds no model from"),
+    "wrong numbers": ({**LLAMA, "hidden_size": -3}, "builds no model from"),
+    "config with code": ({**LLAMA, "auto_map": {"AutoModel": "x.Y"}}, "which is not run"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_path, factories):
+    given, said = BAD[kind]
+    if kind.endswith("config") or kind.startswith(("config", "wrong")):
+        pytest.importorskip("transformers")
+        given = config(tmp_path / "model", given)
+    arguments = ["--", given] if str(given).startswith("-") else [given]
+    status = cli.main(["estimate", "--json", "-", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.startswith("python -m torch_bf16 estimate: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["8B", "--optimizer", "Nonesuch"], "no optimizer 'Nonesuch'"),
+        (["8B", "--optimizer", "Muon"], "look at whole matrices"),
+        (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
+        (["8B", "--optimizer", "__import__('os')"], "is no optimizer such as"),
+        (["8B", "--batch", "8x1024"], "is no model that can"),
+        (["mine_to_estimate:make", "--batch", "8x7"], "took no step over a batch of (8, 7)"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys, factories):
+    status, _, err = estimate(capsys, *arguments)
+    assert status == 2
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "0"], ["--batch", "x"], ["--batch", "8:int63"], ["--json", "/no/x"]]
+)
+def test_arguments_of_another_type_are_refused_at_once(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["estimate", "8B", *arguments])
+    assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_without_transformers_a_config_says_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, _, err = estimate(capsys, config(tmp_path / "model", LLAMA))
+    assert status == 2
+    assert "is a config of transformers, which is not installed here" in err
+
+
+ROWS = {each.label: each for each in precisions()}
+
+
+def deep(layers=6, width=64):
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+    )
+
+
+@pytest.mark.parametrize("label", ["32-true", "bf16-true", "bf16-stochastic"])
+def test_activations_are_those_of_a_real_step_and_what_backward_needs(label):
+    with torch.device("meta"):
+        model = deep()
+    batch = batch_argument("4096x64")
+    traced = activations(model, ROWS[label], batch, torch.device("meta"))
+    real = activations(model, ROWS[label], batch, torch.device("cpu"))
+    assert traced == real
+    # Each tanh keeps its output, which is the next layer's input; the passes add a few of those.
+    kept = 6 * 4096 * 64 * (4 if label == "32-true" else 2)
+    assert kept < traced < 2.2 * kept
+
+
+def test_released_gradients_and_activations_share_the_peak(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    path = config(tmp_path / "model", LLAMA)
+    status, found, _ = estimate(capsys, path, "--batch", "2x32")
+    assert status == 0
+    assert all(row["activations"] > 0 for row in found["rows"])
+    for row, plain in zip(found["rows"], estimate(capsys, path)[1]["rows"], strict=True):
+        assert row["peak"] > plain["peak"]
+        assert plain["activations"] is None
+
+
+def test_people_see_tables_and_scripts_a_file(capsys, tmp_path):
+    assert cli.main(["estimate", "8B", "--json", str(tmp_path / "found.json")]) == 0
+    out = capsys.readouterr().out
+    assert "GB (10^9 bytes) on one device" in out
+    assert "GB on each of 8 ranks of fully_shard" in out
+    assert "activations are not counted: --batch" in out
+    assert json.loads((tmp_path / "found.json").read_text())["kind"] == "estimate"
+
+
+def test_an_interrupt_ends_without_a_traceback(capsys, monkeypatch):
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_bf16.tools.estimate.command.model_shapes", interrupted)
+    assert cli.main(["estimate", "8B"]) == 130
+    assert capsys.readouterr().err == "python -m torch_bf16 estimate: interrupted\n"
+
+
+HEAVY = ("numba", "transformers", "torch._dynamo", "torch.distributed.tensor", "matplotlib", "rich")
+
+
+def measured(program):
+    """What a program printed as JSON, in a process of its own."""
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_a_number_is_answered_in_two_seconds_and_imports_nothing_heavy():
+    found = measured(f"""
+        import json, sys, time
+        import torch
+        before, start = set(sys.modules), time.process_time()
+        from torch_bf16.tools import cli
+        assert cli.main(["estimate", "8B"]) == 0
+        heavy = [each for each in {HEAVY!r} if each in sys.modules and each not in before]
+        print(json.dumps([time.process_time() - start, heavy]))
+    """)
+    assert found[1] == []
+    assert found[0] < 2
+
+
+def test_a_config_of_70_billion_takes_5_seconds_and_a_gigabyte(tmp_path):
+    pytest.importorskip("transformers")
+    path = config(tmp_path / "model", SEVENTY)
+    found = measured(f"""
+        import json, resource, time
+        import torch
+        start = time.process_time()
+        from torch_bf16.tools import cli
+        assert cli.main(["estimate", {str(path)!r}, "--ranks", "64"]) == 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(json.dumps([time.process_time() - start, peak * 1024]))
+    """)
+    assert found[0] < 5
+    assert found[1] < 10**9
+
+
+def test_sources_name_what_they_take():
+    for word in ("config.json", "module:factory", "checkpoint", "8B"):
+        assert word in sources.KINDS

@@ -1,0 +1,248 @@
+"""Checkpoints of every kind are read alike, a piece at a time; what is none is refused by name."""
+
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import torch_bf16
+from torch_bf16.errors import CheckpointError
+from torch_bf16.tools.weights import open_checkpoint
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP without a process group
+
+
+def trained():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model(torch.randn(3, 8)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write(kind, path):
+    """A checkpoint of :func:`trained` in one form; its path."""
+    model, optimizer = trained()
+    weights, states = model.state_dict(), optimizer.state_dict()
+    folder = path / kind
+    folder.mkdir()
+    file = folder / "run.ckpt"
+    if kind == "state dict":
+        torch.save(weights, file)
+    elif kind == "lightning":
+        content = {"state_dict": weights, "optimizer_states": [states], "global_step": 7}
+        torch.save(content, file)
+    elif kind == "ours":
+        torch_bf16.save_checkpoint(file, model=model, optimizer=optimizer)
+    elif kind == "safetensors":
+        file = folder / "model.safetensors"
+        safetensors.save_file(weights, file)
+    elif kind == "sharded index":
+        names = list(weights)
+        for number, name in enumerate(names):
+            safetensors.save_file({name: weights[name]}, folder / f"part{number}.safetensors")
+        file = folder / "model.safetensors.index.json"
+        placed = {name: f"part{number}.safetensors" for number, name in enumerate(names)}
+        file.write_text(json.dumps({"weight_map": placed}))
+    elif kind == "bin index":
+        torch.save(weights, folder / "part.bin")
+        file = folder
+        index = {"weight_map": dict.fromkeys(weights, "part.bin")}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    elif kind == "trainer":
+        file = folder
+        safetensors.save_file(weights, folder / "model.safetensors")
+        torch.save(states, folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text('{"global_step": 7}')
+    elif kind == "adapter":
+        file = folder
+        safetensors.save_file(weights, folder / "adapter_model.safetensors")
+    else:
+        file = folder
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
+    return file
+
+
+KINDS = [
+    *("state dict", "lightning", "ours", "safetensors", "sharded index", "bin index"),
+    *("trainer", "adapter", "dcp"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_the_same_numbers(kind, tmp_path):
+    model, optimizer = trained()
+    found = open_checkpoint(write(kind, tmp_path))
+    weights = model.state_dict()
+    assert found.tensors.keys() == weights.keys()
+    for name, each in found.tensors.items():
+        assert each.shape == tuple(weights[name].shape)
+        assert torch.equal(each.read(0, each.numel).view(each.shape), weights[name])
+        assert torch.equal(each.read(2, 5), weights[name].reshape(-1)[2:5])
+    if kind in ("lightning", "trainer"):
+        assert found.step == 7
+    if kind in ("lightning", "ours", "trainer", "dcp"):
+        assert len(found.optimizer.state) == 3
+        assert found.optimizer.groups[0]["lr"] == 1e-3
+        state = optimizer.state[model[1].weight]["exp_avg"]
+        saved = list(found.optimizer.state.values())[2]["exp_avg"]
+        assert torch.equal(saved.read(0, 24), state.view(-1))
+
+
+def save_shards(folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(70.0).view(7, 10)
+    mesh = init_device_mesh("cpu", (2,))
+    parts = {f"by{dim}": distribute_tensor(whole, mesh, [Shard(dim)]) for dim in (0, 1)}
+    dcp.save({"model": parts}, checkpoint_id=folder)
+
+
+def test_parts_of_several_ranks_are_put_together(ranks, tmp_path):
+    ranks(2, save_shards, str(tmp_path / "saved"))
+    found = open_checkpoint(tmp_path / "saved").tensors
+    for name in ("by0", "by1"):
+        assert torch.equal(found[name].read(0, 70), torch.arange(70.0)), name
+        assert torch.equal(found[name].read(13, 58), torch.arange(13.0, 58.0)), name
+
+
+class Evil:
+    """What would write a file, were it unpickled."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+class Harmless:
+    def __init__(self):
+        self.number = 3
+
+
+def test_objects_of_other_classes_are_left_out_and_their_code_is_not_run(tmp_path):
+    content = {"state_dict": {"w": torch.ones(3)}, "hyper_parameters": Harmless()}
+    torch.save(content, tmp_path / "run.ckpt")
+    found = open_checkpoint(tmp_path / "run.ckpt")
+    assert torch.equal(found.tensors["w"].read(0, 3), torch.ones(3))
+    assert "also holds test_weights.Harmless; no code of it was run" in found.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["torch", "plain pickle", "dcp"])
+def test_pickles_with_code_run_nothing(kind, tmp_path):
+    ran, path = tmp_path / "ran", tmp_path / "run.ckpt"
+    if kind == "torch":
+        torch.save({"state_dict": {"w": torch.ones(3)}, "x": Evil(ran)}, path)
+    elif kind == "plain pickle":
+        path.write_bytes(pickle.dumps(Evil(ran)))
+    else:
+        path.mkdir()
+        (path / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
+    with pytest.raises(
+        CheckpointError, match=r"names? posix|GLOBAL posix\.mkdir|Unsupported operand"
+    ):
+        open_checkpoint(path)
+    assert not ran.exists()
+
+
+CORRUPT = [
+    *("empty.ckpt", "truncated.ckpt", "binary.pt", "text.pt", "archive.zip", "numbers.pt"),
+    *("foreign.pt", "empty.safetensors", "short.safetensors", "huge.safetensors"),
+    *("text.safetensors", "size.safetensors", "none.safetensors", "model.index.json"),
+    *("other.index.json", "other.json"),
+]
+
+
+def corrupt(path):
+    """Files that are no checkpoints, by what is wrong, and what is said of them."""
+    good = path / "good.ckpt"
+    torch.save({"w": torch.ones(100)}, good)
+    whole = good.read_bytes()
+    header = b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+    length = len(header).to_bytes(8, "little")
+    index = {"weight_map": {"w": "gone.safetensors"}}
+    return {
+        "empty.ckpt": (b"", "is empty"),
+        "truncated.ckpt": (whole[: len(whole) // 2], "was cut short or damaged"),
+        "binary.pt": (os.urandom(5000), "was cut short or damaged"),
+        "text.pt": (b"hello", "was cut short or damaged"),
+        "archive.zip": (None, "no file that torch.save made"),
+        "numbers.pt": ([1, 2, 3], "holds a list and no tensors by name"),
+        "foreign.pt": ({"a": 1, "b": "x"}, "has no weights: it holds a, b"),
+        "empty.safetensors": (b"", "is empty"),
+        "short.safetensors": (length + header + b"\0" * 9, "would end at byte"),
+        "huge.safetensors": (b"\xff" * 8 + header, "its header would have"),
+        "text.safetensors": (b"\x05\0\0\0\0\0\0\0hello", "its header is not one"),
+        "size.safetensors": (length + header.replace(b"[4]", b"[5]") + b"\0" * 16, "has 16 bytes"),
+        "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
+        "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
+        "other.index.json": (b"[]", "is no index of a checkpoint"),
+        "other.json": (b"{}", "such a name ends in .index.json"),
+    }
+
+
+@pytest.mark.parametrize("name", CORRUPT)
+def test_a_file_that_is_none_is_named_with_what_is_wrong(name, tmp_path):
+    content, said = corrupt(tmp_path)[name]
+    path = tmp_path / name
+    if content is None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("hello.txt", "hello")
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        open_checkpoint(path)
+    assert name in str(caught.value)
+
+
+def test_folders_that_are_none_say_what_they_hold(tmp_path):
+    for name, inside, said in (
+        ("nothing", [], "It holds nothing"),
+        ("run", ["checkpoint-10", "checkpoint-20"], "give two of those"),
+        ("deepspeed", ["zero_to_fp32.py", "global_step5"], "zero_to_fp32.py"),
+        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: give two of those"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        for each in inside:
+            (folder / each).mkdir()
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(folder)
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        open_checkpoint(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        open_checkpoint(type(tmp_path)("/dev/null"))
+
+
+def test_an_incomplete_dcp_folder_is_named(tmp_path):
+    path = write("dcp", tmp_path)
+    (part,) = path.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="was cut short: model"):
+        open_checkpoint(path)
+    (path / ".metadata").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"is not what torch\.distributed\.checkpoint writes"):
+        open_checkpoint(path)
+
+
+def test_an_unreadable_file_is_said(tmp_path, monkeypatch):
+    path = tmp_path / "w.safetensors"
+    safetensors.save_file({"w": torch.ones(3)}, path)
+
+    def refused(self, *arguments, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(type(path), "open", refused)
+    with pytest.raises(PermissionError, match=r"w\.safetensors"):
+        open_checkpoint(path)
