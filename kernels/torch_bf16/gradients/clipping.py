@@ -237,7 +237,7 @@ def _listed(given: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> li
     """What was given, one by one; anything of another kind is an error that says so."""
     alone = isinstance(given, kind) or not isinstance(given, Iterable)
     # One that was given twice counts once.
-    several = [given] if alone else [*dict.fromkeys(given)]
+    several = [given] if alone else [*{id(each): each for each in given}.values()]
     if wrong := [each for each in several if not isinstance(each, kind)]:
         raise ValueError(message.format(type(wrong[0]).__name__))
     return several

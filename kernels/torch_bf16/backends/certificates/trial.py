@@ -28,7 +28,8 @@ SEED = 7
 STEPS = (1, 1000)
 """The numbers of the steps of a trial, one after the other."""
 
-# The last is large enough for some of 2**16 equally likely draws to fall on where rounding turns.
+# The last is large enough for some of 2**16 equally likely draws to fall on where rounding turns,
+# four times as large where there are two numbers at most to show it.
 _SIZES = (1, 3, 130, 4097, 9219, 2**18 + 64)
 _OFFSETS = (0, 5, 5 * 2**32 + 3, 2**32 - 1000, 8, 2**31)
 # Elements of a run, and indices from its start to that of the next, where tensors are strided.
@@ -115,7 +116,8 @@ class Trial:
         scalars = [_scalars(variant.rule, step) for step in STEPS]
         # Rows are whole blocks, and so is what tensors begin with and how long they are.
         unit = 64 if any(each.block > 1 for each in variant.formats) else 1
-        sizes = [-(-n // unit) * unit for n in _SIZES]
+        more = 4 if len(variant.formats) < 3 else 1
+        sizes = [-(-n // unit) * unit * (more if n > 2**17 else 1) for n in _SIZES]
         source = np.random.PCG64(SEED)
         roles = [variant.rule.role, *(state.role for state in variant.rule.states)]
         planes, gradients = [], []
