@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.gradients import gathering
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "options.md"
 ROW = re.compile(
@@ -81,4 +82,6 @@ def test_peak_of_allocated_bytes_per_parameter(size, tmp_path):
     assert recipe.bytes_per_parameter + gradient == pytest.approx(size, rel=0.02)
     peak, parameters = peak_of(lambda: train(recipe, release), tmp_path / "trace.json")
     assert 25e6 < parameters < 25.5e6
-    assert peak / parameters == pytest.approx(size, rel=0.02)
+    # Gradients that wait to be released share a kernel call.
+    waiting = gathering.LIMIT if release else 0
+    assert peak - waiting == pytest.approx(size * parameters, rel=0.02)

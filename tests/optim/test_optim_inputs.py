@@ -1,5 +1,7 @@
 """What an optimizer is given: layouts, gradients, clipping, and weights written from outside."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from optimizer_cases import (
@@ -232,14 +234,13 @@ def test_a_weight_written_from_outside_is_where_the_next_step_starts(recipe, bac
     new = torch.linspace(1, 1.9, 64).view(8, 8).bfloat16()
     write(module, new)
     module.weight.grad = torch.full_like(module.weight, 1.0)
-    optimizer.step()
+    # A write that hides itself from autograd has the lower halves dropped, too, and is named.
+    hidden = write is write_data and recipe == "master"
+    with pytest.warns(UserWarning, match="written through p.data") if hidden else nullcontext():
+        optimizer.step()
     # eps is 1e-8 of the gradient, and the subtraction rounds once, at most 2**-24 below 2.
     drift = (master_of(module, optimizer) - (new.float() - 2.0**-13)).abs().max().item()
-    if write is write_data and recipe == "master":
-        # A write that hides itself from autograd leaves the lower half: at most half a bf16 step.
-        assert drift <= 2.0**-8 + 2.0**-23
-    else:
-        assert drift <= 2.0**-23
+    assert drift <= 2.0**-23
 
 
 @every_backend
