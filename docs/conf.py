@@ -22,6 +22,7 @@ include_patterns = [
     "docs/**.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "kernels/README.md",
     "kernels/**/README.md",
     "*/_patches/README.md",
     "examples/results/*/README.md",

@@ -6,8 +6,8 @@ All Python of a page is one program, block after block, in a fresh interpreter. 
 - a fence `diff` is two programs, before and after: both are run;
 - a fence `text` that follows at once, behind blank lines, is what the block above it prints, with
   `...` for what may differ; it may follow a fence `bash`, too, which is run then and only then;
-- a comment `<!-- needs: NAME -->` before a block skips it where that module cannot be imported, for
-  a `diff` the program before it alone.
+- a comment `<!-- needs: NAME, NAME -->` before a block leaves it out where one of these modules
+  cannot be imported, or, for `cuda`, where there is no GPU; of a `diff` the program before it alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = re.compile(
-    r"(?:^<!-- needs: (?P<needs>[\w. ]+) -->\n\s*)?"
+    r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n\s*)?"
     r"(?:^```(?P<language>python|bash|diff)\n(?P<code>.*?)^```$"
     r"|^<!-- python\n(?P<hidden>.*?)^-->$)"
     r"(?:\n\s*```text\n(?P<output>.*?)^```$)?",
@@ -44,7 +44,7 @@ class Block:
         language: `python` or `bash`.
         code: as it is run.
         output: what it must print; None where the page does not say.
-        needs: module without which it is left out; empty for none.
+        needs: what it is left out without, with commas; empty for nothing.
     """
 
     line: int
@@ -101,8 +101,8 @@ def _run(path: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     skipped = []
     for each in blocks:
         block = Block(**each)
-        if block.needs and importlib.util.find_spec(block.needs) is None:
-            skipped.append(block.needs)
+        if missing := [need for need in block.needs.split(", ") if need and not _has(need)]:
+            skipped += missing
             continue
         printed = io.StringIO()
         try:
@@ -123,6 +123,14 @@ def _run(path: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
             fault = f"{path}, line {block.line} prints\n{printed.getvalue()}and not\n{block.output}"
             return {"fault": fault, "skipped": skipped}
     return {"fault": "", "skipped": skipped}
+
+
+def _has(need: str) -> bool:
+    if need == "cuda":
+        import torch
+
+        return torch.cuda.is_available()
+    return importlib.util.find_spec(need) is not None
 
 
 def _shell(command: str) -> str:
