@@ -177,7 +177,7 @@ def stacked_bytes(axes: Any) -> None:
         axes.barh(list(rows), column, left=left, color=colour, label=role, height=0.65)
         left += np.array(column)
     for number, total in enumerate(left):
-        axes.text(total + 0.15, number, f"{total:.3g}", va="center")
+        axes.text(total + 0.15, number, f"{math.ceil(10 * total) / 10:g}", va="center")
     axes.invert_yaxis()
     axes.set(xlabel="bytes per parameter", xlim=(0, 17.5))
     axes.grid(visible=False, axis="y")
@@ -240,7 +240,7 @@ def draw(name: str, folder: Path) -> None:
             figure, axes = pyplot.subplots(figsize=size, layout="constrained")
             axes.set_axisbelow(True)
             function(axes)
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, loc="lower right" if name == "bytes" else "best")
             path = folder / f"{name}-{style}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
             pyplot.close(figure)

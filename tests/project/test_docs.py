@@ -22,6 +22,7 @@ def by_name(pages: list[Path]) -> dict:
     return {"argvalues": pages, "ids": [page.relative_to(ROOT).as_posix() for page in pages]}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", **by_name([p for p in PAGES if any(blocks_of(p.read_text()))]))
 def test_what_a_page_shows_runs(page: Path, tmp_path: Path) -> None:
     fault, skipped = run_page(page, tmp_path)

@@ -6,6 +6,7 @@ All Python of a page is one program, block after block, in a fresh interpreter. 
 - a fence `diff` is two programs, before and after: both are run;
 - a fence `text` that follows at once, behind blank lines, is what the block above it prints, with
   `...` for what may differ; it may follow a fence `bash`, too, which is run then and only then;
+- hidden programs find the repository as `repository`;
 - a comment `<!-- needs: NAME, NAME -->` before a block leaves it out where one of these modules
   cannot be imported, or, for `cuda`, where there is no GPU; of a `diff` the program before it alone.
 """
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>[\w, ]+) -->\n\s*)?"
     r"(?:^```(?P<language>python|bash|diff)\n(?P<code>.*?)^```$"
@@ -87,7 +89,7 @@ def run_page(path: Path, folder: Path) -> tuple[str, list[str]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
     )
     if done.returncode not in (0, 1) or not done.stdout.startswith("{"):
         return done.stdout + done.stderr, []
@@ -97,7 +99,7 @@ def run_page(path: Path, folder: Path) -> tuple[str, list[str]]:
 
 def _run(path: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     """Run the blocks in this interpreter, up to the first that fails."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__", "repository": ROOT}
     skipped = []
     for each in blocks:
         block = Block(**each)
@@ -137,7 +139,7 @@ def _shell(command: str) -> str:
     """What a command prints; `python` is this one."""
     command = re.sub(r"^python\b", sys.executable, command, flags=re.M)
     done = subprocess.run(
-        ["bash", "-euc", command], capture_output=True, text=True, timeout=200, check=False
+        ["bash", "-euc", command], capture_output=True, text=True, timeout=400, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stdout}{done.stderr}")
