@@ -38,7 +38,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 napoleon_use_rtype = False
-# The alternative text of a class whose constructor is documented in its own docstring.
 autoclass_content = "class"
 
 html_theme = "furo"
@@ -68,20 +67,16 @@ def write_for_sphinx(app: Any, docname: str, source: list[str]) -> None:
         r"![\g<alt>](\g<light>){.only-light} ![\g<alt>](\g<dark>){.only-dark}", source[0]
     )
     if docname == root_doc:
-        text += "".join(
-            f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
-            for caption, pages in contents(text)
-        )
+        for caption, body in sections(text):
+            pages = "\n".join(re.findall(r"^- \[.*?\]\((\S+)\.md\)", body, re.M))
+            text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
     source[0] = text
 
 
-def contents(index: str) -> list[tuple[str, str]]:
-    """The captions of the index and the pages under each, a line each, without their suffix."""
-    sections = re.split(r"^## (.*)\n", index, flags=re.M)[1:]
-    return [
-        (caption, "\n".join(re.findall(r"^- \[.*?\]\((\S+)\.md\)", body, re.M)))
-        for caption, body in zip(sections[::2], sections[1::2], strict=True)
-    ]
+def sections(index: str) -> list[tuple[str, str]]:
+    """The captions of the index and what is under each."""
+    parts = re.split(r"^## (.*)\n", index, flags=re.M)[1:]
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def write_for_programs(app: Any, failure: Exception | None) -> None:
@@ -100,7 +95,8 @@ def write_for_programs(app: Any, failure: Exception | None) -> None:
     index = (ROOT / f"{root_doc}.md").read_text()
     title, first = re.match(r"# (.*)\n\n((?:.+\n)+)", index).groups()
     lines = [f"# {title}", "", *("> " + line for line in first.splitlines())]
-    for caption, body in zip(*[iter(re.split(r"^## (.*)\n", index, flags=re.M)[1:])] * 2):
+    for caption, body in sections(index):
+        # Relative to the site's root, where llms.txt is.
         entries = re.sub(r"\]\((?=[\w./-]+\.md)", "](docs/", body.strip())
         lines += ["", f"## {caption}", "", entries.replace("docs/../", "")]
     (out / "llms.txt").write_text("\n".join(lines) + "\n")

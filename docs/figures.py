@@ -194,7 +194,7 @@ def loss_curves(axes: Any) -> None:
     steps = np.arange(window, window + len(smooth["32-true"]))
     for mode, losses in smooth.items():
         axes.plot(steps, losses, color=COLOURS[mode], label=mode, linewidth=1.5)
-    axes.set(xlabel="step", ylabel="training loss, nats per byte")
+    axes.set(xlabel="step", ylabel="training loss, nats per byte", ylim=(2.15, 3.2))
 
 
 def learning_rates(axes: Any) -> None:
@@ -230,9 +230,9 @@ def draw(name: str, folder: Path) -> None:
     """Write a figure in both styles."""
     function, size = FIGURES[name]
     for style, colours in STYLES.items():
-        options = {key: colours["ink"] for key in ("text.color", "axes.labelcolor")}
-        options |= {f"{axis}tick.{part}": colours["ink"] for axis in "xy" for part in ("color",)}
-        options |= {"axes.edgecolor": colours["grid"], "grid.color": colours["grid"]}
+        inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+        options = dict.fromkeys(inked, colours["ink"])
+        options |= dict.fromkeys(("axes.edgecolor", "grid.color"), colours["grid"])
         # Nothing of a date or a random number in the file, so that it changes with its content.
         options |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.family": "sans-serif"}
         options |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}

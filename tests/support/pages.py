@@ -8,7 +8,7 @@ All Python of a page is one program, block after block, in a fresh interpreter. 
   `...` for what may differ; it may follow a fence `bash`, too, which is run then and only then;
 - hidden programs find the repository as `repository`;
 - a comment `<!-- needs: NAME, NAME -->` before a block leaves it out where one of these modules
-  cannot be imported, or, for `cuda`, where there is no GPU; of a `diff` the program before it alone.
+  cannot be imported, or, for `cuda`, where there is no GPU; of a `diff` the program before alone.
 """
 
 from __future__ import annotations
