@@ -10,6 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 import torch_bf16
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +43,12 @@ autodoc_typehints_description_target = "documented_params"
 napoleon_use_rtype = False
 autoclass_content = "class"
 
+# Browsers draw MathML themselves; MathJax would be fetched from elsewhere.
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "torch-bf16"
 html_copy_source = False
+html_show_copyright = False
 html_show_sourcelink = False
 html_extra_path = ["root"]
 copybutton_exclude = ".linenos, .gp, .go"
@@ -102,6 +108,18 @@ def write_for_programs(app: Any, failure: Exception | None) -> None:
     (out / "llms.txt").write_text("\n".join(lines) + "\n")
 
 
+def write_formula(writer: Any, node: Any) -> None:
+    """A formula as MathML, in its line or on lines of its own."""
+    formula = node.astext()
+    if isinstance(node, nodes.math_block):
+        shown = convert(formula, display="block")
+        writer.body.append(f'<div style="overflow-x: auto; margin: 1em 0">{shown}</div>')
+    else:
+        writer.body.append(convert(formula))
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("source-read", write_for_sphinx)
     app.connect("build-finished", write_for_programs)
