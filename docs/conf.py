@@ -86,7 +86,7 @@ def sections(index: str) -> list[tuple[str, str]]:
 
 
 def write_for_programs(app: Any, failure: Exception | None) -> None:
-    """The Markdown of each page beside it, and llms.txt, which lists them with their first lines.
+    """The Markdown of each page beside it, and llms.txt, which lists them as the index does.
 
     Args:
         app: Sphinx, after its build.
