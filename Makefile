@@ -12,7 +12,10 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: demo test lint bench gpu install clean
+# Sphinx and its kin come on top, so that nobody installs them to run the tests.
+DOCS_STAMP := $(VENV)/.installed-docs
+
+.PHONY: demo test lint bench gpu docs install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/lightning_demo.py $(DEMO_ARGS)
@@ -31,6 +34,10 @@ bench: $(STAMP)
 gpu: $(STAMP)
 	$(BIN)/python examples/gpu_record.py $(GPU_ARGS)
 
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/docs
+	@echo "build/docs/index.html"
+
 install: $(STAMP)
 
 # torch goes first and by its plain name, so that the index chooses the build that suits the machine.
@@ -38,6 +45,10 @@ $(STAMP): $(INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e ".[all,dev]"
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e ".[docs]"
 	touch $@
 
 clean:

@@ -9,12 +9,14 @@ knows their names. Where that is switched off (``BF16_AUTOLOAD=0``), add ``impor
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import statistics
 import sys
 import time
 import warnings
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning
@@ -196,6 +198,24 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     pyplot.close(figure)
 
 
+def record(runs: dict[str, Run], args: argparse.Namespace, path: Path) -> None:
+    """The losses and bytes of each run, with what they were measured with."""
+    settings = ("seed", "steps", "batch_size", "context", "width", "layers", "lr")
+    found = {
+        "settings": {name: getattr(args, name) for name in settings},
+        "versions": {name: version(name) for name in ("torch-bf16", "torch", "lightning")},
+        "runs": {
+            mode: {
+                "validation_loss": run.validation_loss,
+                "bytes_per_parameter": run.bytes_per_parameter,
+                "train_losses": [round(loss, 4) for loss in run.train_losses],
+            }
+            for mode, run in runs.items()
+        },
+    }
+    path.write_text(json.dumps(found) + "\n")
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=800)
@@ -209,6 +229,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--validation-batches", type=int, default=64)
     parser.add_argument("--accelerator", default="auto", help="as Trainer(accelerator=...)")
     parser.add_argument("--plot", type=Path, default=Path("demo/loss_curves.png"))
+    parser.add_argument("--json", type=Path, help="write losses and bytes there")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a claim fails")
     return parser.parse_args(arguments)
 
@@ -237,6 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
     with Progress(*columns, console=console) as progress:
         runs = {mode: train(mode, args, corpus, progress) for mode in MODES}
     plot(runs, args.plot)
+    if args.json is not None:
+        record(runs, args, args.json)
     console.print(results_table(runs))
     found = verdicts(runs)
     for holds, sentence in found:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -203,3 +205,13 @@ def test_the_installed_autoload_module_is_the_one_in_the_tree() -> None:
     assert Path(bf16_autoload.__file__).read_text() == source.read_text(), (
         "run `make install` again: bf16_autoload.py has changed since it was installed"
     )
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists() or shutil.which("git") is None, reason="asks git, in a checkout"
+)
+def test_no_file_of_the_project_is_ignored() -> None:
+    """Builds leave out what .gitignore names, also where git has it."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-ci", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == ""

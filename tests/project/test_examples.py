@@ -40,13 +40,16 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def test_lightning_demo_ends_with_table_verdicts_and_plot(tmp_path: Path) -> None:
-    output = run(str(EXAMPLES / "lightning_demo.py"), *TINY, "--accelerator=cpu", cwd=tmp_path)
+    options = [*TINY, "--accelerator=cpu", "--json=demo/record.json"]
+    output = run(str(EXAMPLES / "lightning_demo.py"), *options, cwd=tmp_path)
     for mode in demo.MODES:
         assert mode in output
     plot = tmp_path / "demo" / "loss_curves.png"
     assert str(plot) in output
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["demo"], "nothing else is left behind"
+    record = json.loads((tmp_path / "demo" / "record.json").read_text())
+    assert [len(run["train_losses"]) for run in record["runs"].values()] == [4] * 4
 
 
 @pytest.mark.parametrize("mode", ["bf16-stochastic", "bf16-fp32-master"])
