@@ -98,7 +98,9 @@ def test_a_gradient_of_another_size_is_refused_before_memory_is_touched(ours, si
 @pytest.mark.parametrize("coefficient", [None, "0.5", torch.ones(2), [0.5], 1j], ids=str)
 def test_a_scale_that_is_no_number_is_refused(coefficient):
     optimizer = begun()
-    with pytest.raises(ValueError, match=r"coefficient=.* must be a finite number or a tensor with one"):
+    with pytest.raises(
+        ValueError, match=r"coefficient=.* must be a finite number or a tensor with one"
+    ):
         optimizer.scale_next_step(coefficient)
     assert_steps(optimizer)
 
