@@ -1,0 +1,1 @@
+"""Files that are whole or refused, and the way out to fp32."""
