@@ -238,3 +238,17 @@ def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"p.data of its weights was asked for since"):
         settle(optimizer, [p])
     settle(its, [other])
+
+
+def test_the_property_can_be_taken_away_and_comes_back_with_a_plan():
+    make()
+    assert "data" in vars(nn.Parameter)
+    data_writes.restore()
+    try:
+        assert "data" not in vars(nn.Parameter)
+        assert nn.Parameter.data is torch.Tensor.data
+    finally:
+        p, optimizer = make()
+    p.data.mul_(2.0)
+    with pytest.warns(UserWarning, match=r"written through p\.data"):
+        take_step(optimizer, p)

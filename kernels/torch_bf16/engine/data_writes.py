@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 
-__all__ = ["REMAINDERS", "DataWatch", "renew", "settle", "touched"]
+__all__ = ["REMAINDERS", "DataWatch", "renew", "restore", "settle", "touched"]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits mean nothing beside another weight."""
@@ -162,6 +162,18 @@ def renew(parameters: Iterable[Tensor]) -> None:
         watch = _watches.get(id(parameter))
         if watch is not None:
             watch.note_step()
+
+
+def restore() -> None:
+    """Give ``.data`` back as torch has it; writes are not noticed until the next plan is made.
+
+    Example:
+        >>> restore()
+        >>> "data" in vars(torch.nn.Parameter)
+        False
+    """
+    while _intercepted:
+        del _intercepted.pop().data  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _read(parameter: Tensor) -> Tensor:
