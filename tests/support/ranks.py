@@ -187,7 +187,6 @@ def _run(
 ) -> Any:
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     random.seed(0)
     torch.manual_seed(0)
@@ -203,9 +202,18 @@ def _run(
     result = function(*arguments)
     dist.barrier()
     dist.destroy_process_group()
-    # It holds meshes, and with them the names of groups that are gone.
-    _clear_sharding_prop_cache()
+    _forget_shardings()
     return result
+
+
+def _forget_shardings() -> None:
+    """torch's cache of them holds meshes, and with them the names of groups that are gone."""
+    from torch.distributed.tensor import DTensor, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # torch 2.8 and older
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
 
 
 def _end_with_parent() -> None:
