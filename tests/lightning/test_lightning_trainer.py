@@ -88,6 +88,7 @@ def test_predictions_are_fp32_arrays(pl, mode):
     predictions = make_trainer(pl, mode).predict(module, batches(2))
     assert predictions[0].numpy().dtype == "float32"
     assert "predict_step" not in vars(module)
+    module.float()(torch.ones(2, 8))
     assert "forward" not in vars(module)
 
 
