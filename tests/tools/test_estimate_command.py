@@ -1,12 +1,11 @@
 """``estimate``: what a MODEL can be, what is said of one that is none, and what it costs to ask."""
 
 import json
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
+from own_process import printed_by
 from torch import nn
 
 from torch_bf16.tools import cli
@@ -270,14 +269,7 @@ HEAVY = ("numba", "transformers", "torch._dynamo", "torch.distributed.tensor", "
 
 def measured(program):
     """What a program printed as JSON, in a process of its own."""
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout.splitlines()[-1])
+    return json.loads(printed_by(program)[-1])
 
 
 def test_a_number_is_answered_in_two_seconds_and_imports_nothing_heavy():
@@ -298,15 +290,12 @@ def test_a_config_of_70_billion_takes_5_seconds_and_a_gigabyte(tmp_path):
     pytest.importorskip("transformers")
     path = config(tmp_path / "model", SEVENTY)
     found = measured(f"""
-        import json, re, time
-        from pathlib import Path
+        import json, time
         import torch
         start = time.process_time()
         from torch_bf16.tools import cli
         assert cli.main(["estimate", {str(path)!r}, "--ranks", "64"]) == 0
-        # What getrusage says begins with the memory of the process that this one was forked from.
-        peak = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]
-        print(json.dumps([time.process_time() - start, int(peak) * 1024]))
+        print(json.dumps([time.process_time() - start, peak_bytes()]))
     """)
     assert found[0] < 5
     assert found[1] < 10**9
