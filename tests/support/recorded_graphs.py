@@ -12,22 +12,20 @@ class Graph:
 
     def __init__(self, patch):
         from torch_bf16.backends import cuda_graphs
-        from torch_bf16.backends.triton import launch, scalars
+        from torch_bf16.backends.triton.kernel import step
 
         self.launches = []
-        for room, name in ((launch, "step"), (scalars, "prepare")):
-            patch.setattr(room, name, self._recording(getattr(room, name)))
+        kind = type(step)
+        own = kind.__getitem__
+
+        def recording(kernel, grid):
+            def launch(*arguments, **options):
+                self.launches.append(lambda: own(kernel, grid)(*arguments, **options))
+
+            return launch
+
+        patch.setattr(kind, "__getitem__", recording)
         patch.setattr(cuda_graphs, "capturing", lambda devices: True)
-
-    def _recording(self, kernel):
-        class Recording:
-            def __getitem__(_, grid):
-                def launch(*arguments, **options):
-                    self.launches.append(lambda: kernel[grid](*arguments, **options))
-
-                return launch
-
-        return Recording()
 
     def replay(self):
         for launch in self.launches:

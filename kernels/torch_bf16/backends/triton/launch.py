@@ -11,11 +11,9 @@ first two are uploaded once, the third where it has changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -24,6 +22,7 @@ from torch_bf16.backends.bucket import Bucket, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 
 from .kernel import CHUNK, constants, noise_streams, options, step
+from .launcher import launcher
 from .tables import Table, on, upload
 
 __all__ = ["TritonKernel"]
@@ -45,7 +44,6 @@ class TritonKernel:
         self._host = np.empty((0, 2), np.int64)
         self._known: tuple[np.ndarray, np.ndarray] | None = None
         self._tables: tuple[Tensor, ...] = ()
-        self._arguments: dict[str, Any] = {}
         self._launch: Callable[..., None] | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
@@ -64,7 +62,7 @@ class TritonKernel:
         table, rows = scalars.table, scalars.rows
         if isinstance(table, np.ndarray):
             table, rows = self._upload_scalars(scalars, table), np.arange(len(rows))
-        if not self._arguments:
+        if self._launch is None:
             self.compile(table.shape[1] - 2)
         with on(self._device):
             tensors = self._tensors if inputs.bases is None else self._tensors_of(inputs.bases)
@@ -73,28 +71,18 @@ class TritonKernel:
 
     def launch(self) -> None:
         """Update every tensor of the bucket by the tables that are on the device."""
-        if len(self._chunks) == 0:
-            return
-        with on(self._device):
-            if self._launch is None:
-                launch: Any = step[(len(self._chunks),)]
-                launch(*self._tables, **self._arguments)
-            else:
+        if self._launch is not None:
+            with on(self._device):
                 self._launch(*self._tables)
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Triton's cache, and load it onto the device."""
+        if len(self._chunks) == 0:
+            return
         variant, chip = self._bucket.variant, _architecture(self._device)
-        fixed = constants(variant, n_scalars, chip)
-        self._arguments = {**fixed, **options(variant, n_scalars, chip)}
-        # Triton's interpreter has nothing to compile.
-        if len(self._chunks) and isinstance(step, triton.JITFunction):
-            tables = torch.int32, torch.int64, torch.int64, torch.float32
-            with on(self._device):
-                compiled = step.warmup(*tables, grid=(1,), **self._arguments)
-                # Past the look-up by types of arguments, which takes as long as the launch itself.
-                launch = compiled[(len(self._chunks), 1, 1)]
-            self._launch = lambda *arguments: launch(*arguments, *fixed.values())
+        tables = torch.int32, torch.int64, torch.int64, torch.float32
+        fixed, how = constants(variant, n_scalars, chip), options(variant, n_scalars, chip)
+        self._launch = launcher(step, tables, len(self._chunks), fixed, how, self._device)
 
     def _gradient_table(self, addresses: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The table ``gradients``: the same array for the same two."""

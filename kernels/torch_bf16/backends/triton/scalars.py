@@ -25,6 +25,7 @@ from torch_bf16.backends.inputs import ScalarRows, StepInputs
 from torch_bf16.rules import Rule
 
 from .arithmetic import lift_scalars
+from .launcher import launcher
 from .tables import Table, on, upload
 
 __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
@@ -248,20 +249,10 @@ class DeviceScalars:
         shape = (len(self._place), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
         made = [ScalarRows(None, each, table) for each in self._rows_of]
-        self._made = table, self._compiled(constants, len(table)), made
-        return self._made
-
-    def _compiled(self, constants: dict[str, Any], programs: int) -> Callable[..., None]:
-        """What launches ``prepare``, given its tables."""
-        # Triton's interpreter has nothing to compile.
-        if not isinstance(prepare, triton.JITFunction):
-            return lambda *tables: prepare[(programs,)](*tables, **constants, **OPTIONS)
         tables = torch.int64, torch.int64, torch.float32, torch.float32
-        with on(self._device):
-            compiled = prepare.warmup(*tables, grid=(1,), **constants, **OPTIONS)
-            # Past the look-up by types of arguments, which takes as long as the launch itself.
-            launch = compiled[(programs, 1, 1)]
-        return lambda *arguments: launch(*arguments, *constants.values())
+        launch = launcher(prepare, tables, len(table), constants, OPTIONS, self._device)
+        self._made = table, launch, made
+        return self._made
 
 
 def _encoded(key: Sequence[float | int]) -> np.ndarray:
