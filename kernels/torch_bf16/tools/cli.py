@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bf16 {info,estimate,doctor,bench,selftest,export}``."""
+"""The command line: ``python -m torch_bf16 COMMAND``, one of those that ``--help`` lists."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ __all__ = ["main"]
 
 
 class _Command(NamedTuple):
-    """What a command is about, and its module's functions: of its options, and of its work."""
+    """What a command is about, and its module's functions: of its options, and of its work.
+
+    The work gets the options and all arguments, or where it ``passes_on``, those after ``--``.
+    """
 
     help: str
     load: Callable[[], tuple[Callable, Callable]]
+    passes_on: bool = False
 
 
 def _info() -> tuple[Callable, Callable]:
@@ -29,6 +33,12 @@ def _estimate() -> tuple[Callable, Callable]:
     from .estimate.command import add_estimate_arguments, estimate
 
     return add_estimate_arguments, lambda options, arguments: estimate(options)
+
+
+def _recommend() -> tuple[Callable, Callable]:
+    from .recommend.command import add_recommend_arguments, recommend
+
+    return add_recommend_arguments, recommend
 
 
 def _doctor() -> tuple[Callable, Callable]:
@@ -59,6 +69,7 @@ def _export() -> tuple[Callable, Callable]:
 _COMMANDS: Mapping[str, _Command] = {
     "info": _Command("versions, recipes, and which backend runs where, and why", _info),
     "estimate": _Command("will it fit? Bytes of a model's run in every precision", _estimate),
+    "recommend": _Command("which recipe loses nothing of this training?", _recommend, True),
     "doctor": _Command("has this run been learning? Looks at one checkpoint or two", _doctor),
     "bench": _Command("time AdamW steps beside those of torch and others", _bench),
     "selftest": _Command("whether it works on this machine, and how fast", _selftest),
@@ -84,5 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked in its:
         declare, run = _COMMANDS[asked].load()
         declare(its[asked])
+    passed_on = arguments
+    if asked in its and _COMMANDS[asked].passes_on:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments, passed_on = arguments[:end], arguments[end + 1 :]
     options = parser.parse_args(arguments)
-    return ended(asked, lambda: run(options, arguments))
+    return ended(asked, lambda: run(options, passed_on))

@@ -20,7 +20,7 @@ from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
-__all__ = ["LayerUpdate", "UpdateMonitor"]
+__all__ = ["LayerUpdate", "UpdateMonitor", "places", "sample_of"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -58,7 +58,7 @@ class LayerUpdate:
 
 
 @dataclass
-class _Sample:
+class Sample:
     """Some elements of one parameter, between the two halves of a step."""
 
     member: Member
@@ -127,7 +127,7 @@ class UpdateMonitor:
         self._steps = 0
         self._asked = False
         self._fresh = False
-        self._samples: list[_Sample] = []
+        self._samples: list[Sample] = []
         self._norm: Tensor | None = None
         self._warned: set[str] = set()
         optimizer.observers.append(self)
@@ -170,7 +170,7 @@ class UpdateMonitor:
         self._norm = total_norm([p for group in groups for p in group["params"]])
         scale = float(scale)
         self._samples = [
-            _take(each, groups[each.group], scale, self.sample)
+            sample_of(each, groups[each.group], scale, self.sample)
             for each in members
             # What Muon, Adafactor and a class's own step make of gradients is not known before.
             if isinstance(each, Member) and each.direction is None and each.shard.memory.numel()
@@ -190,7 +190,7 @@ class UpdateMonitor:
             return
         sums = [_sums(each) for each in samples]
         table = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
-        by_layer: dict[str, list[tuple[_Sample, list[float]]]] = defaultdict(list)
+        by_layer: dict[str, list[tuple[Sample, list[float]]]] = defaultdict(list)
         for sample, row in zip(samples, table, strict=True):
             name = sample.member.shard.name
             by_layer[name.rpartition(".")[0] or name].append((sample, row))
@@ -198,7 +198,7 @@ class UpdateMonitor:
         if self.warn:
             self._warn_once()
 
-    def _update_of(self, rows: list[tuple[_Sample, list[float]]]) -> LayerUpdate:
+    def _update_of(self, rows: list[tuple[Sample, list[float]]]) -> LayerUpdate:
         columns = zip(*(row for _, row in rows), strict=True)
         both, intended, error, unmoved, moving = map(sum, columns)
         n = sum(len(sample.where) for sample, _ in rows)
@@ -230,10 +230,10 @@ class UpdateMonitor:
             )
 
 
-def _take(member: Member, group: Mapping[str, Any], scale: float, size: int) -> _Sample:
+def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int) -> Sample:
     """Sample a parameter and what its rule, with nothing rounded, would make of it."""
     rule, memory = member.rule, member.shard.memory
-    where = _places(memory.numel(), size, memory.device)
+    where = places(memory.numel(), size, memory.device)
     weight, *states = (_decode(member, number, where) for number in range(len(member.formats)))
     gradient = _with_fp64(member.shard.gradient().reshape(-1)[where].float())
     step = int(member.state["step"]) + 1
@@ -243,10 +243,10 @@ def _take(member: Member, group: Mapping[str, Any], scale: float, size: int) -> 
     intended, _ = lift_rule(rule.update)(weight, gradient, tuple(states), scalars)
     stored = member.formats[0]
     noise = _variance(stored, intended) if stored.stochastic else None
-    return _Sample(member, where, float(group["lr"]), weight, intended - weight, noise)
+    return Sample(member, where, float(group["lr"]), weight, intended - weight, noise)
 
 
-def _sums(sample: _Sample) -> Tensor:
+def _sums(sample: Sample) -> Tensor:
     """fp64 sums over a sample: ``<s, d>``, ``<d, d>``, squared noise, unmoved, moving."""
     intended = sample.intended.double()
     stored = (_decode(sample.member, 0, sample.where) - sample.before).double()
@@ -287,7 +287,7 @@ def _with_fp64(sample: Tensor) -> Tensor:
     return sample if has_fp64(sample.device) else sample.cpu()
 
 
-def _places(numel: int, size: int, device: torch.device) -> Tensor:
+def places(numel: int, size: int, device: torch.device) -> Tensor:
     """Indices of at most ``size`` elements: runs of whole blocks, evenly spread."""
     if numel <= max(size, _RUN):
         return torch.arange(numel, device=device)

@@ -1,0 +1,148 @@
+"""``python -m torch_bf16 recommend``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+
+from torch_bf16.foreign.capabilities import examine
+from torch_bf16.foreign.convert import fused_class
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.recipe import get_recipe
+from torch_bf16.tools.output import add_json_argument, print_progress, write_json
+
+from .host import Host, planned_rates
+from .observation import Observation
+from .report import record, show
+from .runs import KINDS, observed
+from .sizes import sizes
+from .verdict import judge
+
+__all__ = ["add_recommend_arguments", "recommend"]
+
+_STEPS, _MOST = 20, 12
+_ASSUMED = 1000
+
+
+def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("training", metavar="SCRIPT-OR-FACTORY", help=KINDS)
+    parser.add_argument(
+        *("--steps", "-n"),
+        type=_count,
+        default=_STEPS,
+        metavar="N",
+        help=f"steps to take; the second half is looked at (default: {_STEPS})",
+    )
+    parser.add_argument(
+        "--total-steps",
+        type=_count,
+        metavar="N",
+        help=f"of the whole run (default: what the host says, else {_ASSUMED})",
+    )
+    parser.add_argument(
+        "--lr", type=_positive, help="of AdamW, where a factory returns no optimizer"
+    )
+    parser.add_argument(
+        "--most", type=_count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"
+    )
+    parser.epilog = "Arguments after -- are the script's: recommend train.py -- --lr 1e-4"
+    add_json_argument(parser)
+
+
+def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> int:
+    """Say which recipe loses nothing.
+
+    Args:
+        options: parsed.
+        script_arguments: what followed ``--``.
+
+    Returns:
+        The exit status: 0 where it could be said.
+
+    Raises:
+        ValueError, OSError, ImportError: there is no such training, or it cannot be measured.
+    """
+    text = options.training
+    with print_progress(sys.stderr) as progress:
+        found = observed(text, script_arguments, options.steps, options.lr, progress)
+    _check(found)
+    notes = _plan(found, options.total_steps)
+    verdict = judge(list(found.parameters.values()))
+    shapes, held, note = sizes(found, verdict.candidates)
+    command = shlex.join(["python", text, *script_arguments])
+    notes += [note] if note else []
+    content = record(command, found, verdict, shapes, held, notes)
+    if options.json:
+        write_json(content, options.json)
+    if options.json != "-":
+        show(content, options.most)
+    return 0
+
+
+def _check(found: Observation) -> None:
+    """Refuse what no recipe can train, and what cannot be judged."""
+    for optimizer in found.optimizers:
+        if isinstance(optimizer, BF16Optimizer):
+            continue
+        try:
+            if fused_class(optimizer, get_recipe("bf16-stochastic")) is None:
+                examine(optimizer)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"no recipe trains with this optimizer: {error}") from error
+    if not found.parameters and found.infinite:
+        raise ValueError(
+            f"the gradients of all {found.infinite} steps that were looked at hold NaN or "
+            "infinities; no format of weights mends that"
+        )
+    if not found.parameters and found.unseen:
+        raise ValueError(
+            f"what {type(found.optimizers[0]).__name__} intends for {len(found.unseen)} weights is "
+            "not known before it is stored; give the training weights in fp32 and torch's own class"
+        )
+
+
+def _plan(found: Observation, asked: int | None) -> list[str]:
+    """Follow the schedule to its end, and tell each parameter how long the run is; with notes."""
+    host = found.host or Host("pytorch")
+    total = asked or host.steps or _ASSUMED
+    notes = []
+    if asked is None and host.steps is None:
+        notes.append(
+            f"the run is taken for {total:,} steps: --total-steps says otherwise, and what is lost "
+            "depends on it"
+        )
+    total = max(total, max(found.steps))
+    for number, optimizer in enumerate(found.optimizers):
+        rates, why = planned_rates(optimizer, found.rates[number], total)
+        if why is not None and len(rates) > found.steps[number]:
+            notes.append(f"the last learning rate is taken for the rest of the run: {why}")
+        for each in found.parameters.values():
+            if each.rate[0] == number:
+                own = [row[min(each.rate[1], len(row) - 1)] for row in rates]
+                each.length = float(total) if math.isnan(own[0]) else sum(map(abs, own))
+        found.rates[number] = rates
+    return notes
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value

@@ -1,0 +1,49 @@
+"""What to write to train with a recipe, for each of the ways in which a training can be started."""
+
+from __future__ import annotations
+
+from .verdict import Candidate
+
+__all__ = ["lines"]
+
+_PLUGINS = {
+    "lightning": ("lightning_bf16", "Trainer"),
+    "pytorch_lightning": ("lightning_bf16.pytorch_lightning", "Trainer"),
+    "fabric": ("lightning_bf16.fabric", "Fabric"),
+    "lightning_fabric": ("lightning_bf16.lightning_fabric", "Fabric"),
+}
+
+
+def lines(host: str, candidate: Candidate, command: str) -> list[str]:
+    """The lines.
+
+    Args:
+        host: of :class:`.host.Host`.
+        candidate: the recipe.
+        command: what starts the training.
+    """
+    mode, options = candidate.mode, candidate.options
+    named = "".join(f", {name}={value!r}" for name, value in options.items())
+    named = named.replace("'", '"')
+    if host in _PLUGINS:
+        package, kind = _PLUGINS[host]
+        if not options:
+            return [f"import {package.partition('.')[0]}", f'{kind}(precision="{mode}")']
+        plugin = f'BF16Precision("{mode}"{named})'
+        return [f"from {package} import BF16Precision", f"{kind}(plugins=[{plugin}])"]
+    if host == "trainer":
+        set_ = {"BF16_MODE": mode, **{f"BF16_{key.upper()}": each for key, each in options.items()}}
+        return ["export " + " ".join(f"{key}={each}" for key, each in set_.items()), command]
+    if host == "accelerate":
+        if not options:
+            return ["import accelerate_bf16", f'Accelerator(mixed_precision="{mode}")']
+        handler = f"BF16RecipeKwargs({named.removeprefix(', ')})"
+        return [
+            "from accelerate_bf16 import BF16RecipeKwargs",
+            f'Accelerator(mixed_precision="{mode}", kwargs_handlers=[{handler}])',
+        ]
+    recipe = f'torch_bf16.get_recipe("{mode}"{named})' if options else f'"{mode}"'
+    return [
+        "import torch_bf16",
+        f"model, optimizer = torch_bf16.prepare(model, optimizer, {recipe})",
+    ]

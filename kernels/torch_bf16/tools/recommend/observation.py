@@ -1,0 +1,268 @@
+"""Watching the optimizers of a process, whoever steps them, and ending it when enough was seen."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torch_bf16.engine.member import Member
+from torch_bf16.foreign.convert import convert
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.sharding import local
+from torch_bf16.tools.monitor import places, sample_of
+
+from .host import Host, host_of
+from .models import Models
+from .updates import ParameterSums
+
+__all__ = ["Enough", "Observation", "Observer"]
+
+_SAMPLE = 4096
+
+
+class Enough(BaseException):
+    """Ends a training that was measured.
+
+    No ``Exception``: those of a script, of a search for a batch size or of a loop that restarts
+    would be taken for failures of a step.
+    """
+
+
+@dataclass
+class Observation:
+    """What was seen of a training.
+
+    Attributes:
+        optimizers: in the order of their first steps.
+        steps: of each, as many as were taken.
+        rates: learning rates of each optimizer's groups, one row per step; NaN for a group that has
+            none.
+        parameters: what was seen of each.
+        host: who calls the optimizers, and for how many steps.
+        models: the outermost modules that own the parameters.
+        converted: names of optimizers over bf16 weights, whose intended updates could only be seen
+            by converting them.
+        unseen: names of parameters whose updates cannot be known before they are stored.
+        infinite: steps that were looked at and had gradients that are not finite.
+    """
+
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    rates: list[list[list[float]]] = field(default_factory=list)
+    parameters: dict[int, ParameterSums] = field(default_factory=dict)
+    host: Host | None = None
+    models: Models = field(default_factory=Models)
+    converted: list[str] = field(default_factory=list)
+    unseen: set[str] = field(default_factory=set)
+    infinite: int = 0
+
+    @property
+    def looks(self) -> int:
+        """How many steps were looked at."""
+        return max((each.looks for each in self.parameters.values()), default=0)
+
+
+class Observer:
+    """Looks at the second half of some steps of every optimizer, then raises :class:`Enough`.
+
+    It writes nothing, so that those steps are what they would have been; but optimizers over bf16
+    weights are converted to exact masters, because what they intend is rounded away otherwise.
+
+    Args:
+        steps: of an optimizer, at least 1.
+        progress: is told after each.
+
+    Raises:
+        ValueError: from within a step, what cannot be measured.
+    """
+
+    def __init__(self, steps: int, progress: Callable[[str], None]) -> None:
+        self.found = Observation()
+        self._steps, self._progress = steps, progress
+        self._depth = 0
+        self._before: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._pending: dict[int, tuple[Tensor, float, tuple[int, int]]] = {}
+        self._watching: dict[int, _Watcher] = {}
+
+    def __enter__(self) -> Observer:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for each in self._watching.values():
+            each.optimizer.observers.remove(each)
+        self.found.models.release()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        # Of an optimizer that steps another one, the outer one is what moves the weights.
+        if self._depth > 1:
+            return
+        number = self._number(optimizer)
+        found = self.found
+        found.steps[number] += 1
+        found.rates[number].append([_rate(group) for group in optimizer.param_groups])
+        looking = found.steps[number] > self._steps // 2
+        if looking and not found.models.measuring:
+            found.models.measure()
+        if not looking:
+            return
+        if isinstance(optimizer, BF16Optimizer):
+            self._watching[number].looking = True
+            return
+        self._pending.clear()
+        for at, group in enumerate(optimizer.param_groups):
+            rate = _rate(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None and rate != 0:
+                    self._pending[id(parameter)] = (parameter, rate, (number, at))
+        self._before = {key: _taken(each) for key, (each, _, _) in self._pending.items()}
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        number = self.found.optimizers.index(optimizer)
+        if isinstance(optimizer, BF16Optimizer):
+            self._watching[number].looking = False
+        else:
+            self._compare()
+            self._convert_if_rounding(optimizer, number)
+        taken = self.found.steps[number]
+        self._progress(f"step {taken} of {self._steps}")
+        if taken >= self._steps:
+            raise Enough
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        found = self.found
+        if optimizer in found.optimizers:
+            return found.optimizers.index(optimizer)
+        found.optimizers.append(optimizer)
+        found.steps.append(0)
+        found.rates.append([])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kinds = {p.dtype for p in parameters} - {torch.float32, torch.bfloat16}
+        if kinds:
+            raise ValueError(
+                f"{type(optimizer).__name__} trains weights in "
+                f"{', '.join(sorted(map(str, kinds)))}, where small updates are lost as well; give "
+                "it weights in fp32 (precision='32-true' or 'bf16-mixed', dtype=torch.float32)"
+            )
+        found.models.add(parameters)
+        if found.host is None:
+            found.host = host_of(sys._getframe())
+        if isinstance(optimizer, BF16Optimizer):
+            self._watch(optimizer, len(found.optimizers) - 1)
+        return len(found.optimizers) - 1
+
+    def _watch(self, optimizer: BF16Optimizer, number: int) -> None:
+        watcher = _Watcher(self, optimizer, number)
+        self._watching[number] = watcher
+        optimizer.observers.append(watcher)
+
+    def _convert_if_rounding(self, optimizer: Any, number: int) -> None:
+        groups = optimizer.param_groups
+        if all(p.dtype != torch.bfloat16 for group in groups for p in group["params"]):
+            return
+        kind = type(optimizer).__name__
+        try:
+            convert(optimizer, "bf16-fp32-master")
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"{kind} steps over bf16 weights and rounds what it intends to nearest, and it "
+                f"cannot be converted to exact masters to be watched: {error}. Give it weights in "
+                "fp32"
+            ) from error
+        self.found.converted.append(kind)
+        self._watch(optimizer, number)
+
+    def _compare(self) -> None:
+        finite = True
+        for key, (weight, gradient, where, _) in self._before.items():
+            parameter, rate, at = self._pending[key]
+            if not bool(gradient.isfinite().all()):
+                finite = False
+                continue
+            after = local(parameter).detach().reshape(-1)[where].cpu()
+            if parameter.dtype == torch.float32:
+                self.sums(parameter, at).add(
+                    weight, after.double() - weight, gradient, _positive(rate)
+                )
+        self.found.infinite += not finite
+        self._before.clear()
+
+    def sums(self, parameter: Tensor, at: tuple[int, int]) -> ParameterSums:
+        """Where what is seen of a parameter is kept."""
+        known = self.found.parameters
+        if id(parameter) not in known:
+            name = self.found.models.name_of(parameter) or f"parameter {len(known)}"
+            known[id(parameter)] = ParameterSums(name, tuple(parameter.shape), at)
+        return known[id(parameter)]
+
+
+class _Watcher:
+    """Sees what an optimizer of ours intends, whatever it stores."""
+
+    def __init__(self, observer: Observer, optimizer: BF16Optimizer, number: int) -> None:
+        self.optimizer, self.looking = optimizer, False
+        self._observer, self._number = observer, number
+
+    def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
+        """Called by the optimizer."""
+        if not self.looking:
+            return
+        found, finite = self._observer.found, True
+        for each in members:
+            parameter = each.shard.parameter
+            if each.direction is not None:
+                found.unseen.add(found.models.name_of(parameter) or each.shard.name)
+                continue
+            group = self.optimizer.param_groups[each.group]
+            rate = _rate(group)
+            if rate == 0 or not each.shard.memory.numel():
+                continue
+            taken = sample_of(each, group, float(scale), _SAMPLE)
+            gradient = each.shard.gradient().reshape(-1)[taken.where].float().cpu()
+            if not bool(gradient.isfinite().all()):
+                finite = False
+                continue
+            sums = self._observer.sums(parameter, (self._number, each.group))
+            sums.add(taken.before.cpu(), taken.intended.cpu(), gradient, _positive(rate))
+        found.infinite += not finite
+
+    def after_update(self) -> None:
+        """Called by the optimizer."""
+
+
+def _taken(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some elements of a parameter and of its gradient, on the CPU, and their places."""
+    memory, gradient = local(parameter).detach(), local(parameter.grad)  # pyright: ignore
+    where = places(memory.numel(), _SAMPLE, memory.device)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    elements = memory.reshape(-1)[where].double().cpu()
+    return elements, gradient.detach().reshape(-1)[where].float().cpu(), where, memory
+
+
+def _rate(group: dict[str, Any]) -> float:
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
+
+
+def _positive(rate: float) -> float:
+    # Without a learning rate, updates are counted as they are.
+    return 1.0 if math.isnan(rate) else abs(rate)

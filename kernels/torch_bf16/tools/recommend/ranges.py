@@ -1,0 +1,49 @@
+"""What fp16, TF32 and bf16 would overflow or lose of gradients, activations and products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .models import ROUNDED, Passing
+from .verdict import Verdict
+
+__all__ = ["FP16_MOST", "ranges"]
+
+FP16_MOST = 65504.0
+"""The largest number of fp16; bf16 and TF32 have the range of fp32."""
+
+
+def ranges(verdict: Verdict, passing: Mapping[str, Passing]) -> dict[str, Any]:
+    """By format, what would become of the numbers that were seen.
+
+    Args:
+        verdict: whose layers know their gradients.
+        passing: what was seen of modules.
+
+    Returns:
+        For each format the share of all gradients that are not zero and would be, the same with the
+        best scale of the loss, the modules whose outputs or gradients would be infinite, and the
+        error of the outputs of products, relative, of the layer in the middle and the worst one.
+    """
+    everything = verdict.everything
+    # As large as the largest gradient allows: what a GradScaler comes to.
+    scale = FP16_MOST / everything.largest if everything.largest else 1.0
+    infinite = [name for name, each in passing.items() if each.largest > FP16_MOST]
+    infinite += [each.name for each in verdict.layers if each.largest > FP16_MOST]
+    formats = {}
+    for name in ROUNDED:
+        narrow = name == "fp16"
+        errors = sorted((e.errors[name], n) for n, e in passing.items() if name in e.errors)
+        formats[name] = {
+            "gradients_to_zero": everything.underflow() if narrow else 0.0,
+            "scaled_to_zero": everything.underflow(scale) if narrow else 0.0,
+            "overflows": list(dict.fromkeys(infinite)) if narrow else [],
+            "product_error": errors[len(errors) // 2][0] if errors else None,
+            "worst_product": [errors[-1][1], errors[-1][0]] if errors else None,
+        }
+    return {
+        "formats": formats,
+        "largest_gradient": everything.largest,
+        "largest_activation": max((each.largest for each in passing.values()), default=None),
+    }

@@ -1,0 +1,87 @@
+"""Why a recipe is recommended, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .verdict import LEARNED
+
+__all__ = ["reasons"]
+
+_SENSITIVE = 0.02
+
+
+def reasons(content: Mapping[str, Any]) -> list[str]:
+    """The sentences, for a record that has all else."""
+    rows = {each["name"]: each for each in content["recipes"]}
+    chosen = rows[content["recommended"]]
+    found = [_nearest(content, rows["bf16-true"])]
+    smaller = [each for each in content["recipes"] if each["loses"] and each["noise"] is not None]
+    found += [_loses(content, each) for each in smaller if each is not chosen]
+    found.append(_answer(content, chosen, rows["32-true"]))
+    found += _ranges(content["ranges"])
+    return found
+
+
+def _nearest(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    matrices = [each for each in content["layers"] if not each["exact"]] or content["layers"]
+    numel = sum(each["elements"] for each in matrices)
+    step = sum(each["spacings_per_step"] * each["elements"] for each in matrices) / numel
+    return (
+        f"a step moves a weight by {step:.2g} of a bf16 spacing on average: rounded to nearest, as "
+        f"bf16-true does, {row['lost_updates']:.0%} of the updates are lost"
+    )
+
+
+def _loses(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    below = "" if row["loses_below_lr"] is None else f", from lr {row['loses_below_lr']:.2g} on not"
+    total = content["total_steps"]
+    needed = content["thresholds"]["distance"]
+    if row["distance"] < needed:
+        return (
+            f"in {row['name']} rounding noise is {row['noise']:.1%} of what weights learn in "
+            f"{total:,} steps (S = {row['distance']:.3g}, and {LEARNED:.1%} of the improvement "
+            f"need {needed:.0f}): it loses{below}"
+        )
+    return (
+        f"in {row['name']} {row['worst_layer']} goes less than "
+        f"{content['thresholds']['layer_distance']:.0f} spacings: it loses there{below}"
+    )
+
+
+def _answer(content: Mapping[str, Any], chosen: Mapping[str, Any], exact: Mapping[str, Any]) -> str:
+    saved = f"{chosen['bytes'] / exact['bytes']:.0%} of the memory of fp32"
+    if chosen["loses"]:
+        why = (
+            "its masters have every bit of fp32, which itself rounds such small updates away; no "
+            "recipe is better"
+        )
+    elif chosen["distance"] is None:
+        why = "there is no matrix, and vectors keep exact masters in every recipe"
+    else:
+        why = f"rounding noise is {chosen['noise']:.2%} of what weights learn"
+        if chosen["loses_below_lr"] is not None:
+            why += f", and it begins to lose below lr {chosen['loses_below_lr']:.2g}"
+    return f"RECOMMENDED: {content['recommended']}, with {saved}: {why}"
+
+
+def _ranges(found: Mapping[str, Any]) -> list[str]:
+    sentences, formats = [], found["formats"]
+    fp16, bf16 = formats["fp16"], formats["bf16"]
+    infinite = fp16["overflows"]
+    zero = f"{fp16['gradients_to_zero']:.1%} of the gradients"
+    trouble = f"rounds {zero} to zero ({fp16['scaled_to_zero']:.1%} with the best loss scale)"
+    if infinite:
+        trouble += f" and overflows in {', '.join(infinite[:3])}"
+    sentences.append(f"fp16 {trouble}; bf16 and TF32 have the range of fp32")
+    if worst := bf16["worst_product"]:
+        name, error = worst
+        line = (
+            f"products of bf16 numbers are off by {bf16['product_error']:.2%} (TF32: "
+            f"{formats['tf32']['product_error']:.3%}), at most {error:.2%}, in {name}"
+        )
+        if error > _SENSITIVE:
+            line += f': its terms cancel, so keep it in fp32, keep_fp32=("{name}",)'
+        sentences.append(line)
+    return sentences

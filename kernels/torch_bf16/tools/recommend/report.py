@@ -1,0 +1,211 @@
+"""The record of a recommendation, and what people see of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch_bf16.tools.estimate.memory import Memory
+from torch_bf16.tools.estimate.shapes import ModelShapes
+from torch_bf16.tools.output import print_table
+
+from .host import Host
+from .lines import lines
+from .observation import Observation
+from .ranges import ranges
+from .reasons import reasons
+from .updates import BITS, Layer
+from .verdict import DISTANCE, LAYER_DISTANCE, Candidate, Verdict
+
+__all__ = ["record", "show"]
+
+_NEAREST = "bf16-true"
+_SHOWN = ("bf16_stochastic", "bf16+8")
+
+
+def record(
+    command: str,
+    found: Observation,
+    verdict: Verdict,
+    shapes: ModelShapes,
+    held: Mapping[str, Memory],
+    notes: list[str],
+) -> dict[str, Any]:
+    """Everything about a recommendation, ready for JSON.
+
+    Args:
+        command: what starts the training.
+        found: what was seen.
+        verdict: what follows from it.
+        shapes: of the models.
+        held: bytes by precision.
+        notes: what is to be known.
+    """
+    host = found.host or Host("pytorch")
+    rates = [abs(lr) for run in found.rates for row in run for lr in row if not math.isnan(lr)]
+    peak, total = max(rates, default=None), max(len(each) for each in found.rates)
+    content = {
+        "schema": 1,
+        "kind": "recommend",
+        "command": command,
+        "host": host.name,
+        "optimizers": [type(each).__name__ for each in found.optimizers],
+        "steps": max(found.steps),
+        "looks": found.looks,
+        "total_steps": total,
+        "lr": peak,
+        "parameters": shapes.numel,
+        "trained": shapes.trained,
+        "thresholds": {"distance": DISTANCE, "layer_distance": LAYER_DISTANCE},
+        "recommended": verdict.chosen.name,
+        "lines": lines(host.name, verdict.chosen, command),
+        "recipes": _recipes(verdict, held, peak),
+        "layers": [_layer(each, total) for each in verdict.layers],
+        "ranges": ranges(verdict, found.models.passing),
+        "notes": notes,
+    }
+    if found.converted:
+        notes.append(
+            f"{', '.join(found.converted)} steps over bf16 weights, so what it intends is lost "
+            "before it can be seen: from its second step on it was converted to exact masters"
+        )
+    if found.infinite:
+        notes.append(f"{found.infinite} steps with gradients that are not finite were left out")
+    if found.unseen:
+        notes.append(
+            f"{len(found.unseen)} weights of rules that look at whole matrices were not measured"
+        )
+    content["reasons"] = reasons(content)
+    return content
+
+
+def _recipes(
+    verdict: Verdict, held: Mapping[str, Memory], peak: float | None
+) -> list[dict[str, Any]]:
+    rows = [
+        {
+            "name": name,
+            "loses": name == _NEAREST,
+            "lost_updates": 1 - verdict.everything.nearest() if name == _NEAREST else 0.0,
+            "distance": None,
+            "noise": None,
+            "worst_layer": None,
+            "loses_below_lr": None,
+            **_bytes(held[name]),
+        }
+        for name in (_NEAREST, "bf16-mixed", "32-true")
+    ]
+    own = [_recipe(each, held[each.name], peak) for each in verdict.candidates]
+    return [rows[0], *own, *rows[1:]]
+
+
+def _recipe(each: Candidate, held: Memory, peak: float | None) -> dict[str, Any]:
+    finite = math.isfinite(each.distance)
+    return {
+        "name": each.name,
+        "loses": each.loses,
+        "lost_updates": 0.0,
+        "distance": each.distance if finite else None,
+        "noise": each.noise,
+        "worst_layer": None if each.worst is None else each.worst[0],
+        "loses_below_lr": None if peak is None else peak * each.needed,
+        **_bytes(held),
+    }
+
+
+def _bytes(held: Memory) -> dict[str, int]:
+    return {"bytes": held.held, "peak_bytes": held.peak()}
+
+
+def _layer(each: Layer, steps: int) -> dict[str, Any]:
+    exact = all(p.is_vector for p in each.parameters)
+    distances = {name: each.distance(name) for name in BITS} if each.moves and not exact else {}
+    return {
+        "name": each.name,
+        "elements": each.elements,
+        "exact": exact,
+        "update_per_lr": each.update(),
+        "spacings_per_step": each.path() / steps,
+        "spacings": each.path(),
+        "lost_to_nearest": 1 - each.nearest(),
+        "distance": {
+            name: found if math.isfinite(found) else None for name, found in distances.items()
+        },
+    }
+
+
+def show(content: Mapping[str, Any], most: int) -> None:
+    """Print it.
+
+    Args:
+        content: the record.
+        most: layers in the table.
+    """
+    optimizers, lr = ", ".join(content["optimizers"]), content["lr"]
+    at = "" if lr is None else f" at lr {lr:.3g}"
+    print(
+        f"{content['command']}: {content['trained']:,} weights by {optimizers}{at}, "
+        f"{content['looks']} of {content['steps']} steps looked at, {content['total_steps']:,} "
+        "steps in all"
+    )
+    columns = ("recipe", "MB", "peak", "noise / drift", "S", "loses below lr", "")
+    print_table("recipes, by memory", columns, [_recipe_cells(each) for each in content["recipes"]])
+    layers = content["layers"]
+    title = f"layers, the most exposed first: {min(most, len(layers))} of {len(layers)}"
+    columns = ("layer", "weights", "spacings/step", "lost to nearest", "S bf16", "S bf16+8")
+    print_table(title, columns, [_layer_cells(each) for each in layers[:most]])
+    ranges_ = content["ranges"]
+    columns = ("format", "gradients to zero", "the same, scaled", "overflows", "product off by")
+    rows = [
+        (
+            *(name, _share(each["gradients_to_zero"]), _share(each["scaled_to_zero"])),
+            *(", ".join(each["overflows"][:2]) or "-", _share(each["product_error"])),
+        )
+        for name, each in ranges_["formats"].items()
+    ]
+    print_table("what products and gradients in a format would lose", columns, rows)
+    print()
+    for sentence in content["reasons"]:
+        print(f"- {sentence}")
+    for note in content["notes"]:
+        print(f"  note: {note}")
+    print("\nTo write:\n")
+    for line in content["lines"]:
+        print(f"    {line}")
+
+
+def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
+    verdict = "stalls" if each["lost_updates"] >= 0.5 else "loses" if each["loses"] else ""
+    return (
+        *(each["name"], _megabytes(each["bytes"]), _megabytes(each["peak_bytes"])),
+        *(_share(each["noise"]), _number(each["distance"]), _number(each["loses_below_lr"])),
+        verdict,
+    )
+
+
+def _layer_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
+    found = each["distance"]
+    cells = ("exact",) * 2 if each["exact"] else tuple(map(_number, (found.get(n) for n in _SHOWN)))
+    step, lost = _number(each["spacings_per_step"]), _share(each["lost_to_nearest"])
+    return (each["name"], f"{each['elements']:,}", step, lost, *cells)
+
+
+def _share(value: float | None) -> str:
+    return (
+        "-"
+        if value is None
+        else "0"
+        if value == 0
+        else f"{value:.2g}"
+        if value < 1e-3
+        else f"{value:.1%}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def _megabytes(value: int) -> str:
+    return f"{value / 1e6:,.{0 if value >= 1e8 else 2}f}"

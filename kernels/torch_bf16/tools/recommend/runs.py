@@ -1,0 +1,179 @@
+"""Taking some steps of a user's training: a factory's, or those of a script that runs as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from torch_bf16.tools.factory import CONTRACT, Training, is_factory, loss_of, training_of
+
+from .observation import Enough, Observation, Observer
+
+__all__ = ["KINDS", "observed"]
+
+KINDS = f"a script, or module:factory: {CONTRACT}"
+# Experiment trackers that would open a run for a training of a few steps.
+_QUIET = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "MLFLOW_TRACKING_URI": "file:/dev/null",
+}
+
+
+def observed(
+    text: str,
+    arguments: Sequence[str],
+    steps: int,
+    lr: float | None,
+    progress: Callable[[str], None],
+) -> Observation:
+    """What was seen in some steps of a training.
+
+    Args:
+        text: one of :data:`KINDS`.
+        arguments: of a script.
+        steps: to take.
+        lr: of AdamW, for a factory that returns no optimizer.
+        progress: is told after each step.
+
+    Raises:
+        ValueError, OSError, ImportError: it is none, or nothing can be measured; the message says
+            why.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ValueError(
+            "this is one of several ranks (WORLD_SIZE); start it as one process, without torchrun "
+            "or accelerate launch: rounding is the same on each rank"
+        )
+    path = Path(text)
+    if not path.exists() and is_factory(text):
+        if arguments:
+            raise ValueError(f"arguments after -- are for scripts, and {text} is a factory")
+        return _of_factory(training_of(text), steps, lr, progress)
+    if not path.exists():
+        raise ValueError(f"{text!r} is no file here. It must be {KINDS}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. It must be {KINDS}")
+    if lr is not None:
+        raise ValueError("--lr is for factories without an optimizer; a script has its own")
+    return _of_script(path, arguments, steps, progress)
+
+
+def _of_factory(
+    training: Training, steps: int, lr: float | None, progress: Callable[[str], None]
+) -> Observation:
+    model, optimizer, text = training.model, training.optimizer, training.source
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"{text}() returned a model without trainable parameters")
+    if optimizer is None:
+        if lr is None:
+            raise ValueError(
+                f"{text}() returned no optimizer: give --lr, the learning rate of AdamW, or return "
+                "(model, batches, optimizer)"
+            )
+        optimizer = torch.optim.AdamW(trained, lr=lr)
+    elif lr is not None:
+        raise ValueError(f"--lr {lr:g}: {text}() returned an optimizer, which has its own")
+    own = {id(p) for p in trained}
+    if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{text}() returned a {type(optimizer).__name__} that has none of the model's "
+            "trainable parameters"
+        )
+    model.train()
+    with Observer(steps, progress) as observer:
+        try:
+            for step, batch in enumerate(training.endless(), 1):
+                loss = loss_of(model, batch)
+                if not bool(loss.isfinite()):
+                    raise ValueError(
+                        f"{text}: the loss of step {step} is {float(loss)}; no format of weights "
+                        "mends that"
+                    )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        except Enough:
+            pass
+    return observer.found
+
+
+def _of_script(
+    path: Path, arguments: Sequence[str], steps: int, progress: Callable[[str], None]
+) -> Observation:
+    ended = "ended"
+    with Observer(steps, progress) as observer, _as_program(path, arguments):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except Enough:
+            return observer.found
+        except KeyboardInterrupt:
+            raise
+        except SystemExit as error:
+            if error.code:
+                ended = f"exited with status {error.code} (its own arguments go after --)"
+        # It is the user's code.
+        except Exception as error:
+            if _is_ours(error):
+                raise
+            taken = max(observer.found.steps, default=0)
+            raise ValueError(
+                f"{path} failed after {taken} steps, {_where(error, path)}: "
+                f"{type(error).__name__}: {str(error).strip()[:500]}"
+            ) from error
+    taken = max(observer.found.steps, default=0)
+    if observer.found.looks:
+        # Shorter than what was asked for, and that is all of it.
+        return observer.found
+    what = f"after {taken} of {steps} steps" if taken else "without a step of any optimizer"
+    least = " Give --steps fewer" if taken > 1 else ""
+    raise ValueError(
+        f"{path} {ended} {what}, so nothing was measured; it must train, by an optimizer of "
+        f"torch.optim or a class of its kind.{least}"
+    )
+
+
+@contextlib.contextmanager
+def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """What a script finds as if it were started by itself; what it prints goes to stderr."""
+    argv, place = sys.argv, str(path.resolve().parent)
+    added = {name: value for name, value in _QUIET.items() if name not in os.environ}
+    os.environ.update(added)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, place)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv = argv
+        with contextlib.suppress(ValueError):
+            sys.path.remove(place)
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it was raised by the observer, within a step."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).parent == Path(__file__).parent
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """The last line of the script itself, on the way to an error."""
+    own = str(path.resolve())
+    lines = [
+        each.lineno
+        for each in traceback.extract_tb(error.__traceback__)
+        if str(Path(each.filename).resolve()) == own
+    ]
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}"
+    return f"in its line {lines[-1]}" if lines else "before its first line"

@@ -1,0 +1,66 @@
+"""What each recipe holds of a training that was seen, by the functions of ``estimate``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_bf16.tools.estimate.memory import Memory, memory
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, Stepped, measured
+from torch_bf16.tools.estimate.precisions import Precision
+from torch_bf16.tools.estimate.shapes import ModelShapes, Weight, shapes_of
+
+from .observation import Observation
+from .verdict import Candidate
+
+__all__ = ["sizes"]
+
+_TORCH = (
+    Precision("32-true", dtype=torch.float32),
+    Precision("bf16-mixed", dtype=torch.float32, autocast=True),
+    Precision("bf16-true", loses=True),
+)
+
+
+def sizes(
+    found: Observation, candidates: list[Candidate]
+) -> tuple[ModelShapes, dict[str, Memory], str | None]:
+    """Bytes on one device, activations not counted.
+
+    Args:
+        found: whose models and optimizers are counted.
+        candidates: recipes.
+
+    Returns:
+        The shapes, memory by name, torch's own precisions too, and what is to be known about it.
+    """
+    shapes = _shapes(found)
+    stepped, note = _stepped(found.optimizers)
+    precisions = [*_TORCH, *(Precision(each.name, each.recipe) for each in candidates)]
+    return shapes, {each.name: memory(shapes, each, stepped) for each in precisions}, note
+
+
+def _shapes(found: Observation) -> ModelShapes:
+    if found.models.roots:
+        roots = found.models.roots
+        return shapes_of(roots[0] if len(roots) == 1 else nn.ModuleList(roots), "the model")
+    weights = [Weight(each.name, each.shape) for each in found.parameters.values()]
+    return ModelShapes("the parameters that were trained", weights)
+
+
+def _stepped(optimizers: list[torch.optim.Optimizer]) -> tuple[Stepped, str | None]:
+    kinds = sorted({type(each).__name__ for each in optimizers})
+    name = kinds[0]
+    if len(kinds) == 1 and name in OPTIMIZERS:
+        known: Any = inspect.signature(OPTIMIZERS[name]).parameters
+        given = {k: v for k, v in optimizers[0].defaults.items() if k in known and v is not None}
+        try:
+            return measured(name, name, given), None
+        # An option that ours has not: convert() says so, too.
+        except ValueError:
+            pass
+    note = f"moments are counted as AdamW's: those of {', '.join(kinds)} are not known before"
+    return Stepped("AdamW", *PLAIN["AdamW"]), note

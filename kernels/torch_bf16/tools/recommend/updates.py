@@ -1,0 +1,179 @@
+"""How far weights go, counted in the spacings of the formats that could store them.
+
+A weight ``w`` lies between two bf16 numbers that are ``u`` apart, and its optimizer moves it by
+``d``. Stochastic rounding adds noise to the step, of a variance of at most ``u |d|``, and of just
+that where ``|d|`` is small beside ``u``. Over the steps of a run the variances add up, and so do
+the updates, here those of a layer::
+
+    S = (sum of the steps' d)^2 / (sum of the steps' u |d|)
+
+For one element with one update that is the distance that it goes, in spacings, and ``1 / sqrt(S)``
+is noise over drift (docs/numerics.md). Both sums are proportional to the learning rate, so that a
+few steps tell of a whole schedule; a format with ``b`` bits more has ``2^b`` times the ``S``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from math import prod as numel
+
+import torch
+from torch import Tensor
+
+__all__ = ["BITS", "Layer", "ParameterSums", "look"]
+
+BITS = {"bf16_stochastic": 0, "bf16+8": 8}
+"""For each format of weights that is rounded stochastically, the bits that it has beyond bf16's."""
+
+_NAMES = ("squares", "nearest", "path", "noise")
+# Exponents of fp32, subnormal numbers too, as torch.frexp gives them.
+_LOWEST, _EXPONENTS = -149, 278
+# fp16 rounds what is below half of its smallest number to zero.
+_FP16_LOST = 2.0**-25
+
+
+class ParameterSums:
+    """What was seen of one parameter.
+
+    Args:
+        name: of the parameter.
+        shape: of the whole parameter.
+
+    Attributes:
+        looks: how many.
+        rate: which learning rate its updates follow: its optimizer and group.
+        sums: of all looks, in fp64, each divided by the learning rate as often as it is
+            proportional to it: squared updates, what rounding to nearest bf16 leaves of updates
+            (``<stored, d>``), updates in spacings, and the variance of noise.
+        exponents: of the gradients that are not zero, how many have each exponent.
+        elements: that were looked at, each time.
+        largest: of the gradients' absolute values.
+        length: sum of the learning rates of the whole run, or the number of its steps.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], rate: tuple[int, int]) -> None:
+        self.name, self.shape, self.rate = name, shape, rate
+        self.looks = self.elements = 0
+        self.sums: Tensor = torch.zeros(len(_NAMES), dtype=torch.float64)
+        self.exponents: Tensor = torch.zeros(_EXPONENTS, dtype=torch.int64)
+        self.largest = 0.0
+        self.length = 1.0
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether every recipe keeps it exactly: norm gains and biases."""
+        return len(self.shape) < 2
+
+    def add(self, weight: Tensor, update: Tensor, gradient: Tensor, lr: float) -> None:
+        """Take one look into account.
+
+        Args:
+            weight: some elements before the step, fp32 or fp64.
+            update: what the step was to add to them.
+            gradient: of these elements, finite.
+            lr: learning rate of the step, positive.
+        """
+        self.looks += 1
+        self.elements = weight.numel()
+        self.sums += look(weight.double(), update.double(), lr).cpu()
+        size = gradient.detach().float().abs()
+        self.largest = max(self.largest, float(size.max()) if size.numel() else 0.0)
+        found = torch.frexp(size[size > 0])[1].long() - _LOWEST
+        self.exponents += torch.bincount(
+            found.clamp_(0, _EXPONENTS - 1), minlength=_EXPONENTS
+        ).cpu()
+
+
+def look(weight: Tensor, update: Tensor, lr: float) -> Tensor:
+    """The sums of one look, in the order in which :class:`ParameterSums` keeps them.
+
+    Args:
+        weight: fp64.
+        update: fp64, of the same shape.
+        lr: what updates are divided by.
+
+    Returns:
+        fp64, one number per sum.
+    """
+    reach = torch.maximum(weight.abs(), (weight + update).abs())
+    # frexp's mantissa is in [0.5, 1), and bf16 has eight bits with the first one.
+    unit = torch.ldexp(torch.ones_like(reach), torch.frexp(reach)[1] - 8)
+    share = update.abs() / unit
+    nearest = (share.round() * share * unit.square()).sum() / lr**2
+    squares, noise = update.square().sum() / lr**2, (unit * update.abs()).sum() / lr
+    return torch.stack([squares, nearest, share.sum() / lr, noise])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Some parameters together.
+
+    Attributes:
+        name: theirs without the last part.
+        elements: of all of them, that is of the whole parameters.
+        parameters: what was seen of them.
+    """
+
+    name: str
+    parameters: tuple[ParameterSums, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole parameters."""
+        return sum(numel(each.shape) for each in self.parameters)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything was updated."""
+        return self._sum("squares") > 0
+
+    def update(self) -> float:
+        """Root mean square of an update, per learning rate."""
+        return (self._sum("squares") / self.elements) ** 0.5
+
+    def path(self) -> float:
+        """Spacings of bf16 that an element goes in the whole run, there and back."""
+        return self._sum("path", 1) / self.elements
+
+    def nearest(self) -> float:
+        """Share of the updates that rounding to nearest bf16 lets through."""
+        squares = self._sum("squares")
+        return min(self._sum("nearest") / squares, 1.0) if squares else 1.0
+
+    def distance(self, format_: str) -> float:
+        """``S`` of the whole run; infinite in formats that are not rounded stochastically."""
+        noise = self._sum("noise", 1)
+        if format_ not in BITS or not noise:
+            return math.inf
+        return 2 ** BITS[format_] * self._sum("squares", 2) / noise
+
+    def underflow(self, scale: float = 1.0) -> float:
+        """Share of the gradients that fp16 would round to zero.
+
+        Args:
+            scale: that the loss is multiplied by first.
+        """
+        counts = torch.stack([each.exponents for each in self.parameters]).sum(0)
+        total = int(counts.sum())
+        # Numbers of exponent e are below 2^e.
+        lost = 2.0 ** (torch.arange(_EXPONENTS, dtype=torch.float64) + _LOWEST)
+        return int(counts[lost * scale <= _FP16_LOST].sum()) / total if total else 0.0
+
+    @property
+    def largest(self) -> float:
+        """Of the gradients' absolute values."""
+        return max(each.largest for each in self.parameters)
+
+    def _sum(self, name: str, power: int = 0) -> float:
+        """Of all elements in a step; times the length of the run, as often as that counts."""
+        place = _NAMES.index(name)
+        # Samples stand for the whole.
+        return sum(
+            float(each.sums[place])
+            * numel(each.shape)
+            / each.elements
+            / each.looks
+            * each.length**power
+            for each in self.parameters
+        )

@@ -1,0 +1,149 @@
+"""Which recipe loses nothing, by the noise that it adds to what is learned.
+
+Of the updates of a run, stochastic rounding leaves the mean and adds noise; ``S`` is drift over
+noise, squared (:mod:`.updates`). Where the loss is as curved along the one as along the other, and
+the run goes all the way to where it is lowest, noise takes back
+
+    lost = noise^2 / drift^2 = 1 / S
+
+of the improvement, and less where the run ends before. So 99.8 % of the improvement need
+
+    S >= 500
+
+of all matrices together, and a layer of its own the 50 spacings below which noise is more than a
+seventh of what it learns (docs/numerics.md). A format with ``b`` bits more than bf16 has spacings
+that are ``2^b`` times finer and an ``S`` that is ``2^b`` times larger. ``S`` is proportional to the
+learning rates, so a recipe begins to lose at ``500 / S`` of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch_bf16.recipe import Recipe, get_recipe
+
+from .updates import Layer, ParameterSums
+
+__all__ = ["DISTANCE", "LAYER_DISTANCE", "LEARNED", "Candidate", "Verdict", "candidates", "judge"]
+
+LEARNED = 0.998
+"""Share of the improvement below which a recipe is said to lose."""
+
+DISTANCE = 1 / (1 - LEARNED)
+"""The least ``S`` of all matrices together."""
+
+LAYER_DISTANCE = 50.0
+"""The least ``S`` of each layer."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe and what it would do to this training.
+
+    Attributes:
+        name: as users write it.
+        mode: the named recipe that it is made of.
+        options: what differs from that.
+        distance: ``S`` of all matrices together.
+        worst: the layer with the smallest ``S``, and that; None without matrices.
+    """
+
+    name: str
+    mode: str
+    options: dict[str, str]
+    distance: float
+    worst: tuple[str, float] | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return get_recipe(self.mode, **self.options)
+
+    @property
+    def noise(self) -> float:
+        """Of what is learned: noise over drift."""
+        return self.distance**-0.5
+
+    @property
+    def needed(self) -> float:
+        """How many times larger the learning rates would have to be for it to lose nothing."""
+        of_layer = 0.0 if self.worst is None else LAYER_DISTANCE / self.worst[1]
+        return max(DISTANCE / self.distance, of_layer)
+
+    @property
+    def loses(self) -> bool:
+        """Whether it loses more than a five hundredth."""
+        return self.needed > 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to train with.
+
+    Attributes:
+        chosen: the smallest recipe that loses nothing.
+        candidates: the smallest first.
+        layers: by name of the layer, those with the smallest ``S`` in bf16 first; vectors last.
+        matrices: all that recipes store in less than fp32.
+        everything: the matrices and the vectors.
+    """
+
+    chosen: Candidate
+    candidates: list[Candidate]
+    layers: list[Layer]
+    matrices: Layer
+    everything: Layer
+
+
+_CANDIDATES = (
+    ("bf16-stochastic", "bf16-stochastic", {}),
+    ("bf16+8", "bf16-stochastic", {"weights": "bf16+8"}),
+    ("bf16-fp32-master", "bf16-fp32-master", {}),
+)
+
+
+def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
+    """Every recipe with what it would lose, the smallest first.
+
+    Args:
+        matrices: all of them together.
+        layers: those of one name each.
+    """
+    found = []
+    for name, mode, options in _CANDIDATES:
+        format_ = get_recipe(mode, **options).weights
+        own = [(each.name, each.distance(format_)) for each in layers if each.moves]
+        worst = min(own, key=lambda each: each[1], default=None)
+        distance = matrices.distance(format_) if matrices.moves else math.inf
+        found.append(Candidate(name, mode, options, distance, worst))
+    return found
+
+
+def judge(parameters: list[ParameterSums]) -> Verdict:
+    """Choose a recipe.
+
+    Args:
+        parameters: what was seen of each, with the length of the run.
+
+    Raises:
+        ValueError: nothing moves, so that nothing can be lost.
+    """
+    everything = Layer("all weights", tuple(parameters))
+    if not parameters or not everything.moves:
+        raise ValueError(
+            "no weight is to move: every update that was looked at is exactly 0. The learning rate "
+            "is 0 there (a longer warm-up than --steps?), or no gradient reaches a weight"
+        )
+    by_layer: dict[tuple[bool, str], list[ParameterSums]] = defaultdict(list)
+    for each in parameters:
+        by_layer[each.is_vector, each.name.rpartition(".")[0] or each.name].append(each)
+    matrices, vectors = [], []
+    for (is_vector, name), members in by_layer.items():
+        (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
+    whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
+    found = candidates(whole, matrices)
+    chosen = next((each for each in found if not each.loses), found[-1])
+    matrices.sort(key=lambda each: each.distance("bf16_stochastic"))
+    return Verdict(chosen, found, matrices + vectors, whole, everything)
