@@ -9,7 +9,8 @@ import torch
 from torch_bf16 import RECIPES
 from torch_bf16.backends.certificates import source_hash
 from torch_bf16.backends.certificates.verdicts import verdict
-from torch_bf16.tools import cli, info
+from torch_bf16.tools import cli
+from torch_bf16.tools.info import command
 
 
 def test_info_tells_versions_recipes_and_backends(capsys):
@@ -43,7 +44,7 @@ def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkey
 
 
 def test_info_says_why_a_backend_does_not_work(capsys, monkeypatch):
-    monkeypatch.setattr(info, "explain", lambda device: {"cpu": "no Numba", "eager": None})
+    monkeypatch.setattr(command, "explain", lambda device: {"cpu": "no Numba", "eager": None})
     assert cli.main(["info"]) == 0
     assert "  cpu      not here: no Numba" in capsys.readouterr().out
 

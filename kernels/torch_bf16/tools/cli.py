@@ -24,9 +24,9 @@ class _Command(NamedTuple):
 
 
 def _info() -> tuple[Callable, Callable]:
-    from .info import info
+    from .info.command import add_info_arguments, info
 
-    return lambda parser: None, lambda options, arguments: info()
+    return add_info_arguments, lambda options, arguments: info(options)
 
 
 def _estimate() -> tuple[Callable, Callable]:
@@ -67,7 +67,7 @@ def _export() -> tuple[Callable, Callable]:
 
 # Loaded when they are asked for: none waits for what another imports.
 _COMMANDS: Mapping[str, _Command] = {
-    "info": _Command("versions, recipes, and which backend runs where, and why", _info),
+    "info": _Command("what a bug report needs: versions, hosts, backends, obstacles", _info),
     "estimate": _Command("will it fit? Bytes of a model's run in every precision", _estimate),
     "recommend": _Command("which recipe loses nothing of this training?", _recommend, True),
     "doctor": _Command("has this run been learning? Looks at one checkpoint or two", _doctor),

@@ -125,7 +125,7 @@ def _plan(found: Observation, asked: int | None) -> list[str]:
                 own = [row[min(each.rate[1], len(row) - 1)] for row in rates]
                 each.length = float(total) if math.isnan(own[0]) else sum(map(abs, own))
         found.rates[number] = rates
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def _count(text: str) -> int:

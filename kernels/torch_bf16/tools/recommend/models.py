@@ -62,6 +62,7 @@ class Models:
         self.passing: dict[str, Passing] = {}
         self.measuring = False
         self._names: dict[int, str] = {}
+        self._prefixes: list[str] = []
         self._handles: list[Any] = []
 
     def add(self, parameters: Sequence[Tensor]) -> None:
@@ -73,10 +74,14 @@ class Models:
         parts = {id(y) for x in living for y in x._modules.values() if y is not None}
         for root in (x for x in living if id(x) not in parts):
             named = dict(root.named_parameters())
-            if any(id(p) in wanted for p in named.values()):
+            new = any(id(p) in wanted for p in named.values()) and root not in self.roots
+            if new:
+                taken = {*self._names.values()} & {*map(bare_name, named)}
+                prefix = f"{type(root).__name__}{len(self.roots) + 1}." if taken else ""
                 self.roots.append(root)
+                self._prefixes.append(prefix)
                 for name, each in named.items():
-                    self._names.setdefault(id(each), bare_name(name))
+                    self._names.setdefault(id(each), prefix + bare_name(name))
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter in its model."""
@@ -85,10 +90,10 @@ class Models:
     def measure(self) -> None:
         """Look at what passes through the modules from now on."""
         self.measuring = True
-        for root in self.roots:
+        for root, prefix in zip(self.roots, self._prefixes, strict=True):
             for name, module in root.named_modules():
                 if not module._modules:
-                    hook = self._hook(bare_name(name) or type(module).__name__)
+                    hook = self._hook(prefix + bare_name(name) or type(module).__name__)
                     self._handles.append(module.register_forward_hook(hook))
 
     def release(self) -> None:
@@ -137,7 +142,9 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
         size = exact.norm()
         if not bool(size.isfinite()) or not float(size):
             return {}
-        return {n: float((output(each) - exact).norm() / size) for n, each in ROUNDED.items()}
+        found = {n: float((output(each) - exact).norm() / size) for n, each in ROUNDED.items()}
+    # What is rounded already does not show what that has cost.
+    return found if found["bf16"] else {}
 
 
 def _output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from .verdict import LEARNED
 __all__ = ["reasons"]
 
 _SENSITIVE = 0.02
+_SHOWN = 0.0005
 
 
 def reasons(content: Mapping[str, Any]) -> list[str]:
@@ -52,13 +53,10 @@ def _loses(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 def _answer(content: Mapping[str, Any], chosen: Mapping[str, Any], exact: Mapping[str, Any]) -> str:
     saved = f"{chosen['bytes'] / exact['bytes']:.0%} of the memory of fp32"
-    if chosen["loses"]:
-        why = (
-            "its masters have every bit of fp32, which itself rounds such small updates away; no "
-            "recipe is better"
-        )
-    elif chosen["distance"] is None:
-        why = "there is no matrix, and vectors keep exact masters in every recipe"
+    if chosen["distance"] is None:
+        bits = "its masters have every bit of fp32, so that no update is rounded away"
+        none = "there is no matrix to lose anything, and vectors keep exact masters in every recipe"
+        why = bits if chosen["name"] == "bf16-fp32-master" else none
     else:
         why = f"rounding noise is {chosen['noise']:.2%} of what weights learn"
         if chosen["loses_below_lr"] is not None:
@@ -69,11 +67,11 @@ def _answer(content: Mapping[str, Any], chosen: Mapping[str, Any], exact: Mappin
 def _ranges(found: Mapping[str, Any]) -> list[str]:
     sentences, formats = [], found["formats"]
     fp16, bf16 = formats["fp16"], formats["bf16"]
-    infinite = fp16["overflows"]
-    zero = f"{fp16['gradients_to_zero']:.1%} of the gradients"
-    trouble = f"rounds {zero} to zero ({fp16['scaled_to_zero']:.1%} with the best loss scale)"
-    if infinite:
-        trouble += f" and overflows in {', '.join(infinite[:3])}"
+    zero, scaled = fp16["gradients_to_zero"], fp16["scaled_to_zero"]
+    trouble = f"would round {zero:.1%} of the gradients to zero ({scaled:.1%} with the best loss "
+    trouble = f"{trouble}scale)" if zero >= _SHOWN else "would lose next to no gradient"
+    if infinite := fp16["overflows"]:
+        trouble += f", and overflows in {', '.join(infinite[:3])}"
     sentences.append(f"fp16 {trouble}; bf16 and TF32 have the range of fp32")
     if worst := bf16["worst_product"]:
         name, error = worst

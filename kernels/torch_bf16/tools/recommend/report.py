@@ -109,7 +109,7 @@ def _recipe(each: Candidate, held: Memory, peak: float | None) -> dict[str, Any]
         "distance": each.distance if finite else None,
         "noise": each.noise,
         "worst_layer": None if each.worst is None else each.worst[0],
-        "loses_below_lr": None if peak is None else peak * each.needed,
+        "loses_below_lr": peak * each.needed if peak is not None and finite else None,
         **_bytes(held),
     }
 
@@ -126,8 +126,8 @@ def _layer(each: Layer, steps: int) -> dict[str, Any]:
         "elements": each.elements,
         "exact": exact,
         "update_per_lr": each.update(),
-        "spacings_per_step": each.path() / steps,
-        "spacings": each.path(),
+        "spacings_per_step": each.spacings() / steps,
+        "spacings": each.spacings(),
         "lost_to_nearest": 1 - each.nearest(),
         "distance": {
             name: found if math.isfinite(found) else None for name, found in distances.items()

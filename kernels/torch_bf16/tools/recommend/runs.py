@@ -95,7 +95,7 @@ def _of_factory(
                 loss = loss_of(model, batch)
                 if not bool(loss.isfinite()):
                     raise ValueError(
-                        f"{text}: the loss of step {step} is {float(loss)}; no format of weights "
+                        f"{text}: the loss of step {step} is {float(loss.detach())}; no format of weights "
                         "mends that"
                     )
                 optimizer.zero_grad()

@@ -23,6 +23,8 @@ _TORCH = (
     Precision("bf16-mixed", dtype=torch.float32, autocast=True),
     Precision("bf16-true", loses=True),
 )
+# How torch steps, and not what it keeps.
+_HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
 
 
 def sizes(
@@ -57,6 +59,7 @@ def _stepped(optimizers: list[torch.optim.Optimizer]) -> tuple[Stepped, str | No
     if len(kinds) == 1 and name in OPTIMIZERS:
         known: Any = inspect.signature(OPTIMIZERS[name]).parameters
         given = {k: v for k, v in optimizers[0].defaults.items() if k in known and v is not None}
+        given = {k: v for k, v in given.items() if k not in _HOW}
         try:
             return measured(name, name, given), None
         # An option that ours has not: convert() says so, too.

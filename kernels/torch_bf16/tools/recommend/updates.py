@@ -26,7 +26,7 @@ __all__ = ["BITS", "Layer", "ParameterSums", "look"]
 BITS = {"bf16_stochastic": 0, "bf16+8": 8}
 """For each format of weights that is rounded stochastically, the bits that it has beyond bf16's."""
 
-_NAMES = ("squares", "nearest", "path", "noise")
+_NAMES = ("squares", "nearest", "path", "unit", "noise")
 # Exponents of fp32, subnormal numbers too, as torch.frexp gives them.
 _LOWEST, _EXPONENTS = -149, 278
 # fp16 rounds what is below half of its smallest number to zero.
@@ -45,7 +45,7 @@ class ParameterSums:
         rate: which learning rate its updates follow: its optimizer and group.
         sums: of all looks, in fp64, each divided by the learning rate as often as it is
             proportional to it: squared updates, what rounding to nearest bf16 leaves of updates
-            (``<stored, d>``), updates in spacings, and the variance of noise.
+            (``<stored, d>``), sizes of updates, spacings, and the variance of noise.
         exponents: of the gradients that are not zero, how many have each exponent.
         elements: that were looked at, each time.
         largest: of the gradients' absolute values.
@@ -102,7 +102,7 @@ def look(weight: Tensor, update: Tensor, lr: float) -> Tensor:
     share = update.abs() / unit
     nearest = (share.round() * share * unit.square()).sum() / lr**2
     squares, noise = update.square().sum() / lr**2, (unit * update.abs()).sum() / lr
-    return torch.stack([squares, nearest, share.sum() / lr, noise])
+    return torch.stack([squares, nearest, update.abs().sum() / lr, unit.sum(), noise])
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ class Layer:
         """Root mean square of an update, per learning rate."""
         return (self._sum("squares") / self.elements) ** 0.5
 
-    def path(self) -> float:
-        """Spacings of bf16 that an element goes in the whole run, there and back."""
-        return self._sum("path", 1) / self.elements
+    def spacings(self) -> float:
+        """How far an element goes in the whole run, there and back, in spacings of bf16."""
+        return self._sum("path", 1) / self._sum("unit")
 
     def nearest(self) -> float:
         """Share of the updates that rounding to nearest bf16 lets through."""

@@ -1,0 +1,157 @@
+"""``python -m torch_bf16 info``: its options, what it finds, and how that is shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from torch_bf16.backends import choose, explain
+from torch_bf16.backends.certificates import folder, kept, source_hash
+from torch_bf16.errors import BackendUnavailableError
+from torch_bf16.foreign.convert import CONVERTIBLE
+from torch_bf16.foreign.optimizer import BUCKET_BYTES
+from torch_bf16.recipe import RECIPES
+from torch_bf16.tools.bench.record import describe, hardware, versions
+from torch_bf16.tools.output import add_json_argument, write_json
+
+from .hosts import TESTED, hook, host_rows, needed
+from .obstacles import devices, obstacles, variables
+
+__all__ = ["add_info_arguments", "info"]
+
+# Processor time, medians over AdamW and SGD in both modes on one x86-64 thread with AVX-512.
+_COST = (
+    "That takes about 20 ms of a\nCPU's kernels and 45 ms of eager ones, beside compiling, and "
+    "once: verdicts are kept."
+)
+
+
+def add_info_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_json_argument(parser)
+
+
+def info(options: argparse.Namespace) -> int:
+    """Say what a bug report needs.
+
+    Args:
+        options: parsed.
+    """
+    found = record()
+    if options.json:
+        write_json(found, options.json)
+    if options.json != "-":
+        _show(found)
+    return 0
+
+
+def record() -> dict[str, Any]:
+    """All of it, ready for JSON; nothing in it names a user or a host."""
+    works, why = hook()
+    # Faults of other versions are history.
+    now = [(key, fault) for key, fault in kept() if source_hash() in key]
+    place = folder()
+    return {
+        "schema": 1,
+        "kind": "info",
+        "versions": versions(),
+        "system": platform.platform(),
+        "hardware": [hardware(device) for device in devices()][-1],
+        "threads": torch.get_num_threads(),
+        "torch": {"needed": needed("torch"), "newest_tested": TESTED["torch"]},
+        "hook": {"works": works, "why": why},
+        "hosts": host_rows(),
+        "variables": variables(),
+        "recipes": [
+            {
+                "name": name,
+                "formats": [each.weights, each.exp_avg, each.exp_avg_sq],
+                "bytes": each.bytes_per_parameter,
+                "alias_of": None if name == each.name else each.name,
+            }
+            for name, each in RECIPES.items()
+        ],
+        "optimizers": sorted(each.__name__ for each in CONVERTIBLE),
+        "backends": {str(device): _backends(device) for device in devices()},
+        "proofs": {
+            "folder": None if place is None else str(place),
+            "kept": len(now),
+            "failed": [[*key[:2], fault] for key, fault in now if fault is not None],
+        },
+        "obstacles": [asdict(each) for each in obstacles()],
+    }
+
+
+def _backends(device: torch.device) -> dict[str, Any]:
+    try:
+        chosen = choose(device).name
+    # It is among the obstacles.
+    except (BackendUnavailableError, ValueError):
+        chosen = None
+    return {"used": chosen, "not_here": explain(device)}
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    size = found["hardware"]
+    print(f"{describe(found['versions'])}, {size['processor']}")
+    print(f"{found['system']}; threads: {found['threads']} of {os.cpu_count()}")
+    if "device" in size:
+        print(f"{size['device']}, {size['device_gib']} GiB, {size['runtime']}")
+    print("\nrecipes (formats; bytes per parameter without the gradient, AdamW):")
+    for each in found["recipes"]:
+        alias = "" if each["alias_of"] is None else f"  (alias of {each['alias_of']})"
+        print(f"  {each['name']:22} {' / '.join(each['formats']):50} {each['bytes']:3}{alias}")
+    print(
+        f"\noptimizers with a fused rule: {', '.join(found['optimizers'])}; "
+        f"any other: its own step on fp32 copies, {BUCKET_BYTES >> 20} MB at a time or one tensor"
+    )
+    for device, each in found["backends"].items():
+        print(f"\nbackends for {device}:")
+        for name, reason in each["not_here"].items():
+            state = "works" if reason is None else f"not here: {reason}"
+            print(f"  {name:8} {state}{'  <- used' if name == each['used'] else ''}")
+    _show_proofs(found["proofs"])
+    _show_hosts(found)
+    print("\nenvironment:")
+    for name, value in found["variables"].items():
+        print(f"  {name}={value}")
+    if not found["variables"]:
+        print("  none of the variables that matter here is set")
+    print("\nwhat a run would meet on this machine:")
+    for each in found["obstacles"]:
+        print(f"  {each['kind']}: {each['what']}\n    instead: {each['instead']}")
+    if not found["obstacles"]:
+        print("  nothing that is refused, slow or untested")
+
+
+def _show_hosts(found: Mapping[str, Any]) -> None:
+    print(f"\nhook of torch: {found['hook']['why']}")
+    print("hosts (tested from, up to; modules of theirs that are changed when they are imported):")
+    for each in found["hosts"]:
+        version = each["version"] or "not installed"
+        tested = f"{each['oldest'] or '-'} to {each['newest_tested']}"
+        count = f"{len(each['hooked'])} of {each['targets']} modules" if each["targets"] else "none"
+        print(f"  {each['name']:18} {version:14} {tested:16} {count}")
+
+
+def _show_proofs(proofs: Mapping[str, Any]) -> None:
+    print(
+        "\nproofs: before its first use on a device, each variant of a kernel takes two steps over "
+        "270,000 made-up\nelements, and its bits are compared with those that NumPy computed. "
+        f"{_COST}\nA backend that was asked for by name is not tried."
+    )
+    if proofs["folder"] is None:
+        print("  no verdict can be kept: set TORCH_BF16_CACHE to a folder that can be written")
+        return
+    failed = proofs["failed"]
+    print(
+        f"  verdicts in {proofs['folder']}: {proofs['kept']} of this version, {len(failed)} failed"
+    )
+    for backend, variant, fault in failed:
+        print(f"  {backend}: {variant} failed: {fault}")

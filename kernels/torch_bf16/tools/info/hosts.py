@@ -1,0 +1,99 @@
+"""Which hosts are installed, whether their hooks are in place, and which versions were tested."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import sys
+from typing import Any
+
+__all__ = ["HOOKED", "TESTED", "hook", "host_rows", "is_older", "needed"]
+
+TESTED = {
+    "torch": "2.13.0",
+    "numpy": "2.4.6",
+    "numba": "0.68.1",
+    "triton": "3.7.1",
+    "lightning": "2.6.6",
+    "pytorch-lightning": "2.6.6",
+    "lightning-fabric": "2.6.6",
+    "accelerate": "1.15.0",
+    "transformers": "5.23.0",
+    "trl": "1.16.0",
+    "peft": "0.21.2",
+}
+"""The newest version of each that the tests have run with."""
+
+HOOKED = {
+    "lightning": ("lightning.",),
+    "pytorch-lightning": ("pytorch_lightning.",),
+    "lightning-fabric": ("lightning_fabric.",),
+    "accelerate": ("accelerate.",),
+    "transformers": ("transformers.",),
+    "trl": (),
+    "peft": (),
+}
+"""For each host, how the names of its modules begin; none are hooked of those that use another."""
+
+_OFF = ("0", "false", "no", "off")
+
+
+def hook() -> tuple[bool, str]:
+    """Whether hosts get to know the modes without an import of ours, and what stands in the way."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        return False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch loads no extension"
+    if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() in _OFF:
+        return False, f"BF16_AUTOLOAD={os.environ['BF16_AUTOLOAD']} turns it off"
+    points = importlib.metadata.entry_points(group="torch.backends")
+    if not any(each.name == "bf16" for each in points):
+        return False, "the package is on the path and not installed, so torch does not find it"
+    if "bf16_autoload" not in sys.modules:
+        return False, "torch did not call it; torch is older than 2.5, or has failed to load it"
+    return True, "installed, and called by torch"
+
+
+def host_rows() -> list[dict[str, Any]]:
+    """For each host its version, the oldest and the newest that were tested, and what is hooked."""
+    autoload = sys.modules.get("bf16_autoload")
+    waiting = {name for each in sys.meta_path for name in getattr(each, "names", ())}
+    rows = []
+    for name, prefixes in HOOKED.items():
+        targets = [t for t in getattr(autoload, "TARGETS", ()) if t.startswith(prefixes or ("?",))]
+        rows.append(
+            {
+                "name": name,
+                "version": version_of(name),
+                "oldest": needed(name),
+                "newest_tested": TESTED[name],
+                "hooked": [t for t in targets if t in waiting],
+                "targets": len(targets),
+            }
+        )
+    return rows
+
+
+def version_of(name: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def needed(name: str) -> str | None:
+    """The oldest version that this package asks for; None where it does not say."""
+    try:
+        wanted = importlib.metadata.requires("torch-bf16") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    pattern = re.compile(rf"{re.escape(name)}(?:\[.*?\])?\s*>=\s*([\d.]+)")
+    # What developers install is newer than it must be.
+    wanted = [each for each in wanted if not re.search(r"extra == .dev", each)]
+    return next((found[1] for each in wanted if (found := pattern.match(each))), None)
+
+
+def is_older(version: str, than: str) -> bool:
+    """Whether a version is older than another, by their first two numbers."""
+    one, two = ([int(n) for n in re.findall(r"\d+", each)[:2]] for each in (version, than))
+    return one < two

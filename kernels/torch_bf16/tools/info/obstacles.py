@@ -1,0 +1,250 @@
+"""What would be refused, fall back or be slow on this machine, before a run meets it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_bf16.argument_checks import BACKENDS
+from torch_bf16.backends import choose, explain
+from torch_bf16.backends.certificates import folder
+from torch_bf16.errors import BackendUnavailableError
+from torch_bf16.formats import ROLES
+from torch_bf16.recipe import ACCUMULATIONS, RECIPES
+
+from .hosts import hook, host_rows, is_older, needed
+
+__all__ = ["VARIABLES", "Obstacle", "obstacles", "variables"]
+
+VARIABLES = ("TORCH_BF16_", "BF16_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "TRITON_")
+_ALSO = (
+    *("TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "NUMBA_DISABLE_JIT", "NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "CC"),
+    *(
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "NVIDIA_TF32_OVERRIDE",
+        "PL_TRAINER_PRECISION",
+    ),
+)
+_MODES = (*RECIPES, "")
+_FORMATS = {f"BF16_{role.upper()}": tuple(known) for role, known in ROLES.items()}
+_FORMATS["BF16_ACCUMULATE"] = ACCUMULATIONS
+_FORMATS["BF16_BACKEND"] = _FORMATS["TORCH_BF16_BACKEND"] = tuple(BACKENDS)
+_CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Something that a run would meet.
+
+    Attributes:
+        kind: ``"refused"``, ``"slow"`` or ``"note"``.
+        what: happens, and why.
+        instead: what works.
+    """
+
+    kind: str
+    what: str
+    instead: str
+
+
+def obstacles() -> list[Obstacle]:
+    """All that are known, what is refused first."""
+    found = [*_versions(), *_environment(), *_backends(), *_hardware(), *_caches(), *_forks()]
+    order = ("refused", "slow", "note")
+    return sorted(found, key=lambda each: order.index(each.kind))
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that change what we do."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(VARIABLES) or name in _ALSO
+    }
+
+
+def _versions() -> Iterator[Obstacle]:
+    oldest = needed("torch")
+    if oldest and is_older(torch.__version__, oldest):
+        yield Obstacle(
+            "refused",
+            f"torch {torch.__version__} is older than {oldest}",
+            f"pip install -U 'torch>={oldest}'",
+        )
+    for each in host_rows():
+        version, name = each["version"], each["name"]
+        if version is None:
+            continue
+        if each["oldest"] and is_older(version, each["oldest"]):
+            yield Obstacle(
+                "refused",
+                f"{name} {version} is older than {each['oldest']}",
+                f"pip install -U '{name}>={each['oldest']}'",
+            )
+        elif is_older(each["newest_tested"], version):
+            yield Obstacle(
+                "note",
+                f"{name} {version} is newer than {each['newest_tested']}, the newest one tested",
+                "report what differs",
+            )
+    works, why = hook()
+    if not works:
+        yield Obstacle(
+            "refused",
+            f"hosts do not know the modes by themselves: {why}",
+            "import lightning_bf16 or accelerate_bf16 in the script, or pip install torch-bf16",
+        )
+
+
+def _environment() -> Iterator[Obstacle]:
+    for name in ("BF16_MODE", "ACCELERATE_MIXED_PRECISION"):
+        value = os.environ.get(name, "").strip().lower()
+        ours = name == "BF16_MODE" or value.replace("_", "-").startswith(("bf16-", "true-bf16"))
+        if ours and value not in _MODES:
+            yield Obstacle("refused", f"{name}={value} names no mode", f"one of {_list(RECIPES)}")
+    for name, known in _FORMATS.items():
+        value = os.environ.get(name, "").strip()
+        if value and value not in known:
+            yield Obstacle("refused", f"{name}={value} is unknown", f"one of {_list(known)}")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        yield Obstacle(
+            "slow", "TRITON_INTERPRET=1: Triton's kernels run in its interpreter", "unset it"
+        )
+
+
+def _backends() -> Iterator[Obstacle]:
+    for device in devices():
+        try:
+            fastest = "triton" if device.type == "cuda" else "cpu"
+            chosen = choose(device).name
+        except BackendUnavailableError as error:
+            yield Obstacle("refused", str(error), "unset TORCH_BF16_BACKEND")
+            continue
+        # Said of the variable.
+        except ValueError:
+            continue
+        reason = explain(device).get(fastest)
+        if chosen == "eager" and reason:
+            yield Obstacle(
+                "slow", f"steps on {device} are eager, many times slower: {reason}", "see there"
+            )
+    if torch.cuda.is_available() and not torch.version.hip and not _compiler():
+        yield Obstacle(
+            "refused",
+            "Triton compiles its launcher with a C compiler, and none was found (CC, gcc, clang)",
+            "apt install gcc, or set CC; until then steps are eager",
+        )
+    elif torch.cuda.is_available() and not _headers():
+        yield Obstacle(
+            "refused",
+            f"Triton needs Python.h, which is not in {sysconfig.get_path('include')}",
+            "apt install python3-dev; until then steps are eager",
+        )
+
+
+def _hardware() -> Iterator[Obstacle]:
+    for device in devices():
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            yield Obstacle(
+                "slow",
+                f"{torch.cuda.get_device_name(device)} has no arithmetic in bf16 and emulates it",
+                "memory is saved all the same; fp32 or fp16 computes faster",
+            )
+    if not torch.cuda.is_available() and not _CPU_BF16 & _cpu_flags():
+        yield Obstacle(
+            "slow",
+            "this processor has no bf16 products (avx512_bf16, amx_bf16): torch's are about ten "
+            "times slower than fp32 ones",
+            "optimizer steps are as fast as elsewhere",
+        )
+
+
+def _caches() -> Iterator[Obstacle]:
+    if folder() is None:
+        told = os.environ.get("TORCH_BF16_CACHE")
+        where = f"TORCH_BF16_CACHE={told}" if told else "the user's cache"
+        yield Obstacle(
+            "slow",
+            f"{where} cannot be written: each process proves its kernels anew",
+            "set TORCH_BF16_CACHE to a folder that can be written",
+        )
+    if explain(torch.device("cpu"))["cpu"] is None and not _numba_writes():
+        yield Obstacle(
+            "slow",
+            "Numba finds no folder to keep compiled kernels in: each process compiles them anew",
+            "set NUMBA_CACHE_DIR to a folder that can be written",
+        )
+
+
+def _forks() -> Iterator[Obstacle]:
+    # GNU's runtime; LLVM's and Intel's start a pool of their own in the child.
+    if torch.get_num_threads() > 1 and "libgomp" in _loaded_libraries():
+        yield Obstacle(
+            "note",
+            "torch runs on GNU's OpenMP: in a process forked after torch has used several threads "
+            "(ddp_fork, ddp_notebook, notebook_launcher), torch's own operations hang",
+            "strategy='ddp_spawn', torchrun, or OMP_NUM_THREADS=1",
+        )
+
+
+def devices() -> list[torch.device]:
+    """The kinds of devices that torch sees."""
+    return [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CC")
+    return shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+
+
+def _headers() -> bool:
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def _cpu_flags() -> set[str]:
+    found: set[str] = set()
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            found |= set(line.partition(":")[2].split())
+            break
+    return found
+
+
+def _loaded_libraries() -> str:
+    return _read("/proc/self/maps")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _numba_writes() -> bool:
+    """Whether one of the folders that Numba would keep kernels in can be written."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    if named:
+        return _writable(Path(named))
+    source = Path(__file__).parents[2] / "backends" / "cpu"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return _writable(source / "__pycache__") or _writable(cache / "numba")
+
+
+def _writable(path: Path) -> bool:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK)
+
+
+def _list(known: Any) -> str:
+    return ", ".join(dict.fromkeys(known))

@@ -1,0 +1,209 @@
+"""``info``: what a bug report needs, and what a run would meet on this machine."""
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_bf16.tools import cli
+from torch_bf16.tools.info import hosts, obstacles
+
+ROOT = Path(__file__).parents[2]
+
+
+def info(capsys):
+    """The record, which there is whatever is wrong."""
+    assert cli.main(["info", "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def met(capsys):
+    """What a run would meet, as one text."""
+    return "\n".join(
+        f"{each['kind']}: {each['what']} -> {each['instead']}" for each in info(capsys)["obstacles"]
+    )
+
+
+def test_the_record_and_the_page_say_the_same(capsys, monkeypatch):
+    monkeypatch.setenv("BF16_MODE", "bf16-stochastic")
+    found = info(capsys)
+    assert cli.main(["info"]) == 0
+    page = capsys.readouterr().out
+    for each in found["hosts"]:
+        row = next(line for line in page.splitlines() if line.startswith(f"  {each['name']:18}"))
+        assert (each["version"] or "not installed") in row
+        assert each["newest_tested"] in row
+    assert "\nenvironment:\n" in page
+    assert "  BF16_MODE=bf16-stochastic\n" in page
+    assert found["variables"]["BF16_MODE"] == "bf16-stochastic"
+    for each in found["obstacles"]:
+        assert each["what"] in page
+        assert each["instead"] in page
+
+
+def test_nothing_private_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    cli.main(["info"])
+    assert "secret" not in capsys.readouterr().out
+
+
+def test_tested_versions_are_those_of_the_constraints():
+    pinned = dict(
+        re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "tests/constraints.txt").read_text(), re.M)
+    )
+    for name, version in hosts.TESTED.items():
+        assert pinned.get(name, version) == version
+    assert pinned.keys() >= hosts.TESTED.keys() - {"lightning-fabric"}
+
+
+def test_each_host_has_all_the_modules_that_the_hook_waits_for():
+    import bf16_autoload
+
+    found = {each["name"]: each["targets"] for each in hosts.host_rows()}
+    assert sum(found.values()) == len(bf16_autoload.TARGETS)
+    assert found["trl"] == found["peft"] == 0
+
+
+def test_a_module_that_is_not_waited_for_is_not_called_hooked(monkeypatch):
+    import bf16_autoload
+
+    finder = next(each for each in sys.meta_path if isinstance(each, bf16_autoload._Finder))
+    monkeypatch.setattr(finder, "names", finder.names - {"accelerate.state"})
+    row = next(each for each in hosts.host_rows() if each["name"] == "accelerate")
+    assert len(row["hooked"]) == row["targets"] - 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("TORCH_BF16_BACKEND", "tpu", "refused: TORCH_BF16_BACKEND=tpu is unknown"),
+        ("TORCH_BF16_BACKEND", "triton", "backend 'triton' was asked for and cannot run on cpu"),
+        ("BF16_MODE", "bf16_stochastic", "refused: BF16_MODE=bf16_stochastic names no mode"),
+        ("BF16_MODE", "banana", "refused: BF16_MODE=banana names no mode"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16-stochastc", "names no mode"),
+        ("BF16_WEIGHTS", "bf16+9", "refused: BF16_WEIGHTS=bf16+9 is unknown"),
+        ("BF16_EXP_AVG", "int4", "refused: BF16_EXP_AVG=int4 is unknown"),
+        ("BF16_ACCUMULATE", "fp16", "refused: BF16_ACCUMULATE=fp16 is unknown"),
+        ("BF16_BACKEND", "cuda", "refused: BF16_BACKEND=cuda is unknown"),
+        ("TORCH_BF16_CACHE", "/dev/null/cache", "slow: TORCH_BF16_CACHE=/dev/null/cache cannot"),
+        ("NUMBA_CACHE_DIR", "/dev/null/cache", "slow: Numba finds no folder"),
+        ("BF16_AUTOLOAD", "off", "BF16_AUTOLOAD=off turns it off -> import lightning_bf16"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "torch loads no extension"),
+        ("TRITON_INTERPRET", "1", "slow: TRITON_INTERPRET=1"),
+    ],
+)
+def test_what_the_environment_asks_for_and_cannot_be(variable, value, said, capsys, monkeypatch):
+    assert said not in met(capsys)
+    monkeypatch.setenv(variable, value)
+    if said.startswith("slow: Numba"):
+        pytest.importorskip("numba")
+    assert said in met(capsys)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("BF16_MODE", ""), ("ACCELERATE_MIXED_PRECISION", "fp16"), ("BF16_WEIGHTS", "bf16+8")],
+)
+def test_what_can_be_meant_is_no_obstacle(variable, value, capsys, monkeypatch):
+    before = met(capsys)
+    monkeypatch.setenv(variable, value)
+    assert met(capsys) == before
+
+
+def test_versions_that_are_too_old_or_not_tested_are_named(capsys, monkeypatch):
+    real = importlib.metadata.version
+    given = {"lightning": "2.4.0", "accelerate": "0.34.2", "transformers": "99.0.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: given.get(name) or real(name))
+    monkeypatch.setattr(torch, "__version__", "2.1.0")
+    found = met(capsys)
+    assert re.search(r"refused: torch 2\.1\.0 is older than 2\.\d", found)
+    assert "refused: lightning 2.4.0 is older than 2.5 -> pip install -U 'lightning>=2.5'" in found
+    assert "refused: accelerate 0.34.2 is older than 1.1" in found
+    assert "note: transformers 99.0.0 is newer than" in found
+
+
+def test_versions_are_compared_as_numbers():
+    assert hosts.is_older("2.9.1", "2.10")
+    assert not hosts.is_older("2.13.0+cpu", "2.6")
+    assert not hosts.is_older("2.6.0", "2.6")
+
+
+def test_a_package_that_is_not_installed_has_no_hook(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    assert "the package is on the path and not installed" in met(capsys)
+
+
+def test_without_metadata_nothing_is_said_of_the_oldest(monkeypatch):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", none)
+    assert hosts.needed("torch") is None
+
+
+def test_processors_without_bf16_products_are_slow(capsys, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("the GPU is what would be used")
+    monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"avx2", "avx512f"})
+    assert "slow: this processor has no bf16 products" in met(capsys)
+    monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"amx_bf16"})
+    assert "no bf16 products" not in met(capsys)
+
+
+def with_a_gpu(monkeypatch, supported=True):
+    """A machine whose torch sees a GPU; nothing is run on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+
+
+def test_gpus_that_emulate_bf16_are_slow(monkeypatch):
+    with_a_gpu(monkeypatch, supported=False)
+    said = [each.what for each in obstacles.obstacles() if each.kind == "slow"]
+    assert "Tesla T4 has no arithmetic in bf16 and emulates it" in said
+
+
+def test_triton_needs_a_compiler_and_python_s_headers(monkeypatch):
+    with_a_gpu(monkeypatch)
+    monkeypatch.setattr(obstacles, "_headers", lambda: True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    said = [each.what for each in obstacles.obstacles() if each.kind == "refused"]
+    assert any("with a C compiler, and none was found" in each for each in said)
+    monkeypatch.setattr(obstacles, "_compiler", lambda: "/usr/bin/gcc")
+    monkeypatch.setattr(obstacles, "_headers", lambda: False)
+    assert any("Triton needs Python.h" in each.what for each in obstacles.obstacles())
+
+
+def test_forks_are_warned_of_where_threads_would_be_gone(monkeypatch):
+    monkeypatch.setattr(obstacles, "_loaded_libraries", lambda: "/lib/libgomp-98b21ff3.so.1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert any("GNU's OpenMP" in each.what for each in obstacles.obstacles())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert not any("GNU's OpenMP" in each.what for each in obstacles.obstacles())
+
+
+def test_no_host_is_imported_to_be_told_of():
+    from own_process import printed_by
+
+    found = printed_by("""
+        import sys
+        from torch_bf16.tools import cli
+        assert cli.main(["info"]) == 0
+        heavy = ("transformers", "lightning", "accelerate", "torch._dynamo", "matplotlib", "rich")
+        print([each for each in heavy if each in sys.modules])
+    """)
+    assert found[-1] == "[]"
+
+
+def test_a_target_that_cannot_be_written_is_refused_at_once(capsys, tmp_path):
+    for bad in (tmp_path, tmp_path / "no" / "file.json"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["info", "--json", os.fspath(bad)])
+        assert "argument --json" in capsys.readouterr().err

@@ -1,0 +1,199 @@
+"""``recommend``: what is measured of updates, and what follows from it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_bf16 import get_recipe
+from torch_bf16.tools.recommend.lines import lines
+from torch_bf16.tools.recommend.models import errors_of, to_tf32
+from torch_bf16.tools.recommend.updates import Layer, ParameterSums
+from torch_bf16.tools.recommend.verdict import DISTANCE, LEARNED, judge
+
+SWEEP = (
+    Path(__file__).parents[2] / "examples" / "results" / "2026-11-21-cpu/learning_rate_sweep.json"
+)
+
+
+def seen(name="a.weight", size=0.02, update=1e-5, lr=1e-4, steps=1000, shape=(64, 64), looks=3):
+    """A parameter whose elements are all of one size and move by the same in each step."""
+    sums = ParameterSums(name, shape, (0, 0))
+    n = math.prod(shape)
+    for _ in range(looks):
+        weight = torch.full((n,), size, dtype=torch.float64)
+        sums.add(weight, torch.full_like(weight, update), torch.full((n,), 1e-3), lr)
+    sums.length = lr * steps
+    return sums
+
+
+def test_distance_is_that_of_the_documentation():
+    """Elements that all go the same way: as many spacings as they go (docs/numerics.md)."""
+    spacing = 2.0 ** (math.floor(math.log2(0.02)) - 7)
+    for update, steps in ((1e-5, 1000), (3e-7, 1000), (1e-5, 40)):
+        layer = Layer("a", (seen(update=update, steps=steps),))
+        assert layer.distance("bf16_stochastic") == pytest.approx(steps * update / spacing)
+        assert layer.distance("bf16+8") == pytest.approx(256 * steps * update / spacing)
+        assert layer.distance("bf16+16") == math.inf
+        assert layer.spacings() == pytest.approx(steps * update / spacing)
+        assert layer.update() == pytest.approx(update / 1e-4)
+
+
+def test_a_few_steps_of_a_warm_up_tell_of_the_whole_schedule():
+    warm = seen(update=1e-7, lr=1e-6)
+    warm.length = 1e-4 * 1000
+    whole = seen(update=1e-5, lr=1e-4)
+    distances = [Layer("a", (each,)).distance("bf16_stochastic") for each in (warm, whole)]
+    assert distances[0] == pytest.approx(distances[1])
+
+
+def test_noise_of_real_stochastic_rounding_is_what_is_foretold():
+    from torch_bf16 import numerics
+
+    n, steps, update = 4096, 200, 4e-6
+    weight = torch.full((n,), 0.02).bfloat16()
+    start = weight.float()
+    key = numerics.tensor_key("a")
+    for step in range(1, steps + 1):
+        bits = numerics.noise(
+            seed=0, step=step, key=key, stream=numerics.WEIGHT.stream, start=0, n=n
+        )
+        draws = numerics.draw16(bits, numerics.WEIGHT)
+        weight = numerics.bf16_stochastic(weight.float() + update, draws)
+    drift = steps * update
+    noise = float((weight.float() - start - drift).double().square().mean().sqrt())
+    layer = Layer("a", (seen(size=float(start[0]), update=update, steps=steps),))
+    # sqrt(1 - f), and four standard errors of a deviation.
+    share = update / 2.0 ** (math.floor(math.log2(0.02)) - 7)
+    foretold = layer.distance("bf16_stochastic") ** -0.5 * math.sqrt(1 - share)
+    assert noise / drift == pytest.approx(foretold, rel=4 / math.sqrt(2 * n))
+
+
+def test_samples_stand_for_the_whole_parameter():
+    small = seen(shape=(8, 8))
+    large = seen(shape=(8, 8), size=0.5)
+    large.shape = (800, 8)
+    layer = Layer("a", (small, large))
+    alone = Layer("a", (large,)).distance("bf16_stochastic")
+    assert layer.elements == 64 + 6400
+    assert layer.distance("bf16_stochastic") == pytest.approx(alone, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("update", "name"),
+    [(1e-4, "bf16-stochastic"), (1e-6, "bf16+8"), (1e-8, "bf16-fp32-master")],
+)
+def test_the_smallest_recipe_that_loses_nothing_is_chosen(update, name):
+    verdict = judge([seen(update=update), seen("a.bias", shape=(64,), update=update)])
+    assert verdict.chosen.name == name
+    assert [each.loses for each in verdict.candidates] == sorted(
+        (each.loses for each in verdict.candidates), reverse=True
+    )
+
+
+def test_recipes_begin_to_lose_at_the_rate_that_is_said():
+    first = judge([seen(update=1e-6)]).candidates[0]
+    assert first.loses
+    for factor, loses in ((1.01, False), (0.99, True)):
+        times = first.needed * factor
+        again = judge([seen(update=1e-6 * times, lr=1e-4 * times)]).candidates[0]
+        assert again.loses == loses
+
+
+def test_one_layer_that_hardly_moves_is_enough():
+    quick, slow = seen("quick.weight", update=1e-3, shape=(640, 64)), seen("slow.weight", size=64.0)
+    verdict = judge([quick, slow])
+    assert verdict.candidates[0].distance > DISTANCE
+    assert verdict.candidates[0].loses
+    assert verdict.candidates[0].worst[0] == "slow"
+    assert verdict.layers[0].name == "slow"
+
+
+def test_vectors_lose_nothing_because_they_are_exact():
+    verdict = judge([seen("norm.weight", size=1.0, update=1e-9, shape=(64,))])
+    assert verdict.chosen.name == "bf16-stochastic"
+    assert verdict.chosen.noise == 0
+
+
+def test_nothing_that_moves_is_no_answer():
+    for parameters in ([], [seen(update=0.0)]):
+        with pytest.raises(ValueError, match="no weight is to move"):
+            judge(parameters)
+
+
+def test_what_nearest_loses_is_what_it_loses():
+    torch.manual_seed(0)
+    weight = (torch.randn(4096) * 0.02).bfloat16().double()
+    update = torch.randn(4096, dtype=torch.float64) * 3e-5
+    sums = ParameterSums("a.weight", (64, 64), (0, 0))
+    sums.add(weight, update, torch.ones(4096), 1e-3)
+    stored = (weight + update).float().bfloat16().double() - weight
+    expected = float(stored @ update / (update @ update))
+    assert Layer("a", (sums,)).nearest() == pytest.approx(expected, abs=0.01)
+
+
+def test_gradients_that_fp16_rounds_to_zero_are_counted():
+    sums = ParameterSums("a.weight", (2, 4), (0, 0))
+    gradient = torch.tensor([0.0, 1e-8, 2e-8, 1e-6, 1e-3, -1e-9, 1.0, 5e-8])
+    ones = torch.ones(8, dtype=torch.float64)
+    sums.add(ones, ones, gradient, 1.0)
+    layer = Layer("a", (sums,))
+    kept = gradient[gradient != 0].half() == 0
+    assert layer.underflow() == pytest.approx(float(kept.float().mean()))
+    assert layer.underflow(65504.0) == 0
+
+
+def test_products_off_by_what_rounding_makes_of_them():
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(64, 32).requires_grad_(False), torch.randn(16, 64)
+    found = errors_of(layer, (x,))
+    exact = layer(x)
+    weight, bias = layer.weight.bfloat16().float(), layer.bias.bfloat16().float()
+    rounded = torch.nn.functional.linear(x.bfloat16().float(), weight, bias)
+    assert found["bf16"] == pytest.approx(float((rounded - exact).norm() / exact.norm()), rel=1e-5)
+    assert found["tf32"] < found["bf16"] / 4
+    # Terms that cancel leave what was rounded.
+    cancelling = torch.nn.Linear(2, 1, bias=False)
+    cancelling.weight.data = torch.tensor([[1.0, -1.0]])
+    assert errors_of(cancelling, (torch.tensor([[1.0, 1.003]]),))["bf16"] > 0.3
+
+
+def test_tf32_has_ten_bits_and_rounds_ties_to_even():
+    half = 2.0**-11
+    x = torch.tensor([1 + half, 1 + 3 * half, 1 + half * 1.01, -1 - half, float("inf"), 3e38])
+    expected = torch.tensor([1, 1 + 4 * half, 1 + 2 * half, -1, float("inf"), 3e38])
+    assert torch.equal(to_tf32(x)[:5], expected[:5])
+    assert float(to_tf32(x)[5]) == pytest.approx(3e38, rel=2**-11)
+
+
+def test_the_threshold_is_the_one_by_which_the_sweep_is_judged():
+    """Each rate of the record lies below 99.8 %, and is found so (tests/proofs/recommended.py)."""
+    share = json.loads(SWEEP.read_text())["share_of_improvement"]["bf16-stochastic"]
+    assert LEARNED == 0.998
+    assert all(each < LEARNED for each in share.values())
+    assert pytest.approx(500) == DISTANCE
+
+
+HOSTS = ("pytorch", "lightning", "pytorch_lightning", "fabric", "lightning_fabric", "accelerate")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("update", [1e-4, 1e-6, 1e-8])
+def test_the_lines_are_python_and_name_the_recipe(host, update):
+    chosen = judge([seen(update=update)]).chosen
+    written = lines(host, chosen, "python train.py")
+    assert len(written) == 2
+    compile("\n".join(written), "lines", "exec")
+    assert chosen.mode in written[1]
+    assert all(value in written[1] for value in chosen.options.values())
+    assert get_recipe(chosen.mode, **chosen.options) == chosen.recipe
+
+
+def test_the_lines_for_the_trainer_are_the_shell_s():
+    chosen = judge([seen(update=1e-6)]).chosen
+    assert lines("trainer", chosen, "python train.py --lr 1") == [
+        "export BF16_MODE=bf16-stochastic BF16_WEIGHTS=bf16+8",
+        "python train.py --lr 1",
+    ]
