@@ -94,9 +94,10 @@ def _of_factory(
             for step, batch in enumerate(training.endless(), 1):
                 loss = loss_of(model, batch)
                 if not bool(loss.isfinite()):
+                    value = float(loss.detach())
                     raise ValueError(
-                        f"{text}: the loss of step {step} is {float(loss.detach())}; no format of weights "
-                        "mends that"
+                        f"{text}: the loss of step {step} is {value}; no format of weights mends "
+                        "that"
                     )
                 optimizer.zero_grad()
                 loss.backward()
