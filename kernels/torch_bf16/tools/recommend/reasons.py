@@ -36,7 +36,8 @@ def _nearest(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _loses(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    below = "" if row["loses_below_lr"] is None else f", from lr {row['loses_below_lr']:.2g} on not"
+    rate = row["loses_below_lr"]
+    below = "" if rate is None else f"; from lr {rate:.2g} on it would not"
     total = content["total_steps"]
     needed = content["thresholds"]["distance"]
     if row["distance"] < needed:
