@@ -93,6 +93,11 @@ def _check(found: Observation) -> None:
                 examine(optimizer)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"no recipe trains with this optimizer: {error}") from error
+    if not found.looks and found.converted:
+        raise ValueError(
+            f"{', '.join(found.converted)} steps over bf16 weights and was converted at its first "
+            "step; none of the steps after it was looked at: give --steps 2 or more"
+        )
     if not found.parameters and found.infinite:
         raise ValueError(
             f"the gradients of all {found.infinite} steps that were looked at hold NaN or "

@@ -25,7 +25,7 @@ from .host import Host, host_of
 from .models import Models
 from .updates import ParameterSums
 
-__all__ = ["Enough", "Observation", "Observer"]
+__all__ = ["Enough", "Observation", "Observer", "Refused"]
 
 _SAMPLE = 4096
 
@@ -36,6 +36,10 @@ class Enough(BaseException):
     No ``Exception``: those of a script, of a search for a batch size or of a loop that restarts
     would be taken for failures of a step.
     """
+
+
+class Refused(Enough):
+    """Ends a training that cannot be measured; the message says why."""
 
 
 @dataclass
@@ -73,7 +77,7 @@ class Observation:
 
 
 class Observer:
-    """Looks at the second half of some steps of every optimizer, then raises :class:`Enough`.
+    """Looks at the second half of some steps of every optimizer, then ends the ``with`` block.
 
     It writes nothing, so that those steps are what they would have been; but optimizers over bf16
     weights are converted to exact masters, because what they intend is rounded away otherwise.
@@ -83,7 +87,7 @@ class Observer:
         progress: is told after each.
 
     Raises:
-        ValueError: from within a step, what cannot be measured.
+        ValueError: at the end of the block, what cannot be measured.
     """
 
     def __init__(self, steps: int, progress: Callable[[str], None]) -> None:
@@ -101,12 +105,15 @@ class Observer:
         ]
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
         for handle in self._handles:
             handle.remove()
         for each in self._watching.values():
             each.optimizer.observers.remove(each)
         self.found.models.release()
+        if isinstance(error, Refused):
+            raise ValueError(str(error)) from error
+        return isinstance(error, Enough)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -158,10 +165,10 @@ class Observer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         kinds = {p.dtype for p in parameters} - {torch.float32, torch.bfloat16}
         if kinds:
-            raise ValueError(
+            raise Refused(
                 f"{type(optimizer).__name__} trains weights in "
-                f"{', '.join(sorted(map(str, kinds)))}, where small updates are lost as well; give "
-                "it weights in fp32 (precision='32-true' or 'bf16-mixed', dtype=torch.float32)"
+                f"{', '.join(sorted(map(str, kinds)))}, and recipes are for fp32 ones that become "
+                "bf16: give it weights in fp32 (precision='32-true', dtype=torch.float32)"
             )
         found.models.add(parameters)
         if found.host is None:
@@ -171,6 +178,11 @@ class Observer:
         return len(found.optimizers) - 1
 
     def _watch(self, optimizer: BF16Optimizer, number: int) -> None:
+        if optimizer._engine.release is not None:
+            raise Refused(
+                f"{type(optimizer).__name__} steps inside the backward pass, one parameter at a "
+                "time: its gradients are released. Leave release_gradients out to measure it"
+            )
         watcher = _Watcher(self, optimizer, number)
         self._watching[number] = watcher
         optimizer.observers.append(watcher)
@@ -183,7 +195,7 @@ class Observer:
         try:
             convert(optimizer, "bf16-fp32-master")
         except (ValueError, NotImplementedError) as error:
-            raise ValueError(
+            raise Refused(
                 f"{kind} steps over bf16 weights and rounds what it intends to nearest, and it "
                 f"cannot be converted to exact masters to be watched: {error}. Give it weights in "
                 "fp32"
@@ -254,7 +266,7 @@ def _taken(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     memory, gradient = local(parameter).detach(), local(parameter.grad)  # pyright: ignore
     where = places(memory.numel(), _SAMPLE, memory.device)
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    elements = memory.reshape(-1)[where].double().cpu()
+    elements = memory.reshape(-1)[where].cpu().double()
     return elements, gradient.detach().reshape(-1)[where].float().cpu(), where, memory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ def ranges(verdict: Verdict, passing: Mapping[str, Passing]) -> dict[str, Any]:
     scale = FP16_MOST / everything.largest if everything.largest else 1.0
     infinite = [name for name, each in passing.items() if each.largest > FP16_MOST]
     infinite += [each.name for each in verdict.layers if each.largest > FP16_MOST]
+    largest = max((each.largest for each in passing.values()), default=math.nan)
     formats = {}
     for name in ROUNDED:
         narrow = name == "fp16"
@@ -45,5 +47,5 @@ def ranges(verdict: Verdict, passing: Mapping[str, Passing]) -> dict[str, Any]:
     return {
         "formats": formats,
         "largest_gradient": everything.largest,
-        "largest_activation": max((each.largest for each in passing.values()), default=None),
+        "largest_activation": largest if math.isfinite(largest) else None,
     }

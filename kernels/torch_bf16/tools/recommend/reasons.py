@@ -31,7 +31,7 @@ def _nearest(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     step = sum(each["spacings_per_step"] * each["elements"] for each in matrices) / numel
     return (
         f"a step moves a weight by {step:.2g} of a bf16 spacing on average: rounded to nearest, as "
-        f"bf16-true does, {row['lost_updates']:.0%} of the updates are lost"
+        f"bf16-true does, {row['lost_updates']:.0%} of the updates are lost at this rate"
     )
 
 

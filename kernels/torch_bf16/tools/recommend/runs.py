@@ -14,17 +14,13 @@ import torch
 
 from torch_bf16.tools.factory import CONTRACT, Training, is_factory, loss_of, training_of
 
-from .observation import Enough, Observation, Observer
+from .observation import Observation, Observer
 
 __all__ = ["KINDS", "observed"]
 
 KINDS = f"a script, or module:factory: {CONTRACT}"
 # Experiment trackers that would open a run for a training of a few steps.
-_QUIET = {
-    "WANDB_MODE": "disabled",
-    "COMET_MODE": "disabled",
-    "MLFLOW_TRACKING_URI": "file:/dev/null",
-}
+_QUIET = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
 
 
 def observed(
@@ -90,20 +86,16 @@ def _of_factory(
         )
     model.train()
     with Observer(steps, progress) as observer:
-        try:
-            for step, batch in enumerate(training.endless(), 1):
-                loss = loss_of(model, batch)
-                if not bool(loss.isfinite()):
-                    value = float(loss.detach())
-                    raise ValueError(
-                        f"{text}: the loss of step {step} is {value}; no format of weights mends "
-                        "that"
-                    )
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        except Enough:
-            pass
+        for step, batch in enumerate(training.endless(), 1):
+            loss = loss_of(model, batch)
+            if not bool(loss.isfinite()):
+                value = float(loss.detach())
+                raise ValueError(
+                    f"{text}: the loss of step {step} is {value}; no format of weights mends that"
+                )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
     return observer.found
 
 
@@ -114,25 +106,19 @@ def _of_script(
     with Observer(steps, progress) as observer, _as_program(path, arguments):
         try:
             runpy.run_path(str(path), run_name="__main__")
-        except Enough:
-            return observer.found
-        except KeyboardInterrupt:
-            raise
         except SystemExit as error:
             if error.code:
                 ended = f"exited with status {error.code} (its own arguments go after --)"
         # It is the user's code.
         except Exception as error:
-            if _is_ours(error):
-                raise
             taken = max(observer.found.steps, default=0)
             raise ValueError(
                 f"{path} failed after {taken} steps, {_where(error, path)}: "
                 f"{type(error).__name__}: {str(error).strip()[:500]}"
             ) from error
     taken = max(observer.found.steps, default=0)
-    if observer.found.looks:
-        # Shorter than what was asked for, and that is all of it.
+    # It may be shorter than what was asked for.
+    if observer.found.looks or taken >= steps:
         return observer.found
     what = f"after {taken} of {steps} steps" if taken else "without a step of any optimizer"
     least = " Give --steps fewer" if taken > 1 else ""
@@ -159,12 +145,6 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
             sys.path.remove(place)
         for name in added:
             os.environ.pop(name, None)
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether it was raised by the observer, within a step."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).parent == Path(__file__).parent
 
 
 def _where(error: BaseException, path: Path) -> str:
