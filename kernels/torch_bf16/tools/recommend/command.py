@@ -125,10 +125,12 @@ def _plan(found: Observation, asked: int | None) -> list[str]:
         rates, why = planned_rates(optimizer, found.rates[number], total)
         if why is not None and len(rates) > found.steps[number]:
             notes.append(f"the last learning rate is taken for the rest of the run: {why}")
+        # Of each group; one that was added after the first steps has the last one's.
+        columns = zip(*rates, strict=False)
+        lengths = [float(total) if math.isnan(c[0]) else sum(map(abs, c)) for c in columns]
         for each in found.parameters.values():
             if each.rate[0] == number:
-                own = [row[min(each.rate[1], len(row) - 1)] for row in rates]
-                each.length = float(total) if math.isnan(own[0]) else sum(map(abs, own))
+                each.length = lengths[min(each.rate[1], len(lengths) - 1)]
         found.rates[number] = rates
     return list(dict.fromkeys(notes))
 
