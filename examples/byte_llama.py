@@ -31,10 +31,14 @@ def llama_sizes(width: int, layers: int, context: int) -> dict:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and two more: ``<pad>`` and ``<eos>``."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = {each: number for number, each in enumerate([*alphabet, "<pad>", "<eos>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
+    """Token ``b`` is byte ``b``; ``<pad>`` and ``<eos>`` follow."""
+    # A byte-level tokenizer writes bytes as characters: printable ones as what they are in Latin-1,
+    # the others, in order, from 256 on (GPT-2's encoder.py).
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    names = {chr(b if b in printable else next(others)): b for b in range(256)}
+    vocabulary = {**names, "<pad>": PAD, "<eos>": EOS}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

@@ -53,7 +53,9 @@ def test_a_resumed_pytorch_loop_has_the_bits_of_one_that_never_stopped(precision
 
 
 def test_the_pytorch_loop_runs_in_fp32_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert math.isfinite(pytorch_loop.main([*TINY, "--device=cpu", "--steps=2", "--precision=fp32"]))
+    assert math.isfinite(
+        pytorch_loop.main([*TINY, "--device=cpu", "--steps=2", "--precision=fp32"])
+    )
     assert "step 2: loss" in capsys.readouterr().out
 
 
