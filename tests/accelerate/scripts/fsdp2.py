@@ -15,8 +15,10 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-HERE = Path(__file__)
-sys.path += map(str, (HERE.parents[1], HERE.parents[2] / "support", HERE.parents[3] / "examples"))
+sys.path += [
+    str(Path(__file__).parents[3] / each)
+    for each in ("tests/accelerate", "tests/support", "examples")
+]
 from fsdp2_on_ranks import step_on_given_gradients
 from sharded_llama import PartialState, contents, prepared, sharding, train
 from small_model import Counter
