@@ -150,7 +150,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(names):
         parser.error(f"no environment is called {', '.join(unknown)}; there are {', '.join(names)}")
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         base = args.keep or Path(temporary)
@@ -170,11 +169,12 @@ def main(arguments: list[str] | None = None) -> int:
             found["date"] = datetime.date.today().isoformat()
             failed |= any(each not in ("ok", "not installed") for each in found["parts"].values())
             print(environment.name, json.dumps(found), flush=True)
-            record[environment.name] = found
+            # Read anew: rows of a run beside this one are kept.
+            record = json.loads(RECORD.read_text()) | {environment.name: found}
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
             if not args.keep:
                 shutil.rmtree(folder)
-    write(record)
+    write(json.loads(RECORD.read_text()))
     return int(failed)
 
 
