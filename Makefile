@@ -11,11 +11,12 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
+COMPAT_ARGS ?=
 
 # Sphinx and its kin come on top, so that nobody installs them to run the tests.
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo test lint bench gpu docs install clean
+.PHONY: demo test lint bench gpu docs notebooks compat install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/lightning_demo.py $(DEMO_ARGS)
@@ -37,6 +38,12 @@ gpu: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/docs
 	@echo "build/docs/index.html"
+
+notebooks: $(STAMP)
+	$(BIN)/python examples/notebooks/make_notebooks.py
+
+compat: $(STAMP)
+	$(BIN)/python tests/proofs/compat.py $(COMPAT_ARGS)
 
 install: $(STAMP)
 

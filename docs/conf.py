@@ -28,6 +28,8 @@ include_patterns = [
     "kernels/README.md",
     "kernels/**/README.md",
     "*/_patches/README.md",
+    "examples/README.md",
+    "examples/notebooks/*.ipynb",
     "examples/results/*/README.md",
 ]
 exclude_patterns = [".*", "build", "dist", "demo", "tests", "**/__pycache__"]
@@ -74,7 +76,7 @@ def write_for_sphinx(app: Any, docname: str, source: list[str]) -> None:
     )
     if docname == root_doc:
         for caption, body in sections(text):
-            pages = "\n".join(re.findall(r"^- \[.*?\]\((\S+)\.md\)", body, re.M))
+            pages = "\n".join(re.findall(r"^- \[.*?\]\((\S+)\.(?:md|ipynb)\)", body, re.M))
             text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
     source[0] = text
 
@@ -96,14 +98,15 @@ def write_for_programs(app: Any, failure: Exception | None) -> None:
         return
     out = Path(app.outdir)
     for name in app.env.found_docs:
+        source = Path(app.env.doc2path(name))
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / f"{name}.md", out / f"{name}.md")
+        shutil.copy(source, out / f"{name}{source.suffix}")
     index = (ROOT / f"{root_doc}.md").read_text()
     title, first = re.match(r"# (.*)\n\n((?:.+\n)+)", index).groups()
     lines = [f"# {title}", "", *("> " + line for line in first.splitlines())]
     for caption, body in sections(index):
         # Relative to the site's root, where llms.txt is.
-        entries = re.sub(r"\]\((?=[\w./-]+\.md)", "](docs/", body.strip())
+        entries = re.sub(r"\]\((?=[\w./-]+\.(?:md|ipynb))", "](docs/", body.strip())
         lines += ["", f"## {caption}", "", entries.replace("docs/../", "")]
     (out / "llms.txt").write_text("\n".join(lines) + "\n")
 

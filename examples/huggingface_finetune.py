@@ -21,14 +21,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from byte_llama import byte_tokenizer, llama_sizes
 from corpus import batches, load_corpus
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Trainer,
@@ -43,31 +42,10 @@ TOLERANCE = 0.01
 
 
 def make_model(kind: str, args: argparse.Namespace) -> nn.Module:
-    sizes = {
-        "vocab_size": 258,
-        "hidden_size": args.width,
-        "intermediate_size": 2 * args.width,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": args.context + 1,
-        "pad_token_id": 256,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-    }
+    sizes = llama_sizes(args.width, args.layers, args.context + 1)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**sizes))
     return Qwen3ForCausalLM(Qwen3Config(head_dim=args.width // 4, **sizes))
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte; TRL wants a tokenizer even for text that is tokens already."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = {each: number for number, each in enumerate([*alphabet, "<pad>", "<eos>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def dataset(text: Tensor, args: argparse.Namespace, *, n: int, seed: int) -> Dataset:

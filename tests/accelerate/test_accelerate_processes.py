@@ -149,7 +149,7 @@ def test_the_package_kernels_of_hugging_face_beside_our_folder_breaks_nothing(tm
 def test_with_the_package_kernels_installed_transformers_finds_it_and_trains_in_the_mode(tmp_path):
     script = f"""
 import sys, torch, transformers, transformers.integrations.hub_kernels, kernels
-sys.path.insert(0, "tests/accelerate")
+sys.path[:0] = ["tests/accelerate", "examples"]
 from tiny_llm import llama, sequences
 arguments = transformers.TrainingArguments(
     {str(tmp_path)!r}, max_steps=1, use_cpu=True, report_to=[], save_strategy="no"

@@ -15,7 +15,10 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "support")]
+sys.path += [
+    str(Path(__file__).parents[3] / each)
+    for each in ("tests/accelerate", "tests/support", "examples")
+]
 from fsdp2_on_ranks import step_on_given_gradients
 from sharded_llama import PartialState, contents, prepared, sharding, train
 from small_model import Counter

@@ -1,0 +1,56 @@
+"""A loop of one's own on Lightning Fabric: the mode is a precision there, too.
+
+fabric run --precision bf16-stochastic examples/fabric.py
+python examples/fabric.py --precision bf16-stochastic
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import lightning
+import torch
+from corpus import batches, load_corpus
+from gpt import GPT, GPTConfig, next_byte_loss
+from torch.utils.data import DataLoader
+
+
+def main(arguments: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--precision", help="default: what `fabric run` says")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    args = parser.parse_args(arguments)
+
+    fabric = lightning.Fabric(precision=args.precision)
+    fabric.launch()
+    fabric.seed_everything(0)
+    corpus = load_corpus(args.corpus_bytes)
+    shape = {"batch_size": args.batch_size, "context": args.context}
+    windows = batches(corpus.train, n=args.steps, seed=1, **shape).flatten(0, 1)
+
+    model = GPT(GPTConfig(context=args.context, width=args.width, layers=args.layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(windows, batch_size=args.batch_size))
+
+    loss = torch.tensor(float("nan"))
+    for step, batch in enumerate(loader, start=1):
+        loss = next_byte_loss(model, batch)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            fabric.print(f"step {step}: loss {loss.item():.4f}")
+    fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer})
+    return loss.item()
+
+
+if __name__ == "__main__":
+    main()

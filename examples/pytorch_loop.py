@@ -1,0 +1,89 @@
+"""A whole training loop in plain PyTorch: schedule, clipping, micro-batches, checkpoint, resume.
+
+python examples/pytorch_loop.py --precision bf16-stochastic
+python examples/pytorch_loop.py --precision bf16-stochastic --steps 600 --resume loop.pt
+
+The second command goes on where the first one ended, with the bits of a run that never stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from corpus import batches, load_corpus
+from gpt import GPT, GPTConfig, next_byte_loss
+
+import torch_bf16
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    modes = ("fp32", "bf16-stochastic", "bf16-fp32-master")
+    parser.add_argument("--precision", choices=modes, default="bf16-stochastic")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--micro-batches", type=int, default=2, help="summed before each step")
+    parser.add_argument("--batch-size", type=int, default=8, help="of a micro-batch")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    parser.add_argument("--checkpoint", type=Path, default=Path("loop.pt"))
+    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> float:
+    args = parse_arguments(arguments)
+    torch.manual_seed(0)
+    corpus = load_corpus(args.corpus_bytes)
+    model = GPT(GPTConfig(context=args.context, width=args.width, layers=args.layers))
+    model.to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50))
+
+    autocast = nullcontext()
+    if args.precision != "fp32":
+        # In the same two bytes, gradients of micro-batches are summed without losing small ones.
+        recipe = torch_bf16.get_recipe(args.precision, accumulate="bf16_stochastic")
+        torch_bf16.prepare(model, optimizer, recipe)
+        print(torch_bf16.describe(model, optimizer))
+        autocast = torch.autocast(args.device, torch.bfloat16)
+
+    start = 0
+    if args.resume:
+        state = torch.load(args.resume, map_location=args.device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        start = state["step"]
+
+    loss = torch.tensor(float("nan"))
+    for step in range(start, args.steps):
+        shape = {"batch_size": args.batch_size, "context": args.context}
+        for batch in batches(corpus.train, n=args.micro_batches, seed=step, **shape):
+            with autocast:
+                loss = next_byte_loss(model, batch.to(args.device))
+            (loss / args.micro_batches).backward()
+        if args.precision == "fp32":
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            norm = torch_bf16.clip_next_step(optimizer, 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if (step + 1) % 50 == 0 or step + 1 == args.steps:
+            print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.3f}")
+
+    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    saved = {name: each.state_dict() for name, each in states.items()}
+    torch.save(saved | {"step": args.steps}, args.checkpoint)
+    return loss.item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The examples that show one way to train each, as a user would start them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import digits_cnn
+import fabric
+import lightning_trainer
+import nanogpt_char
+import pytest
+import pytorch_loop
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODES = ("bf16-stochastic", "bf16-fp32-master")
+TINY = ["--batch-size=2", "--context=16", "--width=16", "--layers=1", "--corpus-bytes=200000"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*command: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | (environment or {}),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("precision", MODES)
+def test_a_resumed_pytorch_loop_has_the_bits_of_one_that_never_stopped(precision: str) -> None:
+    options = [*TINY, "--device=cpu", f"--precision={precision}"]
+    pytorch_loop.main([*options, "--steps=5", "--checkpoint=whole.pt"])
+    pytorch_loop.main([*options, "--steps=3", "--checkpoint=half.pt"])
+    pytorch_loop.main([*options, "--steps=5", "--resume=half.pt", "--checkpoint=resumed.pt"])
+    whole, resumed = torch.load("whole.pt"), torch.load("resumed.pt")
+    assert whole["step"] == resumed["step"] == 5
+    for name, weight in whole["model"].items():
+        assert torch.equal(weight, resumed["model"][name]), name
+
+
+def test_the_pytorch_loop_runs_in_fp32_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert math.isfinite(
+        pytorch_loop.main([*TINY, "--device=cpu", "--steps=2", "--precision=fp32"])
+    )
+    assert "step 2: loss" in capsys.readouterr().out
+
+
+def test_fsdp2_goes_on_with_another_number_of_processes() -> None:
+    script = [str(EXAMPLES / "fsdp2.py"), *TINY]
+    start = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    first = run(*start, "--nproc_per_node=2", *script, "--steps=2", environment=one_thread)
+    assert "step 2: loss" in first
+    second = run(
+        *start, "--nproc_per_node=1", *script, "--steps=4", "--resume", environment=one_thread
+    )
+    assert "step 4: loss" in second
+    assert "step 2:" not in second
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's hints on workers and logging intervals
+def test_the_lightning_trainer_reports_a_validation_loss() -> None:
+    assert 4 < lightning_trainer.main([*TINY, "--steps=3", "--precision=bf16-stochastic"]) < 7
+
+
+@pytest.mark.parametrize("precision", MODES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fabric_saves_bf16_weights(precision: str) -> None:
+    assert math.isfinite(fabric.main([*TINY, "--steps=3", f"--precision={precision}"]))
+    saved = torch.load("fabric.ckpt", weights_only=False)["model"]
+    assert saved["blocks.0.qkv.weight"].dtype == torch.bfloat16
+
+
+def test_the_hugging_face_trainer_writes_on_from_what_it_saved() -> None:
+    script = str(EXAMPLES / "hf_trainer.py")
+    tiny = ["--max_steps=2", "--width=16", "--layers=1", "--corpus_bytes=200000", "--context=16"]
+    output = run(script, *tiny, "--optim=adamw_bf16_stochastic")
+    assert "validation loss" in output
+    saved = json.loads(Path("hf-trainer/config.json").read_text())
+    assert saved["dtype"] == "bfloat16"
+    assert "def " in run(script, "--prompt=def ")
+
+
+def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
+    script = str(EXAMPLES / "trl_sft.py")
+    tiny = ["--steps=2", "--batch-size=2", "--width=16", "--layers=1"]
+    environment = {"ACCELERATE_MIXED_PRECISION": "bf16-stochastic"}
+    assert "saved to trl-sft\n" in run(script, *tiny, environment=environment)
+    output = run(script, *tiny, "--lora", "--base=trl-sft", environment=environment)
+    assert "saved to trl-sft-lora\n" in output
+    adapter = Path("trl-sft-lora/adapter_config.json")
+    assert json.loads(adapter.read_text())["base_model_name_or_path"] == "trl-sft"
+
+
+def test_the_digits_are_learned_in_every_precision() -> None:
+    found = digits_cnn.main(["--epochs=3"])
+    assert set(found) == set(digits_cnn.PRECISIONS)
+    for precision, (_, accuracy) in found.items():
+        assert accuracy > 0.9, precision
+
+
+def test_nanogpts_settings_are_trained_in_every_precision() -> None:
+    letters = random.Random(0).choices("abcdefgh \n", k=4000)
+    Path("text.txt").write_text("".join(letters))
+    options = ["--text=text.txt", "--steps=3", "--eval-batches=2", "--json=record.json"]
+    losses = nanogpt_char.main(options)
+    assert set(losses) == set(nanogpt_char.PRECISIONS)
+    assert json.loads(Path("record.json").read_text())["losses"] == losses
+    for precision, (loss,) in losses.items():
+        assert loss == pytest.approx(math.log(10), abs=0.4), precision
+
+
+def test_nanogpts_learning_rate_is_that_of_its_configuration() -> None:
+    settings = nanogpt_char.Settings()
+    assert settings.lr(0) == pytest.approx(1e-3 / 101)
+    assert settings.lr(100) == pytest.approx(1e-3)
+    assert settings.lr(1050) == pytest.approx((1e-3 + 1e-4) / 2)
+    assert settings.lr(2000) == pytest.approx(1e-4)
