@@ -14,7 +14,7 @@ from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import residuals
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
-from torch_bf16.states.recoding import Changes
+from torch_bf16.states.recoding import Changes, without_stale_rests
 from torch_bf16.states.views import from_view, gatherable, to_view
 
 from .exact_weights import current
@@ -192,6 +192,8 @@ def _read(
         schema.check_hyperparameters(its, group, number)
         for position, key in enumerate(its["params"]):
             if state := state_dict["state"].get(key):
+                if header is None:
+                    state = without_stale_rests(state, changes)
                 parameter, label = group["params"][position], optimizer.label(number, position)
                 if parameter.device.type == "meta":
                     raise StateMismatchError(

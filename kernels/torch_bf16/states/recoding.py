@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, Format
+from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, ROLES, Format
 
-__all__ = ["Changes", "recode", "recode_weight", "stored_format"]
+__all__ = ["Changes", "recode", "recode_weight", "stored_format", "without_stale_rests"]
 
 
 @dataclass
@@ -65,6 +65,28 @@ def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
         return dtypes == [plane.dtype for plane in format_.planes]
 
     return max(filter(fits, FORMATS.values()), key=lambda each: len(each.planes), default=None)
+
+
+def without_stale_rests(state: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """A state that ``torch.optim`` has saved, without what it carried along of an exact master.
+
+    It had made floats of it as it loaded a state dict of ours, and has stepped the weight since.
+
+    Args:
+        state: of one parameter; not changed.
+        changes: counts the weights that go on from their bf16 numbers.
+    """
+    kept = dict(state)
+    for format_ in ROLES["weights"].values():
+        for plane in format_.planes[1:]:
+            value = state.get(plane.suffix)
+            # Bits of 16 are shown as bf16.
+            shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
+            cast = isinstance(value, Tensor) and value.is_floating_point()
+            if cast and value.dtype != shown:
+                del kept[plane.suffix]
+                changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
+    return kept
 
 
 def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
