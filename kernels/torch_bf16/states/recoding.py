@@ -82,8 +82,9 @@ def without_stale_rests(state: Mapping[str, Any], changes: Changes) -> dict[str,
             value = state.get(plane.suffix)
             # Bits of 16 are shown as bf16.
             shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
-            cast = isinstance(value, Tensor) and value.is_floating_point()
-            if cast and value.dtype != shown:
+            if not isinstance(value, Tensor):
+                continue
+            if value.is_floating_point() and value.dtype != shown:
                 del kept[plane.suffix]
                 changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
     return kept
