@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,7 +143,9 @@ class Preparation:
                     "no prepared model; they become bf16 when their model is prepared"
                 )
         for model in silent:
-            yield self._line(torch_bf16.describe(model, self._recipe))
+            # A reference model, say, which has neither moments nor gradients.
+            described = torch_bf16.describe(model, self._recipe)
+            yield self._line(replace(described, trained=0)) + ", no optimizer yet"
 
     def _news(self) -> Iterator[tuple[Any, list[nn.Module]]]:
         """The optimizers with something new to train, each with all bare models that it trains."""

@@ -241,4 +241,11 @@ def _fsdp_version(accelerator: Any) -> int | None:
 
 def _wrapped(accelerator: Any) -> Any:
     """The models that ``prepare_model`` has returned; the accelerator's own list has bare ones."""
-    return accelerator.__dict__.setdefault("_bf16_wrapped", weakref.WeakSet())
+    return accelerator.__dict__.setdefault("_bf16_wrapped", _Models())
+
+
+class _Models(weakref.WeakSet):
+    """Models that are not kept alive, and that a pickled Accelerator takes along."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self),)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .argument_checks import check_backend, check_module
-from .foreign.capabilities import examine
+from .foreign.capabilities import check_steps_on_copies
 from .foreign.convert import convert, fused_class
 from .model.casting import cast_model, cast_recipes
 from .optim.optimizer import BF16Optimizer
@@ -77,7 +77,7 @@ def prepare(
             _check_same(recipe, each.recipe, f"the {kind} was made with", _FORMATS)
         elif not is_zero(each) and not wraps_converted(each) and fused_class(each, recipe) is None:
             # Refused before the model is cast.
-            examine(each)
+            check_steps_on_copies(each)
     if backend is not None:
         check_backend(backend)
     own = {id(parameter) for parameter in model.parameters()}

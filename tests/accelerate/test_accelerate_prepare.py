@@ -204,6 +204,13 @@ def test_modules_without_parameters_are_not_worth_a_line(make_accelerator, mode,
     assert not caplog.records
 
 
+def test_a_reference_model_is_said_to_take_no_moments(make_accelerator, mode, model, caplog):
+    make_accelerator(mode).prepare_model(model, evaluation_mode=True)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "497 parameters (465 bfloat16, 32 float32), backend" in line
+    assert line.endswith(", no optimizer yet")
+
+
 def test_the_report_goes_to_stderr_where_logging_is_not_configured(monkeypatch, capsys):
     logger = logging.getLogger("accelerate_bf16")
     monkeypatch.setattr(logger, "propagate", False)

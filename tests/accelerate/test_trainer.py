@@ -218,3 +218,18 @@ def test_what_a_model_declares_to_need_fp32_stays_and_computes_in_fp32(make_trai
     assert (seen[0] != seen[0].bfloat16().float()).any()
     state = trainer.optimizer.optimizer.state[router.weight]
     assert state["exp_avg"].dtype == torch.float32
+
+
+def test_what_it_saves_loads_as_bf16(make_trainer, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
+    trainer = make_trainer(max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    kind = type(trainer.model)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    if MAJOR >= 5:
+        assert kind.from_pretrained(tmp_path / "saved").dtype == torch.bfloat16
+    name = "dtype" if MAJOR >= 5 else "torch_dtype"
+    loaded = kind.from_pretrained(tmp_path / "saved", **{name: torch.float32})
+    assert loaded.dtype == torch.float32

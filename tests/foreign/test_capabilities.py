@@ -1,15 +1,23 @@
-"""What is known of an optimizer's own step: a table of classes, the user's word, and a trial."""
+"""What is known of an optimizer's own step: by a table, by the user's word, by its first steps."""
 
 import importlib
-import random
 
 import pytest
 import torch
-from foreign_cases import COUPLED, OWN, Counter, CountsInState, unknown
+from foreign_cases import (
+    COUPLED,
+    OWN,
+    Counter,
+    CountsInState,
+    exact_weights,
+    make_run,
+    train,
+    unknown,
+)
 from optimizer_cases import bits
 
 from torch_bf16 import convert
-from torch_bf16.foreign.capabilities import ELEMENTWISE, examine, is_elementwise
+from torch_bf16.foreign.capabilities import ELEMENTWISE, Traits, is_elementwise
 
 
 def class_of(name):
@@ -46,36 +54,13 @@ def test_a_class_of_the_table_makes_of_parts_what_it_makes_of_the_whole(name):
 def test_a_subclass_and_options_over_whole_tensors_are_not_elementwise():
     kind = torch.optim.Adamax
     optimizer = kind([torch.nn.Parameter(torch.ones(3, 2))])
-    traits, group = examine(optimizer), optimizer.param_groups[0]
+    traits, group = Traits(), optimizer.param_groups[0]
     assert is_elementwise(kind, group, traits)
     assert not is_elementwise(kind, {**group, "use_gc": True}, traits)
     subclass = OWN["adamax"](optimizer.param_groups[0]["params"])
-    assert not is_elementwise(type(subclass), group, examine(subclass))
-    assert is_elementwise(type(subclass), group, examine(subclass, elementwise=True))
+    assert not is_elementwise(type(subclass), group, traits)
+    assert is_elementwise(type(subclass), group, Traits(elementwise=True))
     assert is_elementwise(type(subclass), group, convert(subclass, elementwise=True)._engine.traits)
-
-
-class Draws(torch.optim.SGD):
-    """Descent with noise, or at times."""
-
-    by_torch = True
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                factor = torch.rand(()) if self.by_torch else random.random()
-                p.sub_(p.grad * factor, alpha=group["lr"])
-
-
-@pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "python"])
-def test_a_step_that_draws_random_numbers_is_seen_and_leaves_their_state(by_torch):
-    optimizer = Draws([torch.nn.Parameter(torch.ones(3))])
-    optimizer.by_torch = by_torch
-    before = random.getstate(), torch.get_rng_state()
-    assert examine(optimizer).draws
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
-    assert not examine(OWN["adamax"]([torch.nn.Parameter(torch.ones(3))])).draws
 
 
 class Logs(torch.optim.SGD):
@@ -109,6 +94,134 @@ class HasHelper(torch.optim.SGD):
     ],
     ids=[*COUPLED, "logs", "helper", *OWN, "tensor option"],
 )
-def test_what_couples_parameters_is_seen(make, couples):
-    parameters = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(4))]
-    assert examine(make(parameters)).couples == couples
+@pytest.mark.parametrize("bucket_bytes", [1, 64 << 20], ids=["a tensor at a time", "all at once"])
+def test_what_couples_parameters_is_seen(make, couples, bucket_bytes):
+    model, optimizer = make_run(make, "bf16-stochastic")
+    optimizer.bucket_bytes = bucket_bytes
+    train(model, optimizer, range(3))
+    assert optimizer._engine.traits.couples == couples
+
+
+calls = 0
+
+
+class Counts(torch.optim.SGD):
+    """Counts its calls wherever that can be, and says so."""
+
+    in_class = 0
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.in_instance = 0
+
+    def step(self, closure=None):
+        global calls
+        calls += 1
+        type(self).in_class += 1
+        self.in_instance += 1
+        print("step", self.in_instance)
+        super().step()
+
+
+def test_nobody_but_the_user_calls_a_step(capsys, monkeypatch):
+    monkeypatch.setitem(globals(), "calls", 0)
+    model, optimizer = make_run(Counts, "bf16-stochastic")
+    assert (calls, Counts.in_class, optimizer.in_instance, capsys.readouterr().out) == (0, 0, 0, "")
+    train(model, optimizer, range(4))
+    assert (calls, Counts.in_class, optimizer.in_instance) == (4, 4, 4)
+    assert capsys.readouterr().out == "".join(f"step {n}\n" for n in range(1, 5))
+
+
+class InPlace(torch.optim.SGD):
+    """Counts in a tensor that is an option, as capturable ones do, and in a list."""
+
+    def __init__(self, params, where):
+        super().__init__(params, lr=torch.tensor(0.1))
+        self.where, self.steps = where, [0]
+
+    def step(self, closure=None):
+        if self.where == "list":
+            self.steps[0] += 1
+        if self.where == "option":
+            self.param_groups[0]["lr"].mul_(0.9)
+        super().step()
+
+
+class Reads(torch.optim.SGD):
+    """Decides in Python by numbers of each parameter, of all before the first is written or not."""
+
+    def __init__(self, params, at_once):
+        super().__init__(params, lr=0.1)
+        self.at_once = at_once
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        norms = [p.grad.norm().item() for p in every] if self.at_once else None
+        for p in every:
+            p.sub_(p.grad, alpha=0.1 / (1 + (max(norms) if norms else p.grad.norm().item())))
+
+
+class Replaces(torch.optim.SGD):
+    """Gives parameters new memory, with numbers of their own or of another."""
+
+    def __init__(self, params, mixes):
+        super().__init__(params, lr=0.1)
+        self.mixes = mixes
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        for p in every:
+            p.data = p - 0.1 * (p.grad + (every[0].mean() if self.mixes else 0))
+
+
+class WritesUnseen(torch.optim.SGD):
+    """Writes through addresses, as kernels of others do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                weight, gradient = p.numpy(), p.grad.numpy()
+                weight -= 0.1 * gradient
+
+
+class CountsParameters(torch.optim.SGD):
+    """Numbers the parameters, call by call."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.number = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=0.1 / (1 + self.number))
+                self.number += 1
+
+
+@pytest.mark.parametrize(
+    ("make", "couples"),
+    [
+        (lambda p: InPlace(p, "list"), True),
+        (lambda p: InPlace(p, "option"), True),
+        (lambda p: InPlace(p, None), False),
+        (lambda p: Reads(p, at_once=True), True),
+        (lambda p: Reads(p, at_once=False), False),
+        (lambda p: Replaces(p, mixes=True), True),
+        (lambda p: Replaces(p, mixes=False), False),
+        (WritesUnseen, True),
+        (CountsParameters, True),
+    ],
+)
+def test_steps_end_as_in_fp32_whatever_they_couple(make, couples):
+    model, optimizer = make_run(make, "bf16-fp32-master")
+    optimizer.bucket_bytes = 1
+    fp32, reference = make_run(make, None)
+    train(model, optimizer, range(5))
+    train(fp32, reference, range(5))
+    assert optimizer._engine.traits.couples == couples
+    for each, value in zip(exact_weights(model, optimizer), fp32.parameters(), strict=True):
+        assert torch.equal(bits(each), bits(value))

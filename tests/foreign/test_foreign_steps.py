@@ -10,6 +10,7 @@ from foreign_cases import (
     COUPLED,
     OWN,
     REFUSED,
+    REFUSED_AT_STEP,
     CountsInState,
     exact_weights,
     make_run,
@@ -164,13 +165,23 @@ def test_what_cannot_step_on_copies_is_refused_with_the_reason_and_stays_as_it_w
     assert (parameters[0] == 1).all()
 
 
-def test_probing_changes_no_random_numbers_and_no_attribute():
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    parameters = [torch.nn.Parameter(torch.ones(3, 2))]
-    convert(COUPLED["counter"](parameters))
-    assert torch.equal(torch.rand(2), expected)
+@pytest.mark.parametrize("name", REFUSED_AT_STEP)
+def test_what_shows_in_the_first_step_is_refused_there_and_updates_nothing(name):
+    make, match = REFUSED_AT_STEP[name]
+    model, optimizer = make_run(make, "bf16-stochastic")
+    before, attributes = copy.deepcopy(model.state_dict()), {*vars(optimizer)}
+    error = RuntimeError if "run time" in name else NotImplementedError
+    with pytest.raises(error, match=match):
+        train(model, optimizer, [1])
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert {*vars(optimizer)} == attributes
+
+
+def test_following_the_first_steps_draws_no_random_number():
+    model, optimizer = make_run(COUPLED["counter"], "bf16-stochastic")
+    before = torch.get_rng_state()
+    train(model, optimizer, range(3))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_change_of_recipe_on_load(caplog):
@@ -235,7 +246,35 @@ def test_states_in_blocks_of_int8_follow_the_fp32_run():
 
 
 def test_a_role_for_a_state_that_is_never_made_is_pointed_out():
+    run = make_run(OWN["adamax"], "bf16-stochastic", roles={"momentum_bufer": "exp_avg"})
     with pytest.warns(
-        UserWarning, match=r"made no state named momentum_bufer .*but exp_avg, exp_inf"
-    ):
-        make_run(OWN["adamax"], "bf16-stochastic", roles={"momentum_bufer": "exp_avg"})
+        UserWarning, match=r"roles name momentum_bufer, .*first steps, but exp_avg, exp_inf"
+    ) as caught:
+        train(*run, range(5))
+    assert len(caught) == 1
+
+
+class ChoosesHalves(torch.optim.SGD):
+    """Keeps its momentum in bf16, whatever its parameters are."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["average"].mul_(0.9).add_(p.grad)
+                p.sub_(state["average"], alpha=0.1)
+
+
+def test_a_state_that_a_class_keeps_in_bf16_stays_so_also_after_a_resume():
+    runs = [make_run(ChoosesHalves, "bf16-stochastic", seed=seed) for seed in (0, 1)]
+    train(*runs[0], range(2))
+    for ours, other in zip(*runs, strict=True):
+        other.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for run in runs:
+        train(*run, range(2, 5))
+        assert run[1].state[run[0][0].weight]["average"].dtype == torch.bfloat16
+    assert snapshot(runs[0]) == snapshot(runs[1])
+    assert all(map(torch.equal, runs[0][0].parameters(), runs[1][0].parameters()))

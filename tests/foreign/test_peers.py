@@ -20,6 +20,7 @@ PEERS = {
     "pytorch_optimizer.LARS": {"lr": 1e-2},
     "pytorch_optimizer.MADGRAD": {"lr": 1e-2},
     "pytorch_optimizer.APOLLO": {"lr": 1e-2},
+    "pytorch_optimizer.SPAM": {"lr": 1e-2, "density": 1.0},
     "lion_pytorch.Lion": {"lr": 1e-3},
     "prodigyopt.Prodigy": {"lr": 1.0},
     "transformers.optimization.Adafactor": {"lr": 1e-2, "relative_step": False},
@@ -134,9 +135,8 @@ def test_lomo_is_told_of_released_gradients():
     assert model.weight.dtype == torch.float32
 
 
-def test_a_wrapper_is_refused():
+@pytest.mark.parametrize("kind", ["Lookahead", "TRAC"])
+def test_a_wrapper_is_refused(kind):
     peers = pytest.importorskip("pytorch_optimizer")
     with pytest.raises(NotImplementedError, match="wraps another optimizer, AdamW"):
-        make_run(
-            lambda parameters: peers.Lookahead(torch.optim.AdamW(parameters)), "bf16-stochastic"
-        )
+        make_run(lambda p: getattr(peers, kind)(torch.optim.AdamW(p)), "bf16-stochastic")

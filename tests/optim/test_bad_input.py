@@ -105,8 +105,6 @@ WRONG = {
     "fp16": (torch.float16, r"is torch.float16; .* Call model.float\(\) and then torch_bf16.cast"),
     "fp64": (torch.float64, r"is torch.float64; .* Call model.float\(\) and then torch_bf16.cast"),
     "complex": (torch.complex64, r"is torch.complex64; .*Store it as torch.view_as_real\(p\)"),
-    "integer": (torch.int64, "is torch.int64; .*Leave parameters that are no floating-point"),
-    "bool": (torch.bool, "is torch.bool; .*Leave parameters that are no floating-point"),
 }
 
 
@@ -365,3 +363,21 @@ def test_a_scale_that_is_no_finite_number_is_refused(coefficient):
     optimizer = torch_bf16.AdamW([torch.nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="must be a finite number or a tensor with one element"):
         optimizer.scale_next_step(coefficient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8], ids=str)
+def test_what_is_frozen_in_another_dtype_may_be_in_the_optimizer_until_it_is_trained(dtype):
+    p = parameter()
+    frozen = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+    optimizer = torch_bf16.convert(torch.optim.AdamW([p, frozen], lr=0.1), "bf16-stochastic")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p < 1).all()
+    assert (frozen == 1).all()
+    assert frozen not in optimizer.state
+    if dtype.is_floating_point:
+        frozen.requires_grad_()
+        frozen.grad = torch.ones_like(frozen)
+        p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError, match=f"is {dtype}; bfloat16 and float32 parameters can be"):
+            optimizer.step()

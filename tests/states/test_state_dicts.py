@@ -174,6 +174,33 @@ def test_our_state_dict_loads_into_torchs_optimizer(name, recipe):
         assert all(v.isfinite().all() for v in read), "its next step is an ordinary one"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("weights", ["bf16+16", "bf16+8", "bf16+fp32"])
+def test_a_run_that_torchs_optimizer_continued_comes_back_without_old_low_bits(
+    weights, dtype, caplog
+):
+    recipe = torch_bf16.Recipe("own", weights=weights)
+    numbers = torch.rand(4, 64, generator=torch.Generator().manual_seed(1)) + 1
+
+    def make(kind, dtype, **options):
+        parameter = torch.nn.Parameter(numbers.to(dtype))
+        return parameter, kind([parameter], lr=1e-3, **options)
+
+    ours = train(make(torch_bf16.AdamW, torch.bfloat16, recipe=recipe)[1], 0, 3)
+    weight, theirs = make(torch.optim.AdamW, dtype)
+    weight.data.copy_(parameters_of(ours)[0])
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    train(theirs, 3, 6)
+    back, again = make(torch_bf16.AdamW, torch.bfloat16, recipe=recipe)
+    back.data.copy_(weight)
+    again.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    said = f"weights {weights} -> bf16_nearest: 256 of 256 numbers rounded"
+    kept = {torch.float32: "bf16+fp32", torch.bfloat16: "bf16+16"}[dtype]  # it is not cast there
+    assert (said in caplog.text) == (weights != kept)
+    assert torch.equal(again.exact_weight(back), back.float()) == (weights != kept)
+    train(again, 6, 8)
+
+
 @every_recipe
 def test_loading_aliases_none_of_the_given_tensors(recipe):
     saved = train(fresh("adamw", recipe), 0, 2).state_dict()

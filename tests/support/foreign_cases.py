@@ -216,16 +216,18 @@ class LayerWiseDummyOptimizer(torch.optim.SGD):
 
 COUPLED = {"norm": Normed, "sum": Summing, "counter": Counter, "state": CountsInState}
 REFUSED = {
-    "tensors outside state": (KeepsTensors, "keeps tensors in its attribute buffers, outside"),
-    "tensors in state": (KeepsTensorsByName, "keeps tensors under the key 'start' of its state"),
-    "closure twice": (CallsTwice, "evaluates the closure with other weights, or several times"),
-    "closure afterwards": (CallsAfterwards, "evaluates the closure with other weights"),
     "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
-    "closure at run time": (CallsClosure, "fails .* RuntimeError: a closure is needed"),
     "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
     "lbfgs": (torch.optim.LBFGS, "closure several times per step.* in float32, or in these modes"),
     "sparse": (torch.optim.SparseAdam, "sparse gradients .*sparse=False and give it to Adam"),
+}
+REFUSED_AT_STEP = {
+    "tensors outside state": (KeepsTensors, "keeps tensors in its attribute buffers, outside"),
+    "tensors in state": (KeepsTensorsByName, "keeps tensors under the key 'start' of its state"),
+    "closure twice": (CallsTwice, "evaluates the closure with other weights, or several times"),
+    "closure afterwards": (CallsAfterwards, "evaluates the closure with other weights"),
+    "closure at run time": (CallsClosure, "a closure is needed"),
 }
 
 

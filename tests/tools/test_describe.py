@@ -1,6 +1,7 @@
 """What describe() finds, as fields and as one line."""
 
 import pytest
+import torch
 from torch import nn
 
 import torch_bf16
@@ -42,3 +43,20 @@ def test_frozen_and_empty_models_take_nothing():
     empty = torch_bf16.describe([], "bf16-stochastic")
     assert empty.backend is None
     assert str(empty) == "bf16-stochastic: 0 parameters ()"
+
+
+class Adamax(torch.optim.Adamax):
+    """No rule of ours is known for it."""
+
+
+def test_states_of_an_optimizer_without_a_rule_are_counted_when_they_are_there():
+    network = nn.Linear(64, 64, bias=False)
+    _, optimizer = torch_bf16.prepare(network, Adamax(network.parameters()), "bf16-fp32-master")
+    before = torch_bf16.describe(network, optimizer)
+    assert before.bytes_by_role == {"weights": 4, "gradients": 2}
+    assert "(weights 4.00, gradients 2.00, and what the first step of Adamax makes)" in str(before)
+    network.weight.grad = torch.ones_like(network.weight)
+    optimizer.step()
+    after = torch_bf16.describe(network, optimizer)
+    assert after.bytes_by_role == {"weights": 4, "gradients": 2, "exp_avg": 4, "exp_inf": 4}
+    assert after.unmade is None

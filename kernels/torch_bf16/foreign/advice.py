@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EIGHT_BIT", "advice"]
+__all__ = ["EIGHT_BIT", "advice", "refusal"]
 
 EIGHT_BIT = {
     "bitsandbytes.optim.adam.Adam8bit": "Adam",
@@ -50,3 +50,8 @@ def advice(kind: type) -> str:
             f"parameter for AdamW, gradient included), and is what it becomes with {_INT8}"
         )
     return next((text for start, text in _ADVICE.items() if name.startswith(start)), _OTHERS)
+
+
+def refusal(kind: type, why: str) -> str:
+    """The message for a class that cannot be converted."""
+    return f"{kind.__module__}.{kind.__qualname__} cannot be converted: {why}. {advice(kind)}"

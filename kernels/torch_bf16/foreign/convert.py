@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -27,7 +26,7 @@ from torch_bf16.sharding.zero import Whole, is_zero
 from torch_bf16.states.recoding import Changes
 
 from .advice import EIGHT_BIT
-from .capabilities import examine
+from .capabilities import Traits, check_steps_on_copies
 from .optimizer import ROLES, foreign_class
 
 __all__ = ["CONVERTIBLE", "convert", "fused_class"]
@@ -55,8 +54,9 @@ def convert(
     For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class takes
     its own, on fp32 copies of 64 MB of tensors at a time, or of one; then weights and states with a
     known name (:data:`ROLES`) are encoded by the recipe, and whatever else it keeps stays in fp32.
-    Its step is first tried on small made-up parameters: an optimizer that couples its parameters,
-    by a norm over all of them, say, steps on all at once. Where ranks hold parts of a parameter, a
+    Its first three steps are followed: an optimizer that couples its parameters, by a norm over all
+    of them, say, steps on all at once. Its ``step`` is called as the user calls it, once for each
+    64 MB of copies; a first call may be repeated for all. Where ranks hold parts of a parameter, a
     class in ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or that ``elementwise=True`` vouches
     for, steps on the parts; for any other every rank gathers whole tensors.
 
@@ -87,8 +87,9 @@ def convert(
         ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
             backend is not known; nothing has been changed.
         NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
-            evaluates a closure several times, keeps data outside ``state``, or wraps another
-            optimizer. The message says what to use.
+            keeps data outside ``state``, or wraps another optimizer. The message says what to use.
+            What shows only when it steps is refused at the first ``step``, before any weight has
+            changed: data that it puts elsewhere then, a closure that it evaluates several times.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -137,19 +138,12 @@ def convert(
         )
     target, traits = fused_class(optimizer, recipe), None
     if target is None:
-        target, traits = foreign_class(type(optimizer)), examine(optimizer, elementwise)
+        check_steps_on_copies(optimizer)
+        target, traits = foreign_class(type(optimizer)), Traits(elementwise, asked=set(roles or ()))
     if traits is None and (roles or elementwise):
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
             f"own code, and {type(optimizer).__name__} has a kernel; leave them out"
-        )
-    if traits is not None and (unknown := {*(roles or {})} - traits.states):
-        # Not refused: a state may be made later than in the first three steps.
-        warnings.warn(
-            f"roles={dict(roles or {})}: {type(optimizer).__name__} made no state named "
-            f"{', '.join(sorted(unknown))} in a trial of three steps, but "
-            f"{', '.join(sorted(traits.states)) or 'none'}",
-            stacklevel=2,
         )
     for number, group in enumerate(optimizer.param_groups):
         if traits is None:

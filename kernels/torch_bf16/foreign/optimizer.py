@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
 
 from .capabilities import Traits, is_elementwise, rewrites_weights
-from .runner import Runner
+from .own_step import HALVES, OwnStep, why_whole
 from .working_copy import WorkingCopy, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
@@ -51,21 +50,14 @@ ROLES = {
 }
 """States whose meaning is known by their name; any other is kept in fp32."""
 
-_DRAWS = (
-    "the optimizer's own step draws random numbers, which would be others on each rank: train it "
-    "with DDP, seeded alike on every rank, or use another optimizer"
-)
-
 _MOMENTS = {*FORMATS["exp_avg"].values(), *FORMATS["exp_avg_sq"].values()}
-
-_logger = logging.getLogger("torch_bf16")
 
 
 class ForeignEngine(Engine):
     """What a converted optimizer without a fused rule keeps between steps, too.
 
     Attributes:
-        traits: what is known about the class's own step; copies keep them.
+        traits: what is known about the class's own step; copies keep what they know.
         encoder: encodes what that computed.
     """
 
@@ -125,11 +117,7 @@ class ForeignOptimizer(BF16Optimizer):
             return
         for observer in observers:
             observer.before_update(members, told.multiplier)
-        runner = Runner(self, self.torch_class)
-        for bucket in self._buckets(members):
-            self._run(runner, bucket, float(told.multiplier))
-        runner.finish()
-        self._engine.encoder.finish()
+        OwnStep(self, members).take(float(told.multiplier))
         data_writes.renew(parameters)
         for observer in observers:
             observer.after_update()
@@ -141,11 +129,7 @@ class ForeignOptimizer(BF16Optimizer):
         settle(self, parameters)
         members = self._take_part([p for p in parameters if self.state.get(p)])
         invalidate_remainders((e.state, e.weights) for e in members if e.written)
-        runner = Runner(self, self.torch_class)
-        for bucket in [*self._buckets(members)] or [[]]:
-            self._run(runner, bucket, None, method)
-        runner.finish()
-        self._engine.encoder.finish()
+        OwnStep(self, members).rewrite(method)
         data_writes.renew(parameters)
 
     def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
@@ -160,7 +144,6 @@ class ForeignOptimizer(BF16Optimizer):
             weights = self.recipe.format_of("weights", shard.shape, parameter.dtype)
             formats = functools.partial(self._format_of, shard=shard)
             members.append(WorkingCopy(shard, number, state, snapshot, weights, formats, gathers))
-        self._warn_of_gathering(members)
         keep_states(self, members, changes)
         return members
 
@@ -168,8 +151,6 @@ class ForeignOptimizer(BF16Optimizer):
         """Whether the step must see the whole of a parameter that ranks hold parts of."""
         if not shard.groups():
             return False
-        if self._engine.traits.draws:
-            raise NotImplementedError(f"is sharded, and {_DRAWS}")
         for role in set(self.roles.values()):
             block = self.recipe.format_of(role, shard.shape, shard.parameter.dtype).block
             if block > 1:
@@ -179,66 +160,11 @@ class ForeignOptimizer(BF16Optimizer):
         if not shard.can_gather:
             raise NotImplementedError(
                 f"is sharded by FSDP1, and the step of {self.torch_class.__name__} "
-                f"{self._why_whole()}. Shard with torch.distributed.fsdp.fully_shard (FSDP2), "
-                "whose tensors are gathered for it, train with DDP, or convert(..., "
+                f"{why_whole(self._engine.traits)}. Shard with torch.distributed.fsdp.fully_shard "
+                "(FSDP2), whose tensors are gathered for it, train with DDP, or convert(..., "
                 "elementwise=True) if each element is updated by its own numbers alone"
             )
         return True
-
-    def _why_whole(self) -> str:
-        couples = self._engine.traits.couples
-        return "couples all parameters" if couples else "is not known to be elementwise"
-
-    def _warn_of_gathering(self, members: Sequence[WorkingCopy]) -> None:
-        gathered = [each for each in members if each.gathers]
-        if not gathered or any(each.step for each in members):
-            return
-        sizes = [each.bytes for each in gathered]
-        total = sum(sizes)
-        at_once = (
-            total if self._engine.traits.couples else max(*sizes, min(total, self.bucket_bytes))
-        )
-        _logger.warning(
-            "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
-            "time; convert(..., elementwise=True) if it updates each element by its own numbers "
-            "alone",
-            *(self.torch_class.__name__, self._why_whole(), at_once / 1e9),
-        )
-
-    def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
-        """Some at a time, so that their fp32 copies fit in ``bucket_bytes``."""
-        bucket, size = [], 0
-        for each in members:
-            more = each.bytes
-            if bucket and size + more > self.bucket_bytes and not self._engine.traits.couples:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(each)
-            size += more
-        if bucket:
-            yield bucket
-
-    def _run(
-        self,
-        runner: Runner,
-        bucket: Sequence[WorkingCopy],
-        scale: float | None,
-        method: str = "step",
-    ) -> None:
-        copies = [each.make(scale) for each in bucket]
-        states = [each.decode_states() for each in bucket]
-        groups = [each.group for each in bucket]
-        states = runner.run(list(zip(groups, copies, states, strict=True)), method)
-        if runner.draws and any(each.shard.groups() for each in bucket):
-            raise NotImplementedError(f"a parameter is sharded, and {_DRAWS}")
-        for each, made, state in zip(bucket, copies, states, strict=True):
-            each.encode(made.detach(), state, self._engine.encoder)
-            self.state[each.parameter] = each.state
-        self._engine.encoder.run(self.recipe.seed, self.backend)
-        for each in bucket:
-            # The kernels write through addresses, which autograd does not see.
-            torch.autograd.graph.increment_version(each.parameter)
-            each.snapshot.version = each.shard.version()
 
     def _format_of(self, key: str, shard: Shard) -> Format | None:
         role = self.roles.get(key)
@@ -258,9 +184,9 @@ class ForeignOptimizer(BF16Optimizer):
             if not is_like(value, shard.parameter):
                 # Of another shape than the parameter it is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
-                complete[key] = self._moved(key, whole(value), shard) if moves else value
+                complete[key] = self._moved(key, state, whole(value), shard) if moves else value
             elif (format_ := self._format_of(key, shard)) is None:
-                here[key] = self._moved(key, shard.take(value), shard)
+                here[key] = self._moved(key, state, shard.take(value), shard)
             else:
                 known = {n for each in _MOMENTS for n in each.plane_names(key)}
                 saved = {k: shard.take(each) for k, each in state.items() if k in known}
@@ -275,10 +201,12 @@ class ForeignOptimizer(BF16Optimizer):
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
 
-    def _moved(self, key: str, value: Tensor, shard: Shard) -> Tensor:
+    def _moved(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
-        made_like_it = value.dtype in (torch.bfloat16, torch.float16)
-        widens = made_like_it and key not in self._engine.traits.halves
+        # Our copies are fp32: beside them a class makes such states by its own choice.
+        chosen = key in self._engine.traits.halves or (COUNTER in state and key not in self.roles)
+        like_it = value.dtype in HALVES and value.dtype == shard.parameter.dtype
+        widens = like_it and not chosen
         return value.to(shard.parameter.device, torch.float32 if widens else value.dtype)
 
     def __getstate__(self) -> dict[str, Any]:

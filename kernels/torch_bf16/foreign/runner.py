@@ -7,10 +7,17 @@ import inspect
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torch_bf16.errors import UNTOUCHED
+
+from .advice import refusal
+from .contents import within
+from .meetings import Meetings
 
 __all__ = ["Runner", "own_attributes", "shared_states"]
 
@@ -49,6 +56,7 @@ class Runner:
         attributes: what the calls set.
         shared: the states under keys that are no parameters, as the last call left them.
         draws: whether they drew random numbers.
+        couples: whether a call that was followed has coupled its members.
     """
 
     def __init__(self, optimizer: Any, kind: type[torch.optim.Optimizer]) -> None:
@@ -57,47 +65,90 @@ class Runner:
         self.shared = self._shared_before = shared_states(optimizer.state)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
         self._options: dict[int, dict[str, Any]] = {}
+        self._random: Any = None
         self.attributes: dict[str, Any] = {}
-        self.draws = False
+        self.draws = self.couples = False
 
     def run(
-        self, members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]], method: str = "step"
+        self,
+        members: Sequence[tuple[int, nn.Parameter, dict[str, Any]]],
+        method: str = "step",
+        follow: bool = False,
+        apart: bool = False,
     ) -> list[dict[str, Any]]:
         """Call a method of the class, without hooks and with gradients switched off.
 
         Args:
             members: of each the number of its group, the parameter with its gradient, its state.
             method: ``step``; or one that has no arguments, for which groups without members count.
+            follow: whether to find out if the call couples them.
+            apart: whether it gets copies of what it may write in place, for a call that is undone
+                if it does.
 
         Returns:
             The new state of each.
         """
         own: Any = object.__new__(self._kind)
-        vars(own).update(self._before, **{name: OrderedDict() for name in self._hooks})
+        given = copy.deepcopy(self._before) if apart else self._before
+        vars(own).update(given, **{name: OrderedDict() for name in self._hooks})
         numbers = sorted({number for number, _, _ in members})
         if method != "step":
             numbers = range(len(self._optimizer.param_groups))
+        options = {number: self._options_of(number) for number in numbers}
+        if apart:
+            options = copy.deepcopy(options)
         own.param_groups = [
-            {k: v for k, v in self._optimizer.param_groups[number].items() if k != "param_names"}
-            | {"params": [parameter for its, parameter, _ in members if its == number]}
+            {**options[number], "params": [p for its, p, _ in members if its == number]}
             for number in numbers
         ]
         own.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may count in the tensor that it finds there.
         own.state.update(copy.deepcopy(self._shared_before))
-        before = _random_states(members)
-        with torch.no_grad():
-            function = unhooked(getattr(self._kind, method))
-            given = [parameter for _, parameter, _ in members]
-            function(own, *([evaluated(given)] if needs_closure(function) else []))
-        self.draws |= before != _random_states(members)
+        function = unhooked(getattr(self._kind, method))
+        parameters = [parameter for _, parameter, _ in members]
+        before = _random_states(parameters)
+        self._random = self._random or before
+        meetings = None
+        if follow:
+            groups = dict(zip(numbers, own.param_groups, strict=True))
+            meetings = Meetings(members, lambda: (groups, own_attributes(own)))
+        with torch.no_grad(), meetings or nullcontext():
+            function(own, *([evaluated(self._kind, parameters)] if needs_closure(function) else []))
+        if meetings is not None:
+            meetings.finish(shared_states(own.state))
+            self.couples |= meetings.couples
+        after = _random_states(parameters)
+        self.draws |= before[0] != after[0]
+        self.draws |= any(not torch.equal(before[1][key], each) for key, each in after[1].items())
         for number, group in zip(numbers, own.param_groups, strict=True):
-            self._options[number] = {k: v for k, v in group.items() if k != "params"}
-        for name, each in own_attributes(own).items():
-            if name not in self._before or self._before[name] is not each:
-                self.attributes[name] = each
+            self._options[number] = _news(options[number], group)
+        self.attributes |= _news(given, own_attributes(own))
         self.shared = shared_states(own.state)
         return [own.state.get(parameter, {}) for _, parameter, _ in members]
+
+    def _options_of(self, number: int) -> dict[str, Any]:
+        left_out = ("params", "param_names")
+        group = self._optimizer.param_groups[number]
+        return {key: each for key, each in group.items() if key not in left_out}
+
+    def why_not(self) -> str | None:
+        """Why the class cannot step on copies, as far as its calls have shown it."""
+        for name, each in self.attributes.items():
+            if any(isinstance(found, Tensor) for found in within(each)):
+                return f"it keeps tensors in its attribute {name}, outside `state`"
+        for key, each in self.shared.items():
+            if any(isinstance(x, Tensor) and x.numel() > 1 for x in within({key: each})):
+                return f"it keeps tensors under the key {key!r} of its state"
+        return None
+
+    def rewind(self) -> None:
+        """Put the states of random number generators back as the first call found them."""
+        if self._random is not None:
+            random.setstate(self._random[0])
+            for device, state in self._random[1].items():
+                torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(
+                    state, device
+                )
 
     def finish(self) -> None:
         """Put the options, attributes and shared states that the calls left into the optimizer."""
@@ -109,10 +160,19 @@ class Runner:
         self._optimizer.state.update(self.shared)
 
 
-def _random_states(members: Sequence[tuple[int, nn.Parameter, Any]]) -> tuple[Any, ...]:
-    devices = {str(p.device): p.device for _, p, _ in members if p.is_cuda}.values()
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    return random.getstate(), *(each.numpy().tobytes() for each in states)
+def _news(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What has taken the place of something else."""
+    return {
+        name: each
+        for name, each in after.items()
+        if name != "params" and (name not in before or before[name] is not each)
+    }
+
+
+def _random_states(parameters: Sequence[Tensor]) -> tuple[Any, dict[Any, Tensor]]:
+    devices = {p.device for p in parameters if p.is_cuda}
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+    return random.getstate(), {None: torch.get_rng_state(), **states}
 
 
 def needs_closure(step: Any) -> bool:
@@ -121,13 +181,14 @@ def needs_closure(step: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def evaluated(parameters: Sequence[Tensor]) -> Callable[[], None]:
+def evaluated(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
     """A closure for a step whose model was evaluated before it: it may be called once, at first."""
     versions = [each._version for each in parameters]
 
     def closure() -> None:
         if versions != [each._version for each in parameters]:
-            raise ValueError("it evaluates the closure with other weights, or several times a step")
+            why = "it evaluates the closure with other weights, or several times a step"
+            raise NotImplementedError(f"{refusal(kind, why)}. {UNTOUCHED}")
         versions.clear()
 
     return closure

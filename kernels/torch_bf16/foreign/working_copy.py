@@ -88,7 +88,9 @@ class WorkingCopy:
             if not is_like(value, self.parameter):
                 decoded[key] = value
                 continue
-            format_ = self.format_of(key) or FP32
+            if (format_ := self.format_of(key)) is None:
+                decoded[key] = self._whole(local(value))
+                continue
             keys = format_.plane_names(key)
             planes.update(keys)
             decoded[key] = self._whole(format_.decode([local(self.state[k]) for k in keys]))

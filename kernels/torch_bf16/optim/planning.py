@@ -48,9 +48,9 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     check_unchanged(shard, snapshot, dict.get(optimizer.state, parameter, {}))
+                check_parameter(shard)
                 if parameter.grad is not None:
                     check_gradient(shard)
-                check_parameter(shard)
             found.append((shard, number, label))
     check_replaced(optimizer, labels)
     return [(shard, number, label()) for shard, number, label in found]

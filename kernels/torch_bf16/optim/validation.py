@@ -52,7 +52,9 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
         )
     names = group.get("param_names")
     for position, parameter in enumerate(group["params"]):
-        if not is_lazy(parameter):
+        # What is frozen in another dtype is looked at when it gets a gradient.
+        frozen = not parameter.requires_grad and parameter.dtype not in _TRAINABLE
+        if not (is_lazy(parameter) or frozen):
             name = f"{names[position]!r}, " if names else ""
             place = f"parameter {name}number {position} of group {number}"
             label = f"{place}, shape {tuple(parameter.shape)},"
@@ -124,9 +126,7 @@ def check_options(group: Mapping[str, Any], number: int) -> None:
 def _remedy(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "Store it as torch.view_as_real(p), or train it with an optimizer of its own"
-    if dtype.is_floating_point:
-        return "Call model.float() and then torch_bf16.cast_model(model)"
-    return "Leave parameters that are no floating-point numbers out of the optimizer"
+    return "Call model.float() and then torch_bf16.cast_model(model)"
 
 
 def resolve_peak_lr(group: dict[str, Any], number: int, decouples: bool) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_bf16.backends import choose
+from torch_bf16.foreign.optimizer import ForeignOptimizer
 from torch_bf16.gradients.gathering import LIMIT
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import ADAMW, State
 from torch_bf16.sharding import shard_of
+from torch_bf16.states.views import MASTERS
 
 __all__ = ["Description", "describe"]
 
@@ -29,6 +31,8 @@ class Description:
         trained: elements of bf16 and fp32 parameters that require a gradient.
         bytes_by_role: bytes per trained element: ``"weights"``, ``"gradients"`` and each state.
         backend: what takes the steps; None where there is no parameter.
+        unmade: the class whose own first step will make states, which are not counted; None where
+            they are known.
     """
 
     recipe: str
@@ -36,6 +40,7 @@ class Description:
     trained: int
     bytes_by_role: Mapping[str, float]
     backend: str | None
+    unmade: str | None = None
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -47,6 +52,8 @@ class Description:
         line = f"{self.recipe}: {_count(sum(self.parameters.values()))} parameters ({dtypes})"
         if self.trained:
             each = ", ".join(f"{role} {size:.2f}" for role, size in self.bytes_by_role.items())
+            if self.unmade is not None:
+                each += f", and what the first step of {self.unmade} makes"
             line += f", {self.bytes_per_parameter:.2f} bytes per trained parameter ({each})"
         return line if self.backend is None else f"{line}, backend {self.backend}"
 
@@ -74,7 +81,10 @@ def describe(
     parameters = list({id(p): p for each in models for p in each.parameters()}.values())
     states: tuple[State, ...] = ADAMW.states
     backend, released, largest, recipe = None, False, 0.0, optimizer_or_recipe
+    held: dict[str, float] | None = None
     if isinstance(recipe, BF16Optimizer):
+        if isinstance(recipe, ForeignOptimizer):
+            held = _held(recipe, parameters)
         released = recipe._engine.release is not None
         rule = recipe.rule_of(recipe.param_groups[0])
         states = (*rule.states, *(each for each in rule.stage_states if each.shape is None))
@@ -99,13 +109,27 @@ def describe(
     if released:
         # One is there, and smaller ones wait for it.
         sizes["gradients"] = min(sizes["gradients"], largest + LIMIT)
+    unmade = type(optimizer_or_recipe).__name__ if held == {} and trained else None
+    sizes |= held or {}
     return Description(
+        unmade=unmade,
         recipe=recipe.name,
         parameters=dict(dtypes),
         trained=trained,
         bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
         backend=choose(parameters[0].device, backend).name if parameters else None,
     )
+
+
+def _held(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> dict[str, float]:
+    """Bytes of the states that a class without a rule has made, by name."""
+    sizes: Counter[str] = Counter()
+    for p in parameters:
+        for key, each in optimizer.state.get(p, {}).items():
+            # A count of steps is on every class, and is no more of a large tensor than of a small.
+            if isinstance(each, Tensor) and key not in MASTERS and key != "step":
+                sizes[key] += each.numel() * each.element_size()
+    return dict(sizes)
 
 
 def _count(n: int) -> str:

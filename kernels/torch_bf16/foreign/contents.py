@@ -1,0 +1,44 @@
+"""What lies in an optimizer's attributes and options, however deep."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["plain", "within"]
+
+
+def within(value: Any, depth: int = 4) -> Iterator[Any]:
+    """The tensors, modules and optimizers in a value."""
+    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for each in (*value.keys(), *value.values()):
+            yield from within(each, depth - 1)
+    elif depth and isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from within(each, depth - 1)
+    elif depth and _has_attributes(value):
+        yield from within(vars(value), depth - 1)
+
+
+def plain(value: Any, depth: int = 6) -> Any:
+    """Its numbers and words, nested: what compares equal as long as none of them is written."""
+    if isinstance(value, Tensor):
+        return value._version, repr(value.item()) if value.numel() == 1 else tuple(value.shape)
+    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
+        return repr(value)
+    if depth and isinstance(value, Mapping):
+        return [(plain(k, depth - 1), plain(v, depth - 1)) for k, v in value.items()]
+    if depth and isinstance(value, (list, tuple, set)):
+        return [plain(each, depth - 1) for each in value]
+    return plain(vars(value), depth - 1) if depth and _has_attributes(value) else None
+
+
+def _has_attributes(value: Any) -> bool:
+    known = isinstance(value, (type, torch.optim.Optimizer, nn.Module)) or inspect.isroutine(value)
+    return hasattr(value, "__dict__") and not known

@@ -1,0 +1,159 @@
+"""Whether parameters' numbers meet in an optimizer's step, seen while it steps on real ones.
+
+Nobody calls a user's ``step`` to find out: its counters and prints would see that. Its own first
+calls are followed, operation by operation, by whose numbers each tensor is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .contents import plain, within
+
+__all__ = ["Meetings"]
+
+
+class Meetings(TorchDispatchMode):
+    """Follows one call of ``step``. In doubt parameters are coupled, which costs memory alone.
+
+    They are where an operation takes numbers of two of them, where Python reads numbers of one
+    before the step writes another, and where a call leaves behind, outside their states, what it
+    would not leave if it were for one of them.
+
+    Args:
+        members: what the call gets: of each parameter, with its gradient, the number of its group,
+            itself, and its state.
+        look: returns the options of each group, by its number, and the attributes, as they are.
+
+    Attributes:
+        couples: whether they are.
+    """
+
+    def __init__(
+        self, members: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], look: Any
+    ) -> None:
+        super().__init__()
+        self.couples = False
+        self._look = look
+        self._groups = [number for number, _, _ in members]
+        self._parameters = [parameter for _, parameter, _ in members]
+        self._before = [parameter.detach().clone() for parameter in self._parameters]
+        # Weak references, beside which no other storage gets the same address.
+        self._owners: dict[StorageWeakRef, set[int]] = {}
+        self._weights: dict[StorageWeakRef, int] = {}
+        self._met: dict[int, tuple[int, Any]] = {}
+        self._read: set[int] = set()
+        self._unwritten: set[int] = set()
+        self._written: set[int] = set()
+        for number, (_, parameter, state) in enumerate(members):
+            self._weights[_storage(parameter)] = number
+            alike = [e for e in state.values() if getattr(e, "shape", None) == parameter.shape]
+            for each in (parameter, parameter.grad, *(alike if parameter.ndim else ())):
+                if isinstance(each, Tensor):
+                    self._mark(each, {number})
+        self._left = {key: (each, plain(each)) for key, each in self._entries()}
+
+    def finish(self, shared: Mapping[Any, Any]) -> None:
+        """Look at what the call has left; ``shared`` are its states under keys of no parameter."""
+        found = False
+        for key, each in self._entries():
+            before, numbers = self._left.get(key, (None, None))
+            differs = numbers != plain(each)
+            # What was written in place is there for the next call, too.
+            found |= differs and (each is before or self._depends(each))
+        found |= any(map(self._depends, shared.values()))
+        for number, parameter in enumerate(self._parameters):
+            if self._weights.get(_storage(parameter)) != number:  # p.data = ...
+                found |= self._of(parameter) != {number} or self._unwritten - {number} != set()
+            elif number not in self._written:
+                # Code that is not torch's has written it, and nobody saw what that has read.
+                found |= not torch.equal(parameter, self._before[number])
+        self.couples |= found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note whose numbers it has read and written."""
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not self.couples:
+            self._follow(func._schema, args, kwargs, made)
+        return made
+
+    def _follow(self, schema: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
+        named = zip(schema.arguments, args, strict=False)
+        given = [*named, *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs)]
+        read = [each for _, each in given]
+        written = [each for a, each in given if a.alias_info is not None and a.alias_info.is_write]
+        if schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            # One operation for each row of its lists.
+            rows = max((len(each) for each in read if isinstance(each, (list, tuple))), default=0)
+            for row in range(rows):
+                self._operate(
+                    *([_in_row(e, row) for e in each] for each in (read, written, [made]))
+                )
+        else:
+            self._operate(read, written, [made])
+
+    def _operate(self, read: list[Any], written: list[Any], made: list[Any]) -> None:
+        owners = self._of(read)
+        self.couples |= len(owners) > 1
+        for number in owners:
+            self._meet(number)
+        for each in within(written):
+            self._mark(each, owners)
+            number = self._weights.get(_storage(each))
+            if number is not None:
+                self._written.add(number)
+                self.couples |= self._unwritten - {number} != set()
+                self._unwritten.discard(number)
+        results = [*within(made)]
+        for each in results:
+            self._mark(each, owners)
+        if not results and not written:  # it has told Python something
+            self._read |= owners
+            self._unwritten |= owners
+
+    def _meet(self, number: int) -> None:
+        """Compare what each parameter of a group finds when its turn comes."""
+        if number not in self._met:
+            group = self._groups[number]
+            found = [(key, plain(each)) for key, each in self._entries() if key[0] in (group, None)]
+            self.couples |= any(found != other for its, other in self._met.values() if its == group)
+            self._met[number] = group, found
+
+    def _depends(self, value: Any) -> bool:
+        """Whether what a call has left may come from the numbers of parameters."""
+        counts = value is None or isinstance(value, (str, bool, int))
+        return not counts and bool(self._read or self._of(value))
+
+    def _entries(self) -> Iterator[tuple[tuple[int | None, str], Any]]:
+        options, attributes = self._look()
+        for number, group in options.items():
+            yield from (((number, key), each) for key, each in group.items() if key != "params")
+        yield from (((None, key), each) for key, each in attributes.items())
+
+    def _of(self, value: Any) -> set[int]:
+        found = set()
+        for each in within(value):
+            if isinstance(each, Tensor):
+                found |= self._owners.get(_storage(each), set())
+        return found
+
+    def _mark(self, tensor: Tensor, owners: set[int]) -> None:
+        if owners:
+            self._owners[_storage(tensor)] = self._of(tensor) | owners
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _in_row(value: Any, row: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return value[row] if row < len(value) else None
+    return value

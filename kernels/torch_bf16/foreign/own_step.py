@@ -1,0 +1,192 @@
+"""One step of an optimizer's own code over all that takes part, some parameters at a time."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torch_bf16.errors import UNTOUCHED
+from torch_bf16.states.views import COUNTER, MASTERS
+
+from .advice import refusal
+from .capabilities import Traits, is_elementwise
+from .runner import Runner
+from .working_copy import WorkingCopy
+
+if TYPE_CHECKING:
+    from .optimizer import ForeignOptimizer
+
+__all__ = ["HALVES", "OwnStep", "why_whole"]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+_DRAWS = (
+    "a parameter is sharded, and the optimizer's own step draws random numbers, which would be "
+    "others on each rank: train it with DDP, seeded alike on every rank, or use another optimizer"
+)
+
+_logger = logging.getLogger("torch_bf16")
+
+Computed = tuple[list[nn.Parameter], list[dict[str, Any]]]
+
+
+def why_whole(traits: Traits) -> str:
+    """Why a step must see whole tensors, or all of them."""
+    return "couples all parameters" if traits.couples else "is not known to be elementwise"
+
+
+class OwnStep:
+    """A step of the class's own code on fp32 copies.
+
+    Args:
+        optimizer: its states, options and weights are written.
+        members: what takes part.
+    """
+
+    def __init__(self, optimizer: ForeignOptimizer, members: Sequence[WorkingCopy]) -> None:
+        self._optimizer, self._members = optimizer, members
+        self._kind, self._engine = optimizer.torch_class, optimizer._engine
+        self._traits = optimizer._engine.traits
+        self._runner = Runner(optimizer, self._kind)
+
+    def take(self, scale: float) -> None:
+        """Step on gradients times ``scale``.
+
+        The first steps show whether a call for some parameters does what one for all would do.
+        """
+        first = not any(each.step for each in self._members)
+        buckets, found = [*self._buckets(self._members)], None
+        if buckets and self._traits.looks:
+            if len(buckets) > 1:
+                buckets = self._sample_first()
+            buckets, found = self._looked_at(buckets, scale)
+            self._traits.looks -= 1
+        if first:
+            self._warn_of_gathering()
+        for bucket in buckets:
+            self._store(bucket, found or self._compute(bucket, scale))
+            found = None
+        self._finish()
+        if self._traits.asked and not self._traits.looks:
+            self._warn_of_roles()
+
+    def rewrite(self, method: str) -> None:
+        """Run a method that rewrites weights between steps."""
+        for bucket in [*self._buckets(self._members)] or [[]]:
+            self._store(bucket, self._compute(bucket, None, method))
+        self._finish()
+
+    def _looked_at(
+        self, buckets: list[list[WorkingCopy]], scale: float
+    ) -> tuple[list[list[WorkingCopy]], Computed]:
+        """What to step on at a time, and what the first of it becomes."""
+        groups = self._optimizer.param_groups
+        by_elements = (
+            is_elementwise(self._kind, groups[each.group], self._traits) for each in self._members
+        )
+        follow = not self._traits.couples and not all(by_elements)
+        found = self._compute(buckets[0], scale, follow=follow, apart=len(buckets) > 1)
+        if self._runner.couples:
+            self._traits.couples = True
+            if len(buckets) > 1:
+                self._runner.rewind()
+                self._runner = Runner(self._optimizer, self._kind)
+                buckets = [[*self._members]]
+                found = self._compute(buckets[0], scale)
+        if why := self._runner.why_not():
+            self._runner.rewind()
+            raise NotImplementedError(f"{refusal(self._kind, why)}. {UNTOUCHED}")
+        return buckets, found
+
+    def _sample_first(self) -> list[list[WorkingCopy]]:
+        """Before all others two of each group and number of dimensions, by which steps differ."""
+        kinds: dict[tuple[int, int], list[WorkingCopy]] = defaultdict(list)
+        for each in sorted(self._members, key=lambda each: each.bytes):
+            kinds[each.group, len(each.shard.shape)].append(each)
+        chosen = {id(each) for kind in kinds.values() for each in kind[:2]}
+        sample = [each for each in self._members if id(each) in chosen]
+        others = [each for each in self._members if id(each) not in chosen]
+        return [sample, *self._buckets(others)]
+
+    def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
+        """Some at a time, so that their fp32 copies fit in ``bucket_bytes``."""
+        bucket, size = [], 0
+        for each in members:
+            more = each.bytes
+            if bucket and size + more > self._optimizer.bucket_bytes and not self._traits.couples:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(each)
+            size += more
+        if bucket:
+            yield bucket
+
+    def _compute(
+        self,
+        bucket: Sequence[WorkingCopy],
+        scale: float | None,
+        method: str = "step",
+        **how: bool,
+    ) -> Computed:
+        """The weights and states that a method of the class makes; nothing is written."""
+        copies = [each.make(scale) for each in bucket]
+        before = [each.decode_states() for each in bucket]
+        known = [{*state} for state in before]
+        groups = [each.group for each in bucket]
+        states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
+        if self._runner.draws and any(each.shard.groups() for each in bucket):
+            self._runner.rewind()
+            raise NotImplementedError(f"{_DRAWS}. {UNTOUCHED}")
+        for keys, state in zip(known, states, strict=True):
+            new = ((key, each) for key, each in state.items() if key not in keys)
+            self._traits.halves |= {k for k, each in new if getattr(each, "dtype", None) in HALVES}
+        return copies, states
+
+    def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:
+        """Encode what was computed of each."""
+        optimizer = self._optimizer
+        for each, made, state in zip(bucket, *computed, strict=True):
+            each.encode(made.detach(), state, self._engine.encoder)
+            optimizer.state[each.parameter] = each.state
+        self._engine.encoder.run(optimizer.recipe.seed, optimizer.backend)
+        for each in bucket:
+            # The kernels write through addresses, which autograd does not see.
+            torch.autograd.graph.increment_version(each.parameter)
+            each.snapshot.version = each.shard.version()
+
+    def _finish(self) -> None:
+        self._runner.finish()
+        self._engine.encoder.finish()
+
+    def _warn_of_gathering(self) -> None:
+        sizes = [each.bytes for each in self._members if each.gathers]
+        if not sizes:
+            return
+        total = sum(sizes)
+        some = max(*sizes, min(total, self._optimizer.bucket_bytes))
+        _logger.warning(
+            "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
+            "time; convert(..., elementwise=True) if it updates each element by its own numbers "
+            "alone",
+            *(self._kind.__name__, why_whole(self._traits)),
+            (total if self._traits.couples else some) / 1e9,
+        )
+
+    def _warn_of_roles(self) -> None:
+        made = {key for state in self._optimizer.state.values() for key in state}
+        unknown = self._traits.asked - made
+        self._traits.asked = set()
+        if unknown:
+            # Not refused: a state may be made later than in the first steps.
+            warnings.warn(
+                f"roles name {', '.join(sorted(unknown))}, and {self._kind.__name__} has made no "
+                "such state in its first steps, but "
+                f"{', '.join(sorted(made - {COUNTER, *MASTERS})) or 'none'}",
+                stacklevel=2,
+            )
