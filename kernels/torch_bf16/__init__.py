@@ -7,6 +7,10 @@ Example:
     >>> model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-stochastic")
 """
 
+from .errors import check_torch
+
+check_torch()
+
 from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
 from .checkpoints.files import load_checkpoint, save_checkpoint
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError

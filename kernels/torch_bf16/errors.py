@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = [
+    "OLDEST_TORCH",
     "UNTOUCHED",
     "BackendUnavailableError",
     "CheckpointError",
     "StateMismatchError",
+    "check_torch",
     "prefix_errors",
     "suffix_errors",
 ]
+
+OLDEST_TORCH = (2, 7)
+"""Below it, steps, hooks and shards go by other rules, which nothing here is tested with."""
 
 UNTOUCHED = "Nothing was updated"
 
@@ -30,6 +38,20 @@ class CheckpointError(RuntimeError):
 
 class StateMismatchError(ValueError):
     """A state dict or a live parameter does not fit the optimizer; nothing has been changed."""
+
+
+def check_torch() -> None:
+    """Refuse a torch that is too old, before anything else of it is imported.
+
+    Raises:
+        ImportError: it is.
+    """
+    found = str(torch.__version__)
+    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+        needed = f"torch>={'.'.join(map(str, OLDEST_TORCH))}"
+        raise ImportError(
+            f'torch_bf16 needs {needed} and found {found}. Run: pip install -U "{needed}"'
+        )
 
 
 @contextmanager

@@ -1,0 +1,153 @@
+"""Runs a script of somebody else on tiny models and data, and writes what it trained.
+
+``script_runner.py RECORD FOLDER SCRIPT OPTIONS...``: models and tokenizers that it asks the hub for
+are small and of fixed weights, and data sets are those of Accelerate's own tests. ``{llama}``,
+``{text}`` and ``{preferences}`` in an option are folders made here, ``{out}`` an empty one.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import runpy
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "accelerate"))
+
+_losses: list[float] = []
+_found: dict[str, list[str]] = {"weights": [], "optimizers": []}
+
+
+class _Metric:
+    """In the place of those of ``evaluate``, which would be fetched."""
+
+    def add_batch(self, **_: Any) -> None: ...
+
+    def compute(self, **_: Any) -> dict[str, float]:
+        return {"accuracy": 0.5, "f1": 0.5}
+
+
+def stub_metrics() -> None:
+    """Let ``import evaluate`` find one metric for all names."""
+    stub = types.ModuleType("evaluate")
+    stub.__spec__ = importlib.machinery.ModuleSpec("evaluate", None)
+    stub.load = lambda *_, **__: _Metric()  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules["evaluate"] = stub
+
+
+def stub_hub() -> None:
+    """Let names of the hub stand for tiny models of fixed weights; folders are left alone."""
+    import datasets
+    import transformers
+    from tiny_llm import llama, tokenizer
+
+    def classifier() -> Any:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=258,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+        )
+        return transformers.BertForSequenceClassification(config)
+
+    def of_bytes() -> Any:
+        made = tokenizer()
+        made.model_max_length = 128
+        return made
+
+    stubs = {
+        "AutoTokenizer": of_bytes,
+        "AutoModelForSequenceClassification": classifier,
+        "AutoModelForCausalLM": llama,
+    }
+    for name, make in stubs.items():
+        kind = getattr(transformers, name)
+
+        def from_pretrained(
+            where: Any, *args: Any, _own: Any = kind.from_pretrained, _make: Any = make, **kw: Any
+        ) -> Any:
+            return _own(where, *args, **kw) if Path(where).is_dir() else _make()
+
+        kind.from_pretrained = from_pretrained
+
+    own = datasets.load_dataset
+
+    def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
+        if path == "csv" or Path(path).is_dir():
+            return own(path, *args, **kwargs)
+        files = {"train": "train.csv", "validation": "dev.csv"}
+        files = {name: f"tests/test_samples/MRPC/{each}" for name, each in files.items()}
+        found = own("csv", data_files=files).class_encode_column("label")
+        return found.map(lambda row, n: {"idx": n}, with_indices=True)
+
+    datasets.load_dataset = load_dataset
+
+
+def record() -> None:
+    """Note losses where ``backward`` gets them, and what was prepared then."""
+    from accelerate import Accelerator
+
+    own = Accelerator.backward
+
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
+        _losses.append(float(loss))
+        dtypes: Counter[str] = Counter()
+        for model in self._models:
+            for p in model.parameters():
+                kind = "trained" if p.requires_grad else "frozen"
+                dtypes[f"{kind} {str(p.dtype).removeprefix('torch.')}"] += p.numel()
+        _found["weights"] = [f"{n} {name}" for name, n in sorted(dtypes.items())]
+        kinds = (type(each.optimizer) for each in self._optimizers)
+        _found["optimizers"] = sorted({f"{k.__module__}.{k.__qualname__}" for k in kinds})
+        own(self, loss, *args, **kwargs)
+
+    Accelerator.backward = backward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def make_folders(folder: Path, options: list[str]) -> list[str]:
+    """The options, with folders in the place of names in braces."""
+    from tiny_llm import llama, tokenizer
+
+    places = {name: folder / name for name in ("llama", "text", "preferences", "out")}
+    for each in places.values():
+        each.mkdir()
+    if any("{llama}" in each for each in options):
+        llama().save_pretrained(places["llama"])
+        tokenizer().save_pretrained(places["llama"])
+    words = [f"{n} and {n + 1} and {n + 2}" for n in range(64)]
+    rows = {
+        "text": [{"text": each} for each in words],
+        "preferences": [
+            {"prompt": each[:5], "chosen": each[5:], "rejected": each[:4:-1]} for each in words
+        ],
+    }
+    for name, lines in rows.items():
+        text = "\n".join(map(json.dumps, lines))
+        (places[name] / "train.jsonl").write_text(text)
+    return [each.format(**places) if "{" in each else each for each in options]
+
+
+def main() -> None:
+    """Run the script as its own program would."""
+    file, folder, script, *options = sys.argv[1:]
+    torch.set_num_threads(1)
+    sys.argv = [script, *make_folders(Path(folder), options)]
+    sys.path.insert(0, str(Path(script).parent))
+    stub_metrics()
+    stub_hub()
+    record()
+    runpy.run_path(script, run_name="__main__")
+    Path(file).write_text(json.dumps({"losses": _losses, **_found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Other people's training scripts, unchanged, in four precisions: losses and dtypes side by side.
+
+    python tests/hosts/scripts.py SOURCES
+    python tests/hosts/scripts.py SOURCES --only by_feature --json record.json
+
+SOURCES holds the sources of each host in folders of their names (``accelerate``, ``trl``), of a
+checkout or a source distribution. Each script runs in fp32, in stock bf16 and in both modes, which
+``BF16_MODE`` names, on tiny models and data; see `script_runner.py`. Exits with 1 where one that
+runs in fp32 fails in a mode, ends elsewhere, or trains weights that are not bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODES = ("bf16-stochastic", "bf16-fp32-master")
+PRECISIONS = ("no", "bf16", *MODES)
+BOUND = 600
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script.
+
+    Attributes:
+        host: the folder of its sources.
+        path: within it.
+        options: beside the precision; names in braces are what `script_runner.py` makes.
+        precision: the option that names Accelerate's own; None for the switch ``--bf16``.
+    """
+
+    host: str
+    path: str
+    options: tuple[str, ...] = ()
+    precision: str | None = "--mixed_precision"
+
+
+def _by_feature(name: str, *options: str, **others: Any) -> Script:
+    return Script("accelerate", f"examples/by_feature/{name}.py", options, **others)
+
+
+def _trl(name: str, data: str) -> Script:
+    model = ("--model_name_or_path", "{llama}", "--dataset_name", data, "--output_dir", "{out}")
+    run = ("--max_steps", "12", "--per_device_train_batch_size", "4", "--learning_rate", "1e-3")
+    rest = ("--use_cpu", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
+    return Script("trl", f"trl/scripts/{name}.py", (*model, *run, *rest), precision=None)
+
+
+SCRIPTS = (
+    _by_feature("automatic_gradient_accumulation", "--cpu"),
+    _by_feature(
+        "checkpointing", "--cpu", "--checkpointing_steps", "epoch", "--output_dir", "{out}"
+    ),
+    _by_feature("cross_validation", "--cpu", "--num_folds", "2"),
+    _by_feature("ddp_comm_hook", "--cpu"),
+    _by_feature("early_stopping", "--cpu"),
+    _by_feature("gradient_accumulation", "--cpu", "--gradient_accumulation_steps", "2"),
+    _by_feature("gradient_accumulation_for_autoregressive_models", "--cpu"),
+    _by_feature("local_sgd", "--cpu", "--local_sgd_steps", "2"),
+    _by_feature("memory", "--cpu"),
+    _by_feature("multi_process_metrics", "--cpu"),
+    _by_feature("profiler", "--cpu"),
+    _by_feature("schedule_free", "--cpu"),
+    _by_feature("tracking", "--cpu", "--project_dir", "{out}"),
+    _trl("sft", "{text}"),
+    _trl("dpo", "{preferences}"),
+)
+
+
+def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, Any]:
+    """What a script left in one precision: losses, weights and optimizers, or how it failed."""
+    own = "bf16" if precision in MODES else precision
+    named = [script.precision, own] if script.precision else ["--bf16", str(own == "bf16")]
+    unset = ("ACCELERATE_", "BF16_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
+    environment |= {
+        "PYTHONPATH": path,
+        "TESTING_MOCKED_DATALOADERS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    if precision in MODES:
+        environment["BF16_MODE"] = precision
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "record.json"
+        command = [sys.executable, HERE / "script_runner.py", file, folder]
+        try:
+            done = subprocess.run(
+                [*map(str, command), script.path, *script.options, *named],
+                cwd=sources / script.host,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=BOUND,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"ran longer than {BOUND} s"}
+        if done.returncode:
+            return {"failed": "\n".join(done.stderr.strip().splitlines()[-5:])}
+        found = json.loads(file.read_text())
+        return found if found["losses"] else {"failed": "accelerator.backward was never called"}
+
+
+def faults(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What is not as in the other precisions."""
+    fp32, stock = found["no"], found["bf16"]
+    if "failed" in fp32:
+        return []  # nothing of ours
+    said = []
+    for mode in MODES:
+        its = found[mode]
+        if "failed" in its:
+            said.append(f"{mode} fails: {its['failed']}")
+            continue
+        if len(its["losses"]) != len(fp32["losses"]):
+            said.append(f"{mode} took {len(its['losses'])} steps, fp32 {len(fp32['losses'])}")
+        end, other = _end(its), _end(fp32)
+        # Stock bf16 says how much rounding moves the end of such a run.
+        allowed = 0.05 * abs(other) + 0.02
+        if "failed" not in stock:
+            allowed += 3 * abs(_end(stock) - other)
+        if not abs(end - other) <= allowed:
+            said.append(f"{mode} ends at {end:.4f}, fp32 at {other:.4f}")
+        if "bfloat16" not in "".join(its["weights"]):
+            said.append(f"{mode} trains {its['weights']}")
+    return said
+
+
+def _end(record: dict[str, Any]) -> float:
+    losses = record["losses"]
+    return fmean(losses[-max(1, len(losses) // 4) :])
+
+
+def main() -> int:
+    """Run what was asked for, print a row for each script, and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("sources", type=Path)
+    parser.add_argument("--only", default="", help="run those whose path holds this")
+    parser.add_argument("--path", default=str(ROOT / "kernels") + os.pathsep + str(ROOT))
+    parser.add_argument("--json", type=Path, help="write all that was found to this file")
+    options = parser.parse_args()
+    record, wrong = {}, 0
+    for script in SCRIPTS:
+        if options.only not in script.path or not (options.sources / script.host).is_dir():
+            continue
+        found = {each: run(script, options.sources, each, options.path) for each in PRECISIONS}
+        record[script.path] = found
+        print(script.path)
+        for precision, its in found.items():
+            told = its["failed"] if "failed" in its else _row(its)
+            print(f"    {precision:17} {told}", flush=True)
+        for each in faults(found):
+            wrong += 1
+            print(f"    DIFFERS: {each}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1))
+    return int(wrong > 0)
+
+
+def _row(its: dict[str, Any]) -> str:
+    losses = f"{len(its['losses'])} losses, {its['losses'][0]:.4f} to {_end(its):.4f}"
+    return f"{losses}; {', '.join(its['weights'])}; {', '.join(its['optimizers'])}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
