@@ -275,6 +275,16 @@ def test_a_rule_whose_options_cannot_be_made_up_is_used_untried(caplog):
     assert "cannot be tried" in caplog.text
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_most_weights_of_a_trial_stay_finite(rule):
+    # Of numbers that are all NaN a fault shows nothing; a scale of NaN makes a whole block of them.
+    found = [each for each in variants(rule) if each.formats[0].planes[0].block == 1]
+    variant = next((v for v in found if any(each.block > 1 for each in v.formats)), found[0])
+    weights = np.concatenate(Trial.of(variant).run(choose(CPU, "eager"), CPU)[0])
+    floats = (weights.astype(np.uint32) << 8 * (4 - weights.itemsize)).view(np.float32)
+    assert np.isfinite(floats).mean() > 0.95
+
+
 def test_all_planes_of_a_trial_change():
     # A trial whose numbers stayed as they were would certify a kernel that does nothing.
     for variant in some_variants():
