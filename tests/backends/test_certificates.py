@@ -11,9 +11,9 @@ import pytest
 import torch
 from certificate_digests import digests_by_the_oracle, variants
 from every_rule import RULES
-from planted_faults import PLACES, Planted, shows
+from planted_faults import PLACES, Deadly, Planted, shows, trained
 
-from torch_bf16 import AdamW, backends
+from torch_bf16 import backends
 from torch_bf16.backends import Variant, choose, choose_for
 from torch_bf16.backends.certificates import certificate, verdicts
 from torch_bf16.backends.certificates.digests import expected
@@ -94,24 +94,37 @@ class _Failing:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
 
-def steps(backend=None, count=3):
-    """Weights after some steps of AdamW on made-up gradients."""
-    generator = torch.Generator().manual_seed(1)
-    parameter = torch.nn.Parameter(torch.ones(33, 7, dtype=torch.bfloat16))
-    optimizer = AdamW([parameter], lr=1e-3, backend=backend)
-    for _ in range(count):
-        parameter.grad = torch.randn(33, 7, generator=generator).bfloat16()
-        optimizer.step()
-    return parameter.detach()
+def _read_only(monkeypatch):
+    """Root may write anywhere, so permissions would not show it."""
+    monkeypatch.setenv("TORCH_BF16_CACHE", "/dev/null/verdicts")
+    assert verdicts.folder() is None
 
 
-@pytest.mark.parametrize("wrong", [_Failing(), *map(Planted, ("rule", "scalar"))])
-def test_training_goes_on_in_another_backend_with_the_right_bits(wrong, monkeypatch, caplog):
-    want = steps("eager")
+def _read_only_since(monkeypatch):
+    def refuse(*arguments, **named):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(verdicts.tempfile, "mkstemp", refuse)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "folder"),
+    [
+        (_Failing(), None),
+        *((Planted(place), None) for place in PLACES),
+        *((Planted("rule"), each) for each in (_read_only, _read_only_since)),
+    ],
+)
+def test_training_goes_on_in_another_backend_with_the_right_bits(
+    wrong, folder, monkeypatch, caplog
+):
+    want = trained("eager")
     monkeypatch.setitem(backends._BACKENDS, "cpu", wrong)
+    if folder is not None:
+        folder(monkeypatch)
     with caplog.at_level(logging.WARNING, "torch_bf16"):
-        assert torch.equal(steps(), want)
-        assert torch.equal(steps(), want)
+        assert torch.equal(trained(), want)
+        assert torch.equal(trained(), want)
     (record,) = caplog.records
     assert "is not used for adamw_bf16_stochastic" in record.getMessage()
     assert "Please report" in record.getMessage()
@@ -169,9 +182,7 @@ def test_a_verdict_outlives_its_process_and_is_of_its_versions(fresh, monkeypatc
 
 
 def test_a_folder_that_cannot_be_written_means_a_trial_for_each_process(monkeypatch):
-    # Root may write anywhere, so permissions would not show it.
-    monkeypatch.setenv("TORCH_BF16_CACHE", "/dev/null/verdicts")
-    assert verdicts.folder() is None
+    _read_only(monkeypatch)
     backend = _Counting("nowhere")
     for _ in range(2):
         monkeypatch.setattr(certificate, "_known", {})
@@ -229,6 +240,43 @@ def test_two_processes_try_at_once_and_neither_waits(fresh):
     process.join(60)
     assert process.exitcode == 0
     assert [path.suffix for path in fresh.iterdir()] == [".json"]
+
+
+def _train(folder, backend, together, pipe):
+    os.environ["TORCH_BF16_CACHE"] = folder
+    backends._BACKENDS["cpu"] = backend
+    together.wait(60)
+    pipe.send(trained().float().tolist())
+
+
+def _training(folder, *wrong):
+    """What processes that train at once with these backends send, None where one was killed."""
+    context = multiprocessing.get_context("spawn")
+    together, processes = context.Barrier(len(wrong)), []
+    for each in wrong:
+        ours, theirs = context.Pipe(duplex=False)
+        given = str(folder), each, together, theirs
+        processes.append((ours, context.Process(target=_train, args=given)))
+    for _, process in processes:
+        process.start()
+    for _, process in processes:
+        process.join(120)
+    return [ours.recv() if process.exitcode == 0 else None for ours, process in processes]
+
+
+def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh):
+    want = trained("eager").float().tolist()
+    assert _training(fresh, Planted("rule"), Planted("rule")) == [want, want]
+    # The wrong backend's, and eager's.
+    faults = [fault for _, fault in verdicts.kept()]
+    assert sorted(fault is None for fault in faults) == [False, True]
+
+
+def test_training_that_a_kernel_has_killed_goes_on_with_the_right_bits(fresh):
+    want = trained("eager").float().tolist()
+    assert _training(fresh, Deadly()) == [None]
+    assert _training(fresh, Deadly()) == [want]
+    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.kept())
 
 
 def test_what_an_attempt_raises_is_no_verdict(fresh, monkeypatch):
