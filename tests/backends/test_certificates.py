@@ -13,13 +13,13 @@ from certificate_digests import digests_by_the_oracle, variants
 from every_rule import RULES
 from planted_faults import PLACES, Deadly, Planted, shows, trained
 
-from torch_bf16 import backends
+from torch_bf16 import RECIPES, Recipe, backends
 from torch_bf16.backends import Variant, choose, choose_for
 from torch_bf16.backends.certificates import certificate, verdicts
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import Trial, digests_of
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FP32
-from torch_bf16.rules import ADAMW
+from torch_bf16.rules import ADAMW, WEIGHTS
 
 CPU = torch.device("cpu")
 VARIANT = Variant(ADAMW, (BF16_STOCHASTIC, BF16_NEAREST, BF16_STOCHASTIC), torch.bfloat16, CPU)
@@ -43,6 +43,18 @@ def test_the_digests_are_those_of_the_oracle(rule):
     # Each rule, and over all of them each layout: tests/proofs/digests.py makes all.
     for variant in found[len(rule) % 7 :: 7] or found[:1]:
         assert expected(variant) == digests_by_the_oracle(variant), variant.name
+
+
+def test_all_that_recipes_ask_for_has_a_digest():
+    recipes = [*RECIPES.values(), Recipe(exp_avg="int8", exp_avg_sq="int8")]
+    shapes = ((64, 64), torch.bfloat16), ((64,), torch.bfloat16), ((64, 64), torch.float32)
+    for rule in (each for each in RULES.values() if each.role == WEIGHTS):
+        roles = (WEIGHTS, *(state.role for state in rule.states))
+        for recipe in recipes:
+            for shape, dtype in shapes:
+                formats = tuple(recipe.format_of(role, shape, dtype) for role in roles)
+                variant = Variant(rule, formats, dtype, CPU)
+                assert expected(variant) is not None, variant.name
 
 
 def test_every_shipped_variant_has_a_digest_for_each_plane():

@@ -101,10 +101,10 @@ class Planted(EagerBackend):
                 table = np.roll(table, 1, 1) if table.shape[1] > 1 else np.nextafter(table, 2)
                 rows = dataclasses.replace(rows, table=table)
             if self.place == "constant":
-                # One of the rule's, by less than bf16 can tell.
+                # One of the rule's, by less than the last two bits of bf16.
                 column = np.argmax(np.abs(rows.table).max(0))
                 table = rows.table.copy()
-                table[:, column] *= np.float32(1 + 2**-10)
+                table[:, column] *= np.float32(1 + 2**-6)
                 rows = dataclasses.replace(rows, table=table)
             if self.place == "load":
                 gradients = [_shifted(each) for each in gradients]
