@@ -23,7 +23,15 @@ from certificate_digests import variants
 from every_rule import RULES
 
 from torch_bf16 import BackendUnavailableError, Recipe, backends
-from torch_bf16.backends import Bucket, KernelInputs, Variant, choose, choose_for, explain
+from torch_bf16.backends import (
+    Bucket,
+    KernelInputs,
+    Variant,
+    choose,
+    choose_for,
+    cuda_graphs,
+    explain,
+)
 from torch_bf16.backends import eager as eager_backend
 from torch_bf16.backends import triton as triton_backend
 from torch_bf16.backends.certificates import certificate
@@ -161,6 +169,24 @@ def test_a_gpu_without_triton_is_told_once_what_is_slow(monkeypatch, caplog):
         backends._automatic.cache_clear()
     (record,) = caplog.records
     assert "triton backend cannot be used (Triton cannot be imported)" in record.getMessage()
+
+
+@pytest.mark.parametrize(("device", "captured"), [(0, False), (1, True)])
+def test_a_capture_is_looked_for_on_the_devices_of_the_parameters(device, captured, monkeypatch):
+    here = [0]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, here[0] = here[0], device.index
+        yield
+        here[0] = before
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[0] == 1)
+    places = torch.device("cpu"), torch.device("cuda", device)
+    assert cuda_graphs.capturing(places) == captured
 
 
 def test_a_gpu_that_emulates_bf16_is_named_once(monkeypatch, caplog):

@@ -11,15 +11,15 @@ import pytest
 import torch
 from certificate_digests import digests_by_the_oracle, variants
 from every_rule import RULES
-from planted_faults import PLACES, Planted, shows
+from planted_faults import PLACES, Deadly, Planted, shows, trained
 
-from torch_bf16 import AdamW, backends
+from torch_bf16 import RECIPES, Recipe, backends
 from torch_bf16.backends import Variant, choose, choose_for
 from torch_bf16.backends.certificates import certificate, verdicts
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import Trial, digests_of
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FP32
-from torch_bf16.rules import ADAMW
+from torch_bf16.rules import ADAMW, WEIGHTS
 
 CPU = torch.device("cpu")
 VARIANT = Variant(ADAMW, (BF16_STOCHASTIC, BF16_NEAREST, BF16_STOCHASTIC), torch.bfloat16, CPU)
@@ -43,6 +43,18 @@ def test_the_digests_are_those_of_the_oracle(rule):
     # Each rule, and over all of them each layout: tests/proofs/digests.py makes all.
     for variant in found[len(rule) % 7 :: 7] or found[:1]:
         assert expected(variant) == digests_by_the_oracle(variant), variant.name
+
+
+def test_all_that_recipes_ask_for_has_a_digest():
+    recipes = [*RECIPES.values(), Recipe(exp_avg="int8", exp_avg_sq="int8")]
+    shapes = ((64, 64), torch.bfloat16), ((64,), torch.bfloat16), ((64, 64), torch.float32)
+    for rule in (each for each in RULES.values() if each.role == WEIGHTS):
+        roles = (WEIGHTS, *(state.role for state in rule.states))
+        for recipe in recipes:
+            for shape, dtype in shapes:
+                formats = tuple(recipe.format_of(role, shape, dtype) for role in roles)
+                variant = Variant(rule, formats, dtype, CPU)
+                assert expected(variant) is not None, variant.name
 
 
 def test_every_shipped_variant_has_a_digest_for_each_plane():
@@ -94,24 +106,37 @@ class _Failing:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
 
-def steps(backend=None, count=3):
-    """Weights after some steps of AdamW on made-up gradients."""
-    generator = torch.Generator().manual_seed(1)
-    parameter = torch.nn.Parameter(torch.ones(33, 7, dtype=torch.bfloat16))
-    optimizer = AdamW([parameter], lr=1e-3, backend=backend)
-    for _ in range(count):
-        parameter.grad = torch.randn(33, 7, generator=generator).bfloat16()
-        optimizer.step()
-    return parameter.detach()
+def _read_only(monkeypatch):
+    """Root may write anywhere, so permissions would not show it."""
+    monkeypatch.setenv("TORCH_BF16_CACHE", "/dev/null/verdicts")
+    assert verdicts.folder() is None
 
 
-@pytest.mark.parametrize("wrong", [_Failing(), *map(Planted, ("rule", "scalar"))])
-def test_training_goes_on_in_another_backend_with_the_right_bits(wrong, monkeypatch, caplog):
-    want = steps("eager")
+def _read_only_since(monkeypatch):
+    def refuse(*arguments, **named):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(verdicts.tempfile, "mkstemp", refuse)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "folder"),
+    [
+        (_Failing(), None),
+        *((Planted(place), None) for place in PLACES),
+        *((Planted("rule"), each) for each in (_read_only, _read_only_since)),
+    ],
+)
+def test_training_goes_on_in_another_backend_with_the_right_bits(
+    wrong, folder, monkeypatch, caplog
+):
+    want = trained("eager")
     monkeypatch.setitem(backends._BACKENDS, "cpu", wrong)
+    if folder is not None:
+        folder(monkeypatch)
     with caplog.at_level(logging.WARNING, "torch_bf16"):
-        assert torch.equal(steps(), want)
-        assert torch.equal(steps(), want)
+        assert torch.equal(trained(), want)
+        assert torch.equal(trained(), want)
     (record,) = caplog.records
     assert "is not used for adamw_bf16_stochastic" in record.getMessage()
     assert "Please report" in record.getMessage()
@@ -169,9 +194,7 @@ def test_a_verdict_outlives_its_process_and_is_of_its_versions(fresh, monkeypatc
 
 
 def test_a_folder_that_cannot_be_written_means_a_trial_for_each_process(monkeypatch):
-    # Root may write anywhere, so permissions would not show it.
-    monkeypatch.setenv("TORCH_BF16_CACHE", "/dev/null/verdicts")
-    assert verdicts.folder() is None
+    _read_only(monkeypatch)
     backend = _Counting("nowhere")
     for _ in range(2):
         monkeypatch.setattr(certificate, "_known", {})
@@ -231,6 +254,43 @@ def test_two_processes_try_at_once_and_neither_waits(fresh):
     assert [path.suffix for path in fresh.iterdir()] == [".json"]
 
 
+def _train(folder, backend, together, pipe):
+    os.environ["TORCH_BF16_CACHE"] = folder
+    backends._BACKENDS["cpu"] = backend
+    together.wait(60)
+    pipe.send(trained().float().tolist())
+
+
+def _training(folder, *wrong):
+    """What processes that train at once with these backends send, None where one was killed."""
+    context = multiprocessing.get_context("spawn")
+    together, processes = context.Barrier(len(wrong)), []
+    for each in wrong:
+        ours, theirs = context.Pipe(duplex=False)
+        given = str(folder), each, together, theirs
+        processes.append((ours, context.Process(target=_train, args=given)))
+    for _, process in processes:
+        process.start()
+    for _, process in processes:
+        process.join(120)
+    return [ours.recv() if process.exitcode == 0 else None for ours, process in processes]
+
+
+def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh):
+    want = trained("eager").float().tolist()
+    assert _training(fresh, Planted("rule"), Planted("rule")) == [want, want]
+    # The wrong backend's, and eager's.
+    faults = [fault for _, fault in verdicts.kept()]
+    assert sorted(fault is None for fault in faults) == [False, True]
+
+
+def test_training_that_a_kernel_has_killed_goes_on_with_the_right_bits(fresh):
+    want = trained("eager").float().tolist()
+    assert _training(fresh, Deadly()) == [None]
+    assert _training(fresh, Deadly()) == [want]
+    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.kept())
+
+
 def test_what_an_attempt_raises_is_no_verdict(fresh, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
@@ -273,6 +333,16 @@ def test_a_rule_whose_options_cannot_be_made_up_is_used_untried(caplog):
     with caplog.at_level(logging.INFO, "torch_bf16"):
         assert certificate.fault_of(choose(CPU, "cpu"), variant) is None
     assert "cannot be tried" in caplog.text
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_most_weights_of_a_trial_stay_finite(rule):
+    # Of numbers that are all NaN a fault shows nothing; a scale of NaN makes a whole block of them.
+    found = [each for each in variants(rule) if each.formats[0].planes[0].block == 1]
+    variant = next((v for v in found if any(each.block > 1 for each in v.formats)), found[0])
+    weights = np.concatenate(Trial.of(variant).run(choose(CPU, "eager"), CPU)[0])
+    floats = (weights.astype(np.uint32) << 8 * (4 - weights.itemsize)).view(np.float32)
+    assert np.isfinite(floats).mean() > 0.95
 
 
 def test_all_planes_of_a_trial_change():

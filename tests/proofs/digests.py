@@ -1,7 +1,8 @@
 """Write the digests that certificates compare with, from the NumPy oracle alone.
 
 python tests/proofs/digests.py             needed where a rule, a format or the trial is changed
-python tests/proofs/digests.py --planted   see that faults are found in every variant
+python tests/proofs/digests.py --planted   see that faults are found in every variant; --rules and
+                                           --places name some
 """
 
 import argparse
@@ -22,20 +23,24 @@ from torch_bf16.backends.certificates.trial import Trial
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--rules", nargs="+", default=[*RULES], choices=[*RULES])
+    parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
+    options = parser.parse_args()
+    if options.planted:
+        some = [variant for rule in options.rules for variant in variants(rule)]
+        return planted(some, options.places)
     every = [variant for rule in RULES for variant in variants(rule)]
-    if parser.parse_args().planted:
-        return planted(every)
     lines = [f"{key_of(v)} {' '.join(digests_by_the_oracle(v))}\n" for v in every]
     FILE.write_text("".join(sorted(lines)))
     print(f"{len(lines)} variants, {FILE.stat().st_size} bytes")
     return 0
 
 
-def planted(every):
+def planted(every, places):
     missed = tried = 0
     for variant in every:
         trial = Trial.of(variant)
-        for place in PLACES:
+        for place in places:
             if shows(place, variant):
                 tried += 1
                 if certificate._other_bits(Planted(place), trial) is None:

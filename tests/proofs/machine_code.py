@@ -4,7 +4,7 @@ python tests/proofs/machine_code.py FOLDER            measure with the Triton th
 python tests/proofs/machine_code.py FOLDER --table    write FOLDER/README.md of what is there
 
 The variants are those of a recipe for each byte count under AdamW and SGD, and one of each other
-rule, with bf16 gradients. All that certificates ship, 664 of them, would take hours. With another
+rule, with bf16 gradients. All that certificates ship, 648 of them, would take hours. With another
 Triton:
 
 pip install --target build/triton --no-deps triton==3.6.0

@@ -9,20 +9,27 @@ from every_rule import RULES
 from torch_bf16.backends import Variant
 from torch_bf16.backends.certificates.trial import GROUP, SEED, STEPS, Trial, digests_of, settled
 from torch_bf16.formats import FORMATS, get_format
+from torch_bf16.rules import EXACT, FIRST_MOMENT, SECOND_MOMENT
 
 _OF_ONE_NUMBER = ("accumulate", "average", "store")
 _NAMED = [name for name in LAYOUTS if not name.startswith("only_")]
 
 
 def variants(rule_name):
-    """The variants of a rule that have digests: each layout, each dtype of gradients, in runs."""
+    """The variants of a rule that have digests: each layout, each dtype of gradients, in runs.
+
+    A state has the format of its role, as recipes give it: int8 codes have a sign, second moments
+    have none.
+    """
     rule = RULES[rule_name]
-    names = [LAYOUTS[each] for each in _NAMED]
+    names = []
+    for weight, first, second in (LAYOUTS[each] for each in _NAMED):
+        of_role = {FIRST_MOMENT: first, SECOND_MOMENT: second, EXACT: "fp32"}
+        names.append((weight, *(of_role[state.role] for state in rule.states)))
     if rule_name in _OF_ONE_NUMBER:
         names = [(each,) for each in FORMATS]
     found = {}
     for layout in names:
-        layout = (layout + layout[-1:])[: 1 + len(rule.states)]
         formats = tuple(get_format(each) for each in layout)
         for gradient in (torch.bfloat16, torch.float32):
             for strided in (False, True):

@@ -1,10 +1,13 @@
-"""Backends that are off by one in one place, as a kernel might be."""
+"""Backends that are off by one in one place, as a kernel might be, and training that meets them."""
 
 import dataclasses
+import os
+import signal
 
 import numpy as np
 import torch
 
+from torch_bf16 import AdamW
 from torch_bf16.backends.eager import EagerBackend
 
 
@@ -97,6 +100,12 @@ class Planted(EagerBackend):
                 table = rows.table
                 table = np.roll(table, 1, 1) if table.shape[1] > 1 else np.nextafter(table, 2)
                 rows = dataclasses.replace(rows, table=table)
+            if self.place == "constant":
+                # One of the rule's, by less than the last two bits of bf16.
+                column = np.argmax(np.abs(rows.table).max(0))
+                table = rows.table.copy()
+                table[:, column] *= np.float32(1 + 2**-6)
+                rows = dataclasses.replace(rows, table=table)
             if self.place == "load":
                 gradients = [_shifted(each) for each in gradients]
             kernel(dataclasses.replace(inputs, scalars=rows, gradients=gradients))
@@ -105,7 +114,27 @@ class Planted(EagerBackend):
         return run
 
 
-PLACES = ("load", "rule", "rounding", "noise", "store", "scalar")
+PLACES = ("load", "rule", "rounding", "noise", "store", "scalar", "constant")
+
+
+class Deadly(EagerBackend):
+    """A backend whose kernels end the process, as an illegal access does."""
+
+    name = "cpu"
+
+    def load(self, bucket):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(backend=None, steps=3):
+    """Weights after some steps of AdamW on made-up gradients."""
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.ones(33, 7, dtype=torch.bfloat16))
+    optimizer = AdamW([parameter], lr=1e-3, backend=backend)
+    for _ in range(steps):
+        parameter.grad = torch.randn(33, 7, generator=generator).bfloat16()
+        optimizer.step()
+    return parameter.detach()
 
 
 def shows(place, variant):

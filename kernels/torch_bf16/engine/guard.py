@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, compress, islice, repeat
 from operator import attrgetter, eq, is_, is_not
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch_bf16.sharding import (
     unlike_memory,
 )
 
+from .metadata import Metadata
 from .states import States
 
 __all__ = ["Found", "Guard"]
@@ -33,8 +33,7 @@ _BLOCK = 256
 _END, _NONE = object(), np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """The gradients of a step, one for each member of a plan.
 
     Attributes:
@@ -112,7 +111,8 @@ class Guard:
         if found is None:
             pairs = zip(self._shards, self.taking_part, strict=True)
             found = [each.gradient() if there else None for each, there in pairs]
-            addresses = _addresses([*compress(found, self.taking_part)], self.taking_part)
+            present = [*compress(found, self.taking_part)]
+            addresses = _addresses(present, self.taking_part) if _readable(present) else None
         return Found(found, None if addresses is None else self._same_or_new(addresses))
 
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
@@ -174,8 +174,7 @@ class Guard:
         return self._last_addresses
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradients:
+class _Gradients(NamedTuple):
     """Those of one block; see :class:`Found`.
 
     Attributes:
@@ -217,10 +216,12 @@ class _Block:
         self._many = Parameters(parameters, [*compress(self._kept, tensors)])
         contiguous = map(Tensor.is_contiguous, self._many.memory)
         self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
-        self._planned, self._beside = self._look(), self._look_beside()
+        self._places, self._planned = self._where(), self._what()
+        self._beside = self._look_beside()
+        self._metadata, self._usual = Metadata(), Metadata()
         self._everyone = [True] * len(parameters)
         # Those of other classes have not been checked.
-        self._wrappers = unlike_memory(self._many.gradients()[1])[1]
+        self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
 
     def holds(self, own: list[Mapping[str, Any]] | None) -> bool:
         """Whether parameters and states are what they were.
@@ -228,15 +229,20 @@ class _Block:
         Args:
             own: the states; None where they cannot have changed.
         """
-        if not self._many.in_place() or self._look() != self._planned:
+        if not self._many.in_place() or self._where() != self._places:
             return False
+        if not self._metadata.holds(self._many.memory):
+            if self._what() != self._planned:
+                return False
+            self._metadata.note(self._many.memory)
         return own is None or (self._has(own) and self._look_beside() == self._beside)
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
         """The same for each parameter."""
         if not self._many.in_place():
             return [False] * len(self.parameters)
-        *memory, strides = zip(self._look(), self._planned, strict=True)
+        *memory, strides = zip(self._what(), self._planned, strict=True)
+        memory.append((self._where(), self._places))
         kept = self._look_beside(), self._beside
         found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
         for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
@@ -252,7 +258,10 @@ class _Block:
     def gradients(self) -> _Gradients | None:
         """The gradients; None where one is of a kind that was not planned for."""
         try:
-            found, kinds, fitting = self._many.gradients()
+            found, fitting = self._many.gradients()
+            if fitting and self._usual.holds(found):
+                return _Gradients(found, _addresses(found, self._everyone), True, self._everyone)
+            kinds = {*map(type, found)}
             there, present, dtypes = self._everyone, found, self._dtypes
             if NoneType in kinds:
                 there = [*map(is_not, found, repeat(None))]
@@ -261,7 +270,11 @@ class _Block:
             usable = fitting and not unsettled and not wrappers
             if [*map(_DTYPE, present)] != dtypes or not wrappers <= self._wrappers:
                 return None
-            addresses = _addresses(present, there) if usable else None
+            addresses = None
+            if usable and _readable(present):
+                addresses = _addresses(present, there)
+                if there is self._everyone:
+                    self._usual.note(found)
         except (AttributeError, RuntimeError):
             # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
             return None
@@ -284,11 +297,14 @@ class _Block:
         self._seen = [*_values(own), _END]
         return True
 
-    def _look(self) -> tuple[list[Any], ...]:
+    def _where(self) -> list[int]:
+        """Where parameters are."""
+        return [*map(Tensor.data_ptr, self._many.memory)]
+
+    def _what(self) -> tuple[list[Any], ...]:
         """What parameters are in memory, in lists that follow those."""
         memory = self._many.memory
         return (
-            [*map(Tensor.data_ptr, memory)],
             [*map(_DTYPE, memory)],
             [*map(_SHAPE, memory)],
             [*map(Tensor.is_contiguous, memory)],
@@ -301,14 +317,22 @@ class _Block:
         return [*map(Tensor.data_ptr, self._many.kept)]
 
 
-def _addresses(gradients: Sequence[Any], there: list[bool]) -> np.ndarray | None:
-    """Where gradients are, and 0 for each parameter that has none, as ``there`` says."""
+def _readable(gradients: Sequence[Any]) -> bool:
+    """Whether a kernel can read their memory as it is."""
     # A lazily negated view is contiguous, too, and its memory has the other sign.
-    if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
-        return None
+    return all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
+
+
+def _addresses(gradients: Sequence[Any], there: list[bool]) -> np.ndarray | None:
+    """Where gradients are, and 0 for each parameter that has none, as ``there`` says.
+
+    None where one has no memory.
+    """
     found = np.fromiter(map(Tensor.data_ptr, gradients), np.int64, len(gradients))
     # A tensor without elements is at 0, too; what else is there has memory of another kind.
-    if not found.all() and any(gradients[n].numel() for n in np.flatnonzero(found == 0).tolist()):
+    if np.count_nonzero(found) < len(found) and any(
+        gradients[n].numel() for n in np.flatnonzero(found == 0).tolist()
+    ):
         return None
     if len(found) < len(there):
         of_all = np.zeros(len(there), np.int64)

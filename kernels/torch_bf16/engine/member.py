@@ -79,6 +79,11 @@ class Member:
         """The parameter itself."""
         return self.shard.parameter
 
+    @property
+    def halved(self) -> bool:
+        """Whether the state has low bits of the weight, which mean nothing beside another one."""
+        return bool(self.formats[0].remainders)
+
     def preprocess(self, gradient: Tensor, told: StepInputs) -> Tensor:
         """What the rule takes for the gradient in this step: fp32, contiguous."""
         # A device that skips the step reads this on its own; the momentum must not change then.

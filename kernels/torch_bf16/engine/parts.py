@@ -129,6 +129,7 @@ class Active:
 
     Attributes:
         parameters: theirs.
+        halved: numbers of those whose weights have low bits, among all such members.
         parts: those with such a member.
         sources: the scalars of those; for each the parts, and which of their rows take part, None
             for all.
@@ -136,6 +137,7 @@ class Active:
     """
 
     parameters: list[Tensor]
+    halved: list[int]
     parts: list[Part]
     sources: list[tuple[list[Part], ScalarSource, np.ndarray | None]]
     directed: bool
@@ -157,7 +159,9 @@ class Active:
                 found.append((its, source, None if which.all() else which))
         active = [part for part in parts if rows[part].any()]
         parameters = [each.parameter for each in compress(members, flags)]
-        return cls(parameters, active, found, any(part.directed for part in active))
+        halved = compress(flags, (each.halved for each in members))
+        places = [place for place, flag in enumerate(halved) if flag]
+        return cls(parameters, places, active, found, any(part.directed for part in active))
 
 
 def source_of(parts: Sequence[Part]) -> ScalarSource:

@@ -52,9 +52,10 @@ class Plan:
     ) -> None:
         self.members = members
         # Nothing else asks whether a weight was written.
-        self._halved = [n for n, each in enumerate(members) if each.formats[0].remainders]
+        self._halved = [n for n, each in enumerate(members) if each.halved]
         self._versioned = Parameters([members[n].parameter for n in self._halved])
-        self._versions = [members[n].snapshot.version for n in self._halved]
+        self._snapshots = [members[n].snapshot for n in self._halved]
+        self._versions = [each.version for each in self._snapshots]
         self._setting = setting
         rows = [
             Row.of(number, member, piece)
@@ -139,10 +140,9 @@ class Plan:
 
     def note_versions(self) -> None:
         """Remember what the last step made of the parameters that took part."""
-        there, versions = self._guard.taking_part, self._versioned.versions()
-        for place, (number, version) in enumerate(zip(self._halved, versions, strict=True)):
-            if there[number]:
-                self._versions[place] = self.members[number].snapshot.version = version
+        versions, snapshots = self._versioned.versions(), self._snapshots
+        for place in self._active().halved:
+            self._versions[place] = snapshots[place].version = versions[place]
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""

@@ -67,19 +67,19 @@ class Parameters:
             and all(local(self._parameters[n]) is self.memory[n] for n in self._wrapped)
         )
 
-    def gradients(self) -> tuple[list[Any], set[type], bool]:
+    def gradients(self) -> tuple[list[Any], bool]:
         """This rank's part of each gradient, None where there is none, as they are in memory.
 
         Returns:
-            The gradients; their classes; and whether those of DTensors are placed like these, as
-            FSDP2 leaves them.
+            The gradients, and whether those of DTensors are placed like these, as FSDP2 leaves
+            them.
 
         Raises:
             AttributeError: a DTensor has a gradient that is none.
         """
         found: list[Any] = [*map(_GRADIENT, self._parameters)]
         if not self._sharded:
-            return found, {*map(type, found)}, True
+            return found, True
         pairs = zip(found, self._flags, strict=True)
         placed = [each for each, flag in pairs if flag and each is not None]
         here = self._sharded
@@ -92,7 +92,7 @@ class Parameters:
         ] and [each._local_tensor.shape for each in placed] == [
             each._local_tensor.shape for each in here
         ]
-        return found, {*map(type, found)}, fitting
+        return found, fitting
 
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""

@@ -1,0 +1,136 @@
+"""One question about many tensors: what it says is what a look at each of them says."""
+
+import pytest
+import torch
+
+from torch_bf16 import AdamW
+from torch_bf16.engine import metadata
+from torch_bf16.engine.metadata import Metadata
+
+
+def tensors():
+    return [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(1, 4), torch.ones(0), torch.ones(())]
+
+
+def noted(found):
+    known = Metadata()
+    known.note(found)
+    return known
+
+
+def test_other_tensors_of_the_same_kind_are_the_same():
+    known = noted(tensors())
+    assert known.holds(tensors())
+    # What the stride of a dimension of size 1 is depends on who made the tensor.
+    first, second, *rest = tensors()
+    other = second.as_strided((1, 4), (1, 1))
+    assert other.stride() != second.stride()
+    assert known.holds([first, other, *rest])
+
+
+OTHERS = {
+    "dtype": torch.ones(2, 3),
+    "shape": torch.ones(3, 2, dtype=torch.bfloat16),
+    "dimensions": torch.ones(6, dtype=torch.bfloat16),
+    "strides": torch.ones(3, 2, dtype=torch.bfloat16).t(),
+    "class": torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)),
+    "negated": torch.ones(2, 3, dtype=torch.complex64).conj().imag,
+    "device": torch.ones(2, 3, dtype=torch.bfloat16, device="meta"),
+    "layout": torch.ones(2, 3, dtype=torch.bfloat16).to_sparse(),
+    "no tensor": None,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_another_tensor_is_noticed(what):
+    first, *rest = tensors()
+    if what == "negated":
+        first = torch.ones(2, 3, dtype=torch.complex64).imag
+    known = noted([first, *rest])
+    assert known.holds([first, *rest])
+    assert not known.holds([OTHERS[what], *rest])
+
+
+def test_nothing_is_kept_alive_or_noted_in_vain(monkeypatch):
+    known = noted(tensors())
+    calls = []
+    monkeypatch.setattr(metadata, "TensorGuards", lambda *given, **named: calls.append(given))
+    known.note(tensors())
+    assert calls == []
+    assert known.holds(tensors())
+    known.note(tensors())
+    assert len(calls) == 1
+
+
+def attacked(attack, steps=3):
+    """What a step makes of parameters of which something was changed in memory before it."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [
+        torch.nn.Parameter(torch.randn(4, 4, generator=generator).bfloat16()) for _ in range(3)
+    ]
+    optimizer = AdamW(parameters, lr=0.1)
+    for _ in range(steps):
+        for each in parameters:
+            each.grad = torch.randn(4, 4, generator=generator).bfloat16()
+        optimizer.step()
+    try:
+        attack(parameters[1])
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return [each.detach().clone() for each in parameters]
+
+
+def _transpose(parameter):
+    parameter.data = parameter.data.t()
+
+
+def _transpose_the_gradient(parameter):
+    parameter.grad.data = parameter.grad.data.t()
+
+
+def _transpose_in_place(parameter):
+    with torch.no_grad():
+        parameter.t_()
+
+
+def _negate_the_gradient(parameter):
+    parameter.grad = torch.ones(4, 4, dtype=torch.complex64).conj().imag.bfloat16()
+    parameter.grad = torch._neg_view(parameter.grad)
+
+
+def _share_a_gradient(parameter):
+    parameter.grad = torch.ones(4, 4, dtype=torch.bfloat16).expand(4, 4)
+
+
+def _recast(parameter):
+    parameter.data = parameter.data.view(torch.float16)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        *(_transpose, _transpose_in_place, _transpose_the_gradient, _negate_the_gradient),
+        *(_share_a_gradient, _recast, lambda parameter: None),
+    ],
+)
+def test_a_step_notices_what_a_look_at_each_notices(attack, monkeypatch):
+    found = attacked(attack)
+    # The first step has nothing noted.
+    monkeypatch.setattr(metadata, "TensorGuards", None)
+    want = attacked(attack)
+    assert type(found) is type(want)
+    assert found == want if isinstance(want, str) else all(map(torch.equal, found, want))
+
+
+def test_steps_note_what_they_have_looked_at():
+    parameters = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AdamW(parameters)
+    for _ in range(3):
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+    (block,) = optimizer._engine.plan._guard._blocks
+    with torch.no_grad():
+        assert block._metadata.holds(parameters)
+        assert block._usual.holds([each.grad for each in parameters])
