@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from corpus import batches, load_corpus
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -36,6 +35,8 @@ from transformers import (
     set_seed,
 )
 from trl import SFTConfig, SFTTrainer
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 CONTROL = "bf16 weights, torch AdamW"
 MODES = ("no", "bf16-fp32-master", "bf16-stochastic", CONTROL)

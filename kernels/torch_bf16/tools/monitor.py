@@ -20,7 +20,7 @@ from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
-__all__ = ["LayerUpdate", "UpdateMonitor"]
+__all__ = ["LayerUpdate", "UpdateMonitor", "places"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -233,7 +233,7 @@ class UpdateMonitor:
 def _take(member: Member, group: Mapping[str, Any], scale: float, size: int) -> _Sample:
     """Sample a parameter and what its rule, with nothing rounded, would make of it."""
     rule, memory = member.rule, member.shard.memory
-    where = _places(memory.numel(), size, memory.device)
+    where = places(memory.numel(), size, memory.device)
     weight, *states = (_decode(member, number, where) for number in range(len(member.formats)))
     gradient = _with_fp64(member.shard.gradient().reshape(-1)[where].float())
     step = int(member.state["step"]) + 1
@@ -287,7 +287,7 @@ def _with_fp64(sample: Tensor) -> Tensor:
     return sample if has_fp64(sample.device) else sample.cpu()
 
 
-def _places(numel: int, size: int, device: torch.device) -> Tensor:
+def places(numel: int, size: int, device: torch.device) -> Tensor:
     """Indices of at most ``size`` elements: runs of whole blocks, evenly spread."""
     if numel <= max(size, _RUN):
         return torch.arange(numel, device=device)

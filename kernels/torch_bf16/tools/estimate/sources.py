@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_bf16.tools.factory import imported, is_factory
 from torch_bf16.tools.weights import open_checkpoint
 
 from .shapes import ModelShapes, Weight, shapes_of
@@ -46,9 +44,8 @@ def model_shapes(text: str) -> ModelShapes:
         return _of_path(path)
     if match := _NUMBER.fullmatch(text.replace("_", "").replace(",", "")):
         return _of_number(text, match)
-    module, colon, factory = text.rpartition(":")
-    if colon and os.sep not in module and not module.endswith(".json"):
-        return _of_factory(text, module, factory)
+    if is_factory(text):
+        return _of_factory(text)
     hint = f"{text!r} is no file or folder here"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         hint += "; of a model on a hub, download config.json first"
@@ -130,18 +127,8 @@ def _head_of(transformers: Any, config: Any) -> Any:
     raise ValueError(f"transformers has no model for {type(config).__name__}")
 
 
-def _of_factory(text: str, module: str, factory: str) -> ModelShapes:
-    sys.path.insert(0, os.getcwd())
-    try:
-        made: Any = importlib.import_module(module)
-        for name in factory.split("."):
-            made = getattr(made, name)
-    except ImportError as error:
-        raise ImportError(f"{text!r} cannot be imported from {os.getcwd()}: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"{text!r} names nothing: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
+def _of_factory(text: str) -> ModelShapes:
+    made = imported(text)
     if not isinstance(made, nn.Module):
         if not callable(made):
             raise ValueError(
@@ -157,6 +144,9 @@ def _of_factory(text: str, module: str, factory: str) -> ModelShapes:
                 f"{type(error).__name__}: {error}. It is called without arguments, and must make "
                 "a model without reading weights or numbers of its tensors"
             ) from error
+    # Of the factories of recommend and compare, the model.
+    if isinstance(made, (tuple, list)) and made:
+        made = made[0]
     if not isinstance(made, nn.Module):
         raise ValueError(f"{text}() returned a {type(made).__name__} and no torch.nn.Module")
     return shapes_of(made, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,7 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, self.config.vocabulary, bias=False)
         self.apply(self._initialise)
+        block: Any
         for block in self.blocks:
             # Each block adds twice to the residual stream: keep its variance independent of depth.
             for layer in (block.attention_out, block.contract):

@@ -1,0 +1,180 @@
+"""What a user names as ``module:factory``: a model, or one with its batches and its optimizer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CONTRACT", "Training", "imported", "is_factory", "loss_of", "training_of"]
+
+CONTRACT = (
+    "a function without arguments that returns (model, batches) or (model, batches, optimizer), "
+    "where model(batch), model(*batch) or model(**batch) returns the loss"
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a factory returned.
+
+    Attributes:
+        model: in fp32, as a user trains it.
+        batches: gone through again and again; a mapping is passed as keywords, a tuple or a list as
+            arguments, anything else as the only one.
+        optimizer: over the model's parameters; None where the factory leaves it to the command.
+        source: what the user wrote.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    optimizer: torch.optim.Optimizer | None
+    source: str
+
+    def endless(self) -> Iterator[Any]:
+        """One batch after the other, from the beginning again after the last one.
+
+        Raises:
+            ValueError: there is none, or they were an iterator and it has ended.
+        """
+        taken = 0
+        while True:
+            before = taken
+            for batch in self.batches:
+                taken += 1
+                yield batch
+            if taken == before:
+                end = f"ended after {taken} batches: return a list or a DataLoader, not an iterator"
+                raise ValueError(f"{self.source}: the batches {end if taken else 'are empty'}")
+
+
+def is_factory(text: str) -> bool:
+    """Whether a user's word has the form of ``module:factory`` or ``file.py:factory``."""
+    module, colon, name = text.rpartition(":")
+    whole = module.endswith(".py") or (os.sep not in module and not module.endswith(".json"))
+    return bool(colon and module and name and whole)
+
+
+def imported(text: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` stands for, found from the current folder.
+
+    Args:
+        text: the name may have dots.
+
+    Raises:
+        ImportError, ValueError: there is none; the message says why.
+    """
+    module, _, names = text.rpartition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        found: Any = _of_file(Path(module)) if module.endswith(".py") else _named(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except ImportError as error:
+        raise ImportError(f"{text!r} cannot be imported from {here}: {error}") from error
+    except AttributeError as error:
+        raise ValueError(f"{text!r} names nothing: {error}") from error
+    finally:
+        sys.path.remove(here)
+    return found
+
+
+def training_of(text: str) -> Training:
+    """Call a factory of :data:`CONTRACT`.
+
+    Args:
+        text: ``module:factory`` or ``file.py:factory``.
+
+    Raises:
+        ImportError, ValueError: it is none, it failed, or it returned something else.
+    """
+    factory = imported(text)
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise ValueError(f"{text!r} is a {type(factory).__name__}, and must be {CONTRACT}")
+    try:
+        made: Any = factory()
+    # It is the user's code.
+    except Exception as error:
+        raise ValueError(
+            f"{text}() failed: {type(error).__name__}: {error}. It must be {CONTRACT}"
+        ) from error
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        found = f"{len(made)} things" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise ValueError(f"{text}() returned {found}; it must be {CONTRACT}")
+    model, batches, optimizer = (*made, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{text}() returned a {type(model).__name__} as the model, which is first")
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, Tensor)):
+        raise ValueError(
+            f"{text}() returned a {type(batches).__name__} as the batches, which must be a list, a "
+            "DataLoader or another iterable of them"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"{text}() returned a {type(optimizer).__name__} as the optimizer")
+    return Training(model, batches, optimizer, text)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a batch: what the model returns, or the ``loss`` of it.
+
+    Raises:
+        ValueError: the model does not take the batch, or what it returns is no loss.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            found: Any = model(**batch)
+        else:
+            found = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    # It is the user's code.
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} failed on a batch: {type(error).__name__}: "
+            f"{str(error).strip()[:300]}"
+        ) from error
+    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", found)
+    loss = loss[0] if isinstance(loss, tuple) and loss else loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else "and no loss"
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            what = "that no trainable parameter has a part in"
+        raise ValueError(
+            f"{type(model).__name__} returned a {type(found).__name__} {what}; model(batch), "
+            "model(*batch) or model(**batch) must return one number to minimise, or have it as loss"
+        )
+    return loss.float().reshape(())
+
+
+def _named(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise
+    # Whatever a user's file raises while it is run.
+    except Exception as error:
+        raise ImportError(f"{module} raised {type(error).__name__}: {error}") from error
+
+
+def _of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ImportError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ImportError(f"{path} raised {type(error).__name__}: {error}") from error
+    return module
