@@ -87,42 +87,41 @@ def panel(
 
 
 def scale_of_differences(
-    means: Sequence[float], halves: Sequence[float]
+    means: Sequence[float], edges: Sequence[float]
 ) -> tuple[Callable[[float], float], Sequence[float]]:
     """A scale on which small and large differences both show: linear around 0, then by powers.
 
     Args:
         means: all that are shown.
-        halves: half the widths of their bands; empty where there is one pair alone.
+        edges: of their bands; wide ones are cut off at three times the largest mean.
 
     Returns:
         From a difference to a place, 0 at the top and 1 at the bottom; and ticks.
     """
-    largest, unit = max([abs(each) for each in means] + [1e-9]), unit_of(means, halves)
-    reach = min(max([*halves, 0.0]) + largest, 3 * largest)
+    unit = unit_of(means)
+    limit = 3 * max(abs(each) for each in (*means, unit))
 
     def bent(value: float) -> float:
         return math.asinh(value / unit)
 
-    low, high = (min(means), max(means))
-    top, bottom = bent(max(high, reach / 2, unit)) * 1.06, bent(min(low, -reach / 2, -unit)) * 1.06
+    top = 1.06 * bent(min(max(unit, *means, *edges), limit))
+    bottom = 1.06 * bent(max(min(-unit, *means, *edges), -limit))
 
     def place(value: float) -> float:
         return (top - bent(value)) / (top - bottom)
 
     powers = [unit * 10.0**n for n in range(8)]
-    ticks = [0.0, *powers, *(-each for each in powers)]
     shown: list[float] = []
-    for tick in ticks:
+    for tick in (0.0, *powers, *(-each for each in powers)):
         clear = all(abs(place(tick) - place(other)) > 0.12 for other in shown)
         if 0.02 < place(tick) < 0.98 and clear:
             shown.append(float(f"{tick:.3g}"))
     return place, shown
 
 
-def unit_of(means: Sequence[float], halves: Sequence[float]) -> float:
+def unit_of(means: Sequence[float]) -> float:
     """A power of ten as small as differences usually are."""
-    usual = sorted(abs(each) for each in (*means, *halves) if each) or [1e-9]
+    usual = sorted(abs(each) for each in means if each) or [1e-9]
     return 10.0 ** math.floor(math.log10(usual[len(usual) // 2]))
 
 

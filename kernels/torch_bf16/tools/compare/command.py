@@ -230,7 +230,8 @@ def _record_named(words: Sequence[str]) -> Path | None:
     path = Path(words[0])
     if path.is_dir() and (path / _RECORD).exists():
         return path / _RECORD
-    return path if path.is_file() and path.suffix == ".json" else None
+    ours = path.suffix == ".json" and path.name != "trainer_state.json"
+    return path if path.is_file() and ours else None
 
 
 def _loaded(path: Path) -> dict[str, Any]:

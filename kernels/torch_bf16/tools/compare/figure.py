@@ -77,7 +77,7 @@ def _curves(part: Any, found: Mapping[str, Any], colours: Mapping[str, str]) -> 
         left.set_ylim(min(tails) - margin, max(tails) + margin)
     left.set(xlabel="step", ylabel=found["measure"])
     left.legend(fontsize=7, frameon=False)
-    right.set_yscale("asinh", linear_width=unit_of(*differences_of(found["rows"])))
+    right.set_yscale("asinh", linear_width=unit_of(differences_of(found["rows"])[0]))
     right.axhline(0, color=_GRAY, linewidth=0.8)
     right.set(xlabel="step", ylabel=f"difference to {found['reference']}, 95 % band")
     for axes in (left, right):

@@ -131,10 +131,10 @@ def _losses(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
 
 def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     rows = [row for row in found["rows"] if row["difference"]]
-    means, halves = differences_of(rows)
+    means, edges = differences_of(rows)
     if not means:
         return ""
-    scale = scale_of_differences(means, halves)
+    scale = scale_of_differences(means, edges)
     panels = []
     for row in rows:
         line = Curve(row["name"], colour[row["name"]], row["difference"]["mean"])
@@ -147,7 +147,7 @@ def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
             f'<figure><h3 style="color:{line.colour}">{escape(row["name"])}</h3>'
             f"<figcaption>{escape(said.replace('-', chr(0x2212)))}</figcaption>{drawn}</figure>"
         )
-    band = "with its 95 % band" if halves else "of one pair, which has no band"
+    band = "with its 95 % band" if edges else "of one pair, which has no band"
     why = (
         f"Step by step on the same batches, {band}. Above 0 is worse than {found['reference']}. "
         "The scale is linear near 0 and goes on by powers of ten."
@@ -159,10 +159,13 @@ def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
 
 
 def differences_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """All mean differences, and half the widths of their bands."""
-    known = [row["difference"] for row in rows if row["difference"]]
-    means = [v for each in known for v in each["mean"] if v is not None]
-    return means, [v for each in known for v in each["half"] or () if v is not None]
+    """All mean differences, and the edges of their bands."""
+    means, edges = [], []
+    for each in (row["difference"] for row in rows if row["difference"]):
+        means += each["mean"]
+        for mean, half in zip(each["mean"], each["half"] or (), strict=False):
+            edges += [mean - half, mean + half]
+    return means, edges
 
 
 def _bytes(rows: Sequence[Mapping[str, Any]], colour: Mapping[str, str]) -> str:

@@ -109,7 +109,7 @@ class Store:
             "schedule": plan.schedule,
             "device": str(plan.device),
             "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "torch_bf16": torch_bf16.__version__,
         }
 
