@@ -160,6 +160,19 @@ def test_a_loss_that_is_no_number_ends_the_run_and_convicts_the_row():
     ]
 
 
+def test_an_optimizer_of_whole_matrices_has_no_shares():
+    """Of fp32 weights everything is kept, so a twin that says other does something else."""
+    plan = plan_of(optimizer="torch.optim.Adafactor")
+    rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
+    found = analysed(rows, "32-true")
+    for row in found["rows"]:
+        assert row["unmeasured"] == "Adafactor does not look at elements one by one"
+        assert row["survived"] is None
+        assert row["unmoved"] is not None
+    judge(found)
+    assert found["rows"][1]["stalled"] == []
+
+
 def test_a_band_is_that_of_students_t():
     """By hand, from a table: t is 2.776 for 4 degrees of freedom and 12.706 for one."""
     band = band_of([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0], [5.0, 0.0]])

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import sys
 
 import pytest
 from compare_cases import lightning_csv
@@ -113,7 +114,8 @@ def test_event_files_are_read_by_tensorboard(tmp_path, capsys):
 
 
 def test_without_tensorboard_an_event_file_is_refused_by_name(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
+    for name in ("tensorboard", "tensorboard.backend.event_processing"):
+        monkeypatch.setitem(sys.modules, name, None)
     bad(tmp_path / "b", "events.out.tfevents.1.host", b"")
     lightning_csv(tmp_path / "a", LOSSES)
     status, _, err = compare(capsys, "a", "b")

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from .intervals import Interval, band_of, smoothed
+from .rows import FP32, MIXED
 from .training import Run
 
 __all__ = ["Series", "analysed"]
 
 _POINTS = 200
 _WARM_UP = 5
+# Of fp32 weights all is kept: less is the twin's fault.
+_TWIN = 0.02
 _PERCENTILES = {"p10": 10, "p50": 50, "p90": 90}
 
 
@@ -87,6 +90,8 @@ def analysed(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, A
     series = Series([run for runs in by_row.values() for run in runs])
     base = by_row[reference]
     improvement = float(np.mean([series.begin(r) - series.final(r) for r in base]))
+    rows = [_row(name, runs, base, series, improvement) for name, runs in by_row.items()]
+    _check_twins(rows, reference)
     return {
         "reference": reference,
         "steps": [series.steps[i] for i in series.points],
@@ -96,7 +101,7 @@ def analysed(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, A
         "final_over": series.tail,
         "shortened": series.shortened,
         "improvement": _number(improvement),
-        "rows": [_row(name, runs, base, series, improvement) for name, runs in by_row.items()],
+        "rows": rows,
     }
 
 
@@ -190,6 +195,22 @@ def _updates(runs: Sequence[Run]) -> dict[str, Any]:
         "unmeasured": runs[0].unmeasured,
         "undecoded": runs[0].undecoded,
     }
+
+
+def _check_twins(rows: list[dict[str, Any]], reference: str) -> None:
+    """Take no shares where a twin over samples does not do what the optimizer does."""
+    base = next(row for row in rows if row["name"] == reference)
+    kept = [each["survived"] for each in base["layers"].values() if each["survived"] is not None]
+    worst = max((abs(1 - share) for share in kept), default=0.0)
+    if reference not in (FP32, MIXED) or worst < _TWIN:
+        return
+    kind = base["options"].partition("(")[0]
+    for row in rows:
+        if row["options"].partition("(")[0] == kind:
+            row["unmeasured"] = f"{kind} does not look at elements one by one"
+            row["survived"], row["ends"] = None, []
+            for layer in row["layers"].values():
+                layer.update(windows=[], survived=None, survived_at_most=None)
 
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -207,7 +207,7 @@ def _rows(options: argparse.Namespace) -> list[Row]:
 
 def _written(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
     target = options.html or (options.out / "compare.html" if keep else None)
-    if keep and not options.json:
+    if keep:
         options.out.mkdir(parents=True, exist_ok=True)
         write_json(found, options.out / _RECORD)
     if options.json:

@@ -19,7 +19,9 @@ from torch_bf16.tools.factory import imported
 
 __all__ = [
     "DEFAULT",
+    "FP32",
     "KNOWN",
+    "MIXED",
     "Choice",
     "Row",
     "Trained",
