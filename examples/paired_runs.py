@@ -14,12 +14,13 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from gpt import GPT, GPTConfig, next_byte_loss
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import torch_bf16
 from torch_bf16 import Recipe
 from torch_bf16.tools.compare.corpus import Corpus, batches
-from torch_bf16.tools.compare.gpt import GPT, GPTConfig, learning_rate_factor, next_byte_loss
+from torch_bf16.tools.compare.schedule import learning_rate_factor
 
 REFERENCE = "fp32"
 MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others

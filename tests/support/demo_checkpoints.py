@@ -9,9 +9,9 @@ from pathlib import Path
 import lightning
 import lightning_demo
 import torch
+from gpt import GPTConfig
 
 from torch_bf16.tools.compare.corpus import batches, load_corpus
-from torch_bf16.tools.compare.gpt import GPTConfig
 
 STEPS = 120
 

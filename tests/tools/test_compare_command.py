@@ -44,10 +44,10 @@ def test_it_ends_in_a_table_a_verdict_and_a_page(tmp_path, capsys):
 
 
 def test_the_built_in_model_trains_on_a_text(tmp_path, capsys):
-    (tmp_path / "words.txt").write_text("to be or not to be, that is the question. " * 200)
+    (tmp_path / "words.txt").write_text("to be or not to be, that is the question. " * 300)
     status = compare("--text", "words.txt", "--precisions", "32-true,bf16-fp32-master", *QUICK[2:])
     assert status == 0
-    assert "over bytes of words.txt" in capsys.readouterr().out
+    assert "of the next byte in words.txt" in capsys.readouterr().out
 
 
 def test_a_record_is_drawn_again_without_training(tmp_path, capsys, monkeypatch):
@@ -164,7 +164,7 @@ def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys):
 def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("to be")
     assert compare("--text", "short.txt") == 2
-    assert "short.txt has 5 bytes, and must have 6,400" in capsys.readouterr().err
+    assert "short.txt has 5 bytes, and must have 10,000" in capsys.readouterr().err
     assert compare("--text", "none.txt") == 2
     assert "none.txt" in capsys.readouterr().err
     for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}'):

@@ -103,14 +103,14 @@ class _Bars(Progress):
 
 
 @contextmanager
-def shown_progress(total: int, stream: TextIO | None = None) -> Iterator[Progress]:
+def shown_progress(total: int, to: TextIO | None = None) -> Iterator[Progress]:
     """What shows progress as the stream allows.
 
     Args:
         total: steps of all runs.
-        stream: a terminal, where rich draws if it is installed, or a pipe; None for stderr.
+        to: a terminal, where rich draws if it is installed, or a pipe; None for stderr.
     """
-    stream = sys.stderr if stream is None else stream
+    stream = to or sys.stderr
     if not stream.isatty():
         yield Progress(total, stream)
         return

@@ -20,6 +20,9 @@ from .training import Plan, Run, Training
 __all__ = ["Store"]
 
 
+_OURS = re.compile(r"-seed\d+\.(json|pt|new)$")
+
+
 class Store:
     """Runs in a folder, each with what it follows from.
 
@@ -130,7 +133,7 @@ class Store:
         os.replace(beside, path)
 
     def clear(self) -> None:
-        """Forget all runs."""
+        """Forget all runs; what else is in the folder stays."""
         for path in self.folder.iterdir():
-            if path.suffix in (".json", ".pt", ".new"):
+            if _OURS.search(path.name):
                 path.unlink()

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_bf16.tools.factory import Training, imported, training_of
 
 from .corpus import batches, load_corpus
-from .gpt import GPT, GPTConfig, next_byte_loss
+from .next_byte import CONTEXT, NextByte
 
 __all__ = ["Subject", "subject_of"]
 
-_BUILT_IN = GPTConfig(context=64, layers=2, width=64)
-_BATCH = 16
-_NAME = "a GPT of 0.1 million parameters over bytes"
+_BATCH = 256
+_LEAST = 10_000
+_NAME = "a model of 0.35 million parameters of the next byte"
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,11 @@ class Subject:
         return made
 
 
-class _NextByte(nn.Module):
-    """A model that returns its loss, as those of users do."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.gpt = gpt
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return next_byte_loss(self.gpt, batch)
-
-
 def _built_in(text: Tensor, steps: int) -> Training:
-    model = _NextByte(GPT(_BUILT_IN))
+    model = NextByte()
     seed = int(torch.randint(2**31, ()))
-    shape = {"batch_size": _BATCH, "context": _BUILT_IN.context}
-    return Training(model, list(batches(text, n=steps, seed=seed, **shape)), None, _NAME)
+    drawn = batches(text, n=steps, batch_size=_BATCH, context=CONTEXT, seed=seed)
+    return Training(model, list(drawn), None, _NAME)
 
 
 def subject_of(factory: str | None, text: Path | None = None) -> Subject:
@@ -93,11 +82,10 @@ def subject_of(factory: str | None, text: Path | None = None) -> Subject:
     else:
         raw = text.read_bytes()
         content, what = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8), text.name
-        least = 100 * _BUILT_IN.context
-        if len(raw) < least:
-            raise ValueError(f"{text} has {len(raw)} bytes, and must have {least:,} to train on")
+        if len(raw) < _LEAST:
+            raise ValueError(f"{text} has {len(raw)} bytes, and must have {_LEAST:,} to train on")
     digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()[:12]
-    return Subject(f"{_NAME} of {what}", f"built in, text {digest}", text=content)
+    return Subject(f"{_NAME} in {what}", f"built in, text {digest}", text=content)
 
 
 def _source_hash(factory: str) -> str:

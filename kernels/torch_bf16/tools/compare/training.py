@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from torch_bf16.tools.bench.memory import held_by_role
 from torch_bf16.tools.factory import loss_of
 
-from .gpt import learning_rate_factor
 from .rows import Choice, Row, set_rate
+from .schedule import learning_rate_factor
 from .subject import Subject
 from .survival import Survival
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +55,6 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, self.config.vocabulary, bias=False)
         self.apply(self._initialise)
-        block: Any
         for block in self.blocks:
             # Each block adds twice to the residual stream: keep its variance independent of depth.
             for layer in (block.attention_out, block.contract):
@@ -80,9 +77,3 @@ def next_byte_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy in nats, in fp32 whatever the model computes in."""
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """A short linear warm-up, then half a cosine down to 1 % of the peak; for ``LambdaLR``."""
-    warm_up = min(1.0, 20 * (step + 1) / steps)
-    return warm_up * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
