@@ -6,7 +6,7 @@ import torch
 
 from torch_bf16.tools.compare.rows import choice_of
 from torch_bf16.tools.compare.subject import subject_of
-from torch_bf16.tools.compare.training import Plan, Run, Training
+from torch_bf16.tools.compare.training import OngoingRun, Plan, Run
 
 FACTORIES = """
 import torch
@@ -108,7 +108,7 @@ def plan_of(factory="mine_to_compare:make", steps=12, lr=1e-2, optimizer="torch.
 
 def trained(plan, row, seed=0):
     """A run, trained to its end."""
-    training = Training(plan, row, seed)
+    training = OngoingRun(plan, row, seed)
     for _ in training.steps():
         pass
     return training.finished()

@@ -12,7 +12,7 @@ from torch_bf16.tools.compare.analysis import analysed
 from torch_bf16.tools.compare.intervals import band_of
 from torch_bf16.tools.compare.rows import also_argument, choice_of, row_of
 from torch_bf16.tools.compare.store import Store
-from torch_bf16.tools.compare.training import Training
+from torch_bf16.tools.compare.training import OngoingRun
 from torch_bf16.tools.compare.verdict import judge
 
 NEAREST = "bf16_nearest/fp32/fp32"
@@ -33,7 +33,7 @@ def batches_of(training):
 
 def test_every_row_has_the_same_weights_batches_and_dropout():
     """What the optimizer draws meanwhile makes no difference."""
-    first, other = (Training(plan_of(), row_of(name), 3) for name in ("32-true", "bf16-mixed"))
+    first, other = (OngoingRun(plan_of(), row_of(name), 3) for name in ("32-true", "bf16-mixed"))
     seen = batches_of(first)
     torch.rand(7)
     for ours, theirs in zip(seen, batches_of(other), strict=True):
@@ -58,12 +58,12 @@ def test_a_run_that_was_interrupted_ends_in_the_same_bits(name, tmp_path):
     """Its data are shuffled anew in each epoch, and its dropout is on."""
     plan, row = plan_of(steps=16), row_of(name)
     whole = trained(plan, row, seed=1)
-    store, training = Store(tmp_path / "out", plan), Training(plan, row, 1)
+    store, training = Store(tmp_path / "out", plan), OngoingRun(plan, row, 1)
     for _ in training.steps():
         if training.done == 9:
             break
     assert store.save_interrupted(row, training)
-    resumed = Training(plan, row, 1, store.interrupted(row, 1))
+    resumed = OngoingRun(plan, row, 1, store.interrupted(row, 1))
     assert resumed.done == 9
     for _ in resumed.steps():
         pass
@@ -79,7 +79,7 @@ def test_a_run_that_was_interrupted_ends_in_the_same_bits(name, tmp_path):
 
 def test_an_optimizer_whose_state_cannot_be_relied_on_begins_again(tmp_path):
     plan, row = plan_of(), also_argument("noisy=mine_to_draw:Noisy")
-    training = Training(plan, row, 0)
+    training = OngoingRun(plan, row, 0)
     next(training.steps())
     assert not Store(tmp_path / "out", plan).save_interrupted(row, training)
 
@@ -87,7 +87,7 @@ def test_an_optimizer_whose_state_cannot_be_relied_on_begins_again(tmp_path):
 def test_what_was_kept_is_what_the_monitor_sees():
     """The monitor computes the rule from the stored moments, the twin runs torch's optimizer."""
     plan, row = plan_of(steps=10, lr=3e-4), row_of(NEAREST)
-    training = Training(plan, row, 0)
+    training = OngoingRun(plan, row, 0)
     monitor = torch_bf16.UpdateMonitor(training._trained.optimizer, every=1, warn=False)
     seen = []
     for _ in training.steps():
@@ -116,7 +116,7 @@ def test_exact_weights_keep_all_and_plain_bf16_does_not():
 def test_never_moved_is_counted_over_all_looks():
     """By hand: train a copy, and compare its weights with the first ones after every step."""
     plan, row = plan_of(steps=6, lr=1e-4), row_of("bf16-true")
-    training = Training(plan, row, 0)
+    training = OngoingRun(plan, row, 0)
     model = training._trained.model
     first = copy.deepcopy(model)
     moved = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}

@@ -11,7 +11,7 @@ from compare_cases import FACTORIES
 from own_process import printed_by
 
 from torch_bf16.tools import cli
-from torch_bf16.tools.compare.training import Training
+from torch_bf16.tools.compare.training import OngoingRun
 
 QUICK = ["--precisions", "32-true,bf16-true", "--steps", "6", "--seeds", "2"]
 
@@ -54,7 +54,7 @@ def test_a_record_is_drawn_again_without_training(tmp_path, capsys, monkeypatch)
     compare("mine_to_compare:make", *QUICK)
     first = capsys.readouterr().out
     page = (tmp_path / "compare" / "compare.html").read_text()
-    monkeypatch.setattr(Training, "__init__", None)
+    monkeypatch.setattr(OngoingRun, "__init__", None)
     compare("compare/compare.json", "--html", "again.html", "--png", "all.png", "--pdf", "all.pdf")
     assert capsys.readouterr().out == first
     assert (tmp_path / "again.html").read_text() == page
@@ -66,7 +66,7 @@ def test_ctrl_c_stops_between_two_steps_and_the_same_command_goes_on(tmp_path, c
     compare("mine_to_compare:make", *QUICK, "--out", "whole")
     whole = json.loads((tmp_path / "whole" / "compare.json").read_text())
     capsys.readouterr()
-    step, calls = Training._step, []
+    step, calls = OngoingRun._step, []
 
     def interrupted(self, number):
         calls.append(number)
@@ -74,14 +74,14 @@ def test_ctrl_c_stops_between_two_steps_and_the_same_command_goes_on(tmp_path, c
             os.kill(os.getpid(), signal.SIGINT)
         step(self, number)
 
-    monkeypatch.setattr(Training, "_step", interrupted)
+    monkeypatch.setattr(OngoingRun, "_step", interrupted)
     handler = signal.getsignal(signal.SIGINT)
     assert compare("mine_to_compare:make", *QUICK) == 130
     err = capsys.readouterr().err
     assert "stopped at bf16-true, seed 0, step 4; the same command goes on from there" in err
     assert err.endswith("python -m torch_bf16 compare: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is handler
-    monkeypatch.setattr(Training, "_step", step)
+    monkeypatch.setattr(OngoingRun, "_step", step)
     compare("mine_to_compare:make", *QUICK)
     found = json.loads((tmp_path / "compare" / "compare.json").read_text())
     timed = ("ms", "optimizer_ms")
@@ -110,6 +110,11 @@ def test_a_damaged_run_is_named(content, tmp_path, capsys):
     path.write_text(content)
     assert compare("mine_to_compare:make", *QUICK) == 2
     assert f"{path.relative_to(tmp_path)} is no run of compare" in capsys.readouterr().err
+
+
+def test_a_factory_with_an_optimizer_takes_no_other(capsys):
+    assert compare("mine_to_compare:with_optimizer", *QUICK, "--lr", "0.1") == 2
+    assert "returns an optimizer of its own, so --lr and" in capsys.readouterr().err
 
 
 BAD = {

@@ -138,6 +138,12 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
         options.schedule,
         _device(options.device),
     )
+    own = plan.subject.made(plan.steps).optimizer is not None if factory else False
+    if own and (options.lr or options.optimizer):
+        raise ValueError(
+            f"{factory}() returns an optimizer of its own, so --lr and --optimizer mean nothing: "
+            "leave them out, or return (model, batches)"
+        )
     store = Store(options.out, plan)
     if options.fresh:
         store.clear()
@@ -150,8 +156,8 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     for row, shown in zip(rows, found["rows"], strict=True):
         shown["described"] = row.described
     found["settings"] = {
-        **{"steps": plan.steps, "seeds": options.seeds or 3, "lr": plan.lr},
-        **{"schedule": plan.schedule, "optimizer": plan.optimizer.text},
+        **{"steps": plan.steps, "seeds": options.seeds or 3, "schedule": plan.schedule},
+        **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
     }
     found["environment"] = {
         **hardware(plan.device),
@@ -187,8 +193,8 @@ def _notes(found: Mapping[str, Any], rows: Mapping[str, Sequence[Run]]) -> list[
         notes.append(f"rows have different numbers of runs ({each}): pairs are made in their order")
     if hidden := [row["name"] for row in found["rows"] if row["undecoded"]]:
         notes.append(
-            f"what {', '.join(hidden)} keep beyond the bf16 weight cannot be read here: the share "
-            "that was kept, and what never moved, are of the bf16 weights alone"
+            f"{', '.join(hidden)}: what the optimizer keeps beyond a bf16 weight cannot be read "
+            "here, so that what was kept, and what never moved, are of the bf16 weights alone"
         )
     for row in found["rows"]:
         if row["unmeasured"]:

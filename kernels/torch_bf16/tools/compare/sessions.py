@@ -12,7 +12,7 @@ from typing import Any
 from .progress import Progress, shown_progress
 from .rows import Row
 from .store import Store
-from .training import Plan, Run, Training
+from .training import OngoingRun, Plan, Run
 
 __all__ = ["train_all"]
 
@@ -76,7 +76,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
 def _train(
     plan: Plan, row: Row, seed: int, store: Store, progress: Progress, interrupts: _Interrupts
 ) -> Run:
-    training = Training(plan, row, seed, store.interrupted(row, seed))
+    training = OngoingRun(plan, row, seed, store.interrupted(row, seed))
     progress.start(f"{row.name}, seed {seed}", plan.steps, training.done)
     saved = time.monotonic()
     for loss in training.steps():

@@ -15,7 +15,7 @@ import torch
 import torch_bf16
 
 from .rows import Row
-from .training import Plan, Run, Training
+from .training import OngoingRun, Plan, Run
 
 __all__ = ["Store"]
 
@@ -88,7 +88,7 @@ class Store:
         self._check(path, origin, row)
         return state
 
-    def save_interrupted(self, row: Row, training: Training) -> bool:
+    def save_interrupted(self, row: Row, training: OngoingRun) -> bool:
         """Keep where a run stands; False where its optimizer's state cannot be relied on."""
         if not training.resumable:
             return False

@@ -22,7 +22,7 @@ from .schedule import learning_rate_factor
 from .subject import Subject
 from .survival import Survival
 
-__all__ = ["Plan", "Run", "Training", "move"]
+__all__ = ["OngoingRun", "Plan", "Run", "move"]
 
 _MIX = 1_000_003
 
@@ -95,7 +95,7 @@ class Run:
         return next((step for step, loss in pairs if not math.isfinite(loss)), None)
 
 
-class Training:
+class OngoingRun:
     """A run under way.
 
     Weights and batches follow from the seed alone; each step begins with the random generators in a
@@ -118,6 +118,8 @@ class Training:
     ) -> None:
         _seed(seed)
         made = plan.subject.made(plan.steps)
+        # Taken before optimizers are made, which may draw, and before data loaders do.
+        self._stream = _generators()
         model = made.model.to(plan.device)
         model.train()
         given = made.optimizer
@@ -133,8 +135,6 @@ class Training:
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._plan, self._seed = plan, seed
         self._batches = made.endless()
-        # Iterators of data loaders draw their order when they begin.
-        self._stream = _generators()
         self.run = Run(row.name, seed, options=_options(optimizer))
         self.run.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._survival = Survival(self._trained, plan.steps)
