@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .charts import unit_of
+from .charts import scale_of_differences, unit_of
 from .page import differences_of, layers_of, quiet
 from .style import inks
 
@@ -77,7 +77,12 @@ def _curves(part: Any, found: Mapping[str, Any], colours: Mapping[str, str]) -> 
         left.set_ylim(min(tails) - margin, max(tails) + margin)
     left.set(xlabel="step", ylabel=found["measure"])
     left.legend(fontsize=7, frameon=False)
-    right.set_yscale("asinh", linear_width=unit_of(differences_of(found["rows"])[0]))
+    means, edges = differences_of(found["rows"])
+    if means:
+        right.set_yscale("asinh", linear_width=unit_of(means))
+        ticks = scale_of_differences(means, edges)[1]
+        right.set_yticks(ticks, [f"{each:+g}" if each else "0" for each in ticks])
+        right.set_yticks([], minor=True)
     right.axhline(0, color=_GRAY, linewidth=0.8)
     right.set(xlabel="step", ylabel=f"difference to {found['reference']}, 95 % band")
     for axes in (left, right):

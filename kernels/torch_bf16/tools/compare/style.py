@@ -69,7 +69,7 @@ body{{margin:0;background:var(--paper);color:var(--ink);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 -webkit-print-color-adjust:exact;print-color-adjust:exact}}
 main{{max-width:1160px;margin:0 auto;padding:32px 20px 64px}}
-h1{{font-size:28px;line-height:1.2;font-weight:650;margin:0 0 10px;max-width:26em;
+h1{{font-size:28px;line-height:1.2;font-weight:650;margin:0 0 10px;max-width:34em;
 text-wrap:balance}}
 h2{{font-size:18px;line-height:1.3;font-weight:650;margin:48px 0 2px}}
 h3{{font-size:14px;font-weight:600;margin:0;overflow-wrap:anywhere}}
@@ -99,7 +99,7 @@ font-variant-numeric:tabular-nums}}
 .x.first{{transform:none}}.x.last{{transform:translateX(-100%)}}
 .end{{left:100%;margin-left:7px;transform:translateY(-50%);font-weight:600}}
 .end b{{font-weight:400}}
-.many{{display:grid;grid-template-columns:repeat(auto-fill,minmax(250px,1fr));gap:6px 32px}}
+.many{{display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:6px 32px}}
 .heats{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,350px),1fr));
 gap:26px 36px}}
 .many figure,.heats figure{{min-width:0}}
