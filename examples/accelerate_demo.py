@@ -10,9 +10,11 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
-from corpus import batches, load_corpus
-from gpt import GPT, GPTConfig, learning_rate_factor, next_byte_loss
+from gpt import GPT, GPTConfig, next_byte_loss
 from torch.utils.data import DataLoader, TensorDataset
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
+from torch_bf16.tools.compare.schedule import learning_rate_factor
 
 
 def loader(text: torch.Tensor, args: argparse.Namespace, *, n: int, seed: int) -> DataLoader:

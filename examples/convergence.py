@@ -20,13 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from corpus import load_corpus
-from paired_runs import CONTROL, MIXED, REFERENCE, Interval, Run, final_loss, run_all
+from paired_runs import CONTROL, MIXED, REFERENCE, Run, final_loss, run_all
 from rich.console import Console
 from rich.table import Table
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.tools.compare.corpus import load_corpus
+from torch_bf16.tools.compare.intervals import Interval
 
 # Bytes are those of weight, moments and a bf16 gradient; released gradients take 2 less.
 RECIPES = {

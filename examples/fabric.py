@@ -10,9 +10,10 @@ import argparse
 
 import lightning
 import torch
-from corpus import batches, load_corpus
 from gpt import GPT, GPTConfig, next_byte_loss
 from torch.utils.data import DataLoader
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 
 def main(arguments: list[str] | None = None) -> float:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from corpus import batches, load_corpus
 from gpt import GPT, GPTConfig, next_byte_loss
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import torch_bf16
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +77,3 @@ def next_byte_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy in nats, in fp32 whatever the model computes in."""
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """A short linear warm-up, then half a cosine down to 1 % of the peak; for ``LambdaLR``."""
-    warm_up = min(1.0, 20 * (step + 1) / steps)
-    return warm_up * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)

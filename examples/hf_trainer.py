@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 from byte_llama import byte_tokenizer, make_llama
-from corpus import batches, load_corpus
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +22,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 
 @dataclass

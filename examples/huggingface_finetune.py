@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import transformers
 from byte_llama import byte_tokenizer, llama_sizes
-from corpus import batches, load_corpus
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import (
@@ -35,6 +34,8 @@ from transformers import (
     set_seed,
 )
 from trl import SFTConfig, SFTTrainer
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 CONTROL = "bf16 weights, torch AdamW"
 MODES = ("no", "bf16-fp32-master", "bf16-stochastic", CONTROL)

@@ -18,13 +18,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from corpus import Corpus, load_corpus
 from paired_runs import CONTROL, REFERENCE, Run, final_loss, run_all, train
 from rich.console import Console
 from rich.table import Table
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.tools.compare.corpus import Corpus, load_corpus
 
 RECIPES = {
     "bf16-fp32-master": torch_bf16.get_recipe("bf16-fp32-master"),

@@ -21,12 +21,14 @@ from pathlib import Path
 
 import lightning
 import torch
-from corpus import Corpus, batches, load_corpus
-from gpt import GPT, GPTConfig, learning_rate_factor, next_byte_loss
+from gpt import GPT, GPTConfig, next_byte_loss
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.data import DataLoader
+
+from torch_bf16.tools.compare.corpus import Corpus, batches, load_corpus
+from torch_bf16.tools.compare.schedule import learning_rate_factor
 
 REFERENCE = "32-true"
 CONTROL = "bf16-true"  # stock Lightning: weights and Adam's moments rounded to the nearest bf16

@@ -9,12 +9,12 @@ import argparse
 
 import lightning
 import torch
-from corpus import batches, load_corpus
 from gpt import GPT, GPTConfig, next_byte_loss
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 import lightning_bf16
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 
 class LanguageModel(lightning.LightningModule):

@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from corpus import batches
 from gpt import GPT, GPTConfig, next_byte_loss
 from torch import Tensor
 
 import torch_bf16
+from torch_bf16.tools.compare.corpus import batches
 
 PUBLISHED = 1.88
 CONTROL = "bf16, to the nearest"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,12 +14,13 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from corpus import Corpus, batches
-from gpt import GPT, GPTConfig, learning_rate_factor, next_byte_loss
+from gpt import GPT, GPTConfig, next_byte_loss
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import torch_bf16
 from torch_bf16 import Recipe
+from torch_bf16.tools.compare.corpus import Corpus, batches
+from torch_bf16.tools.compare.schedule import learning_rate_factor
 
 REFERENCE = "fp32"
 MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others
@@ -99,42 +99,6 @@ def final_loss(run: Run, recipe: Recipe | str, corpus: Corpus) -> float:
 
 def _autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean of paired differences and its 95 % confidence interval (Student's t)."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, differences: list[float]) -> Interval:
-        mean, n = statistics.fmean(differences), len(differences)
-        if n < 2:
-            return cls(mean, -math.inf, math.inf)
-        half = student_t(n - 1) * statistics.stdev(differences) / math.sqrt(n)
-        return cls(mean, mean - half, mean + half)
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
-
-
-def student_t(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t.
-
-    By its expansion in the normal quantile (Abramowitz & Stegun, 26.7.5) for three and more degrees
-    of freedom, where it is right to 0.2 %.
-    """
-    if degrees < 3:
-        return {1: 12.706, 2: 4.303}[degrees]
-    z, n = statistics.NormalDist().inv_cdf(0.975), degrees
-    g1 = (z**3 + z) / 4
-    g2 = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    g3 = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    g4 = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
-    return z + g1 / n + g2 / n**2 + g3 / n**3 + g4 / n**4
 
 
 def run_all(

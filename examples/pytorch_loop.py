@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from corpus import batches, load_corpus
 from gpt import GPT, GPTConfig, next_byte_loss
 
 import torch_bf16
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

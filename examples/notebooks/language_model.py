@@ -31,9 +31,10 @@ from accelerate import notebook_launcher
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
-sys.path.append(os.environ.get("EXAMPLES", ".."))  # corpus.py and byte_llama.py
+sys.path.append(os.environ.get("EXAMPLES", ".."))  # byte_llama.py
 from byte_llama import byte_tokenizer, make_llama
-from corpus import batches, load_corpus
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

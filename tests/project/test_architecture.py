@@ -46,8 +46,10 @@ ROOMS = {
     "trl": ("accelerate_bf16",),
     "safetensors": ("torch_bf16/checkpoints/export",),
     "peft": ("accelerate_bf16",),
-    "matplotlib": ("torch_bf16/tools/bench/plot",),
-    "rich": ("torch_bf16/tools/output",),
+    "matplotlib": ("torch_bf16/tools/bench/plot", "torch_bf16/tools/compare/figure"),
+    "rich": ("torch_bf16/tools/output", "torch_bf16/tools/compare/progress"),
+    "tensorboard": ("torch_bf16/tools/compare/logs",),
+    "pyarrow": ("torch_bf16/tools/compare/logs",),
 }
 
 MAX_LINES = 400

@@ -12,8 +12,10 @@ import learning_rate_sweep
 import lightning_demo as demo
 import pytest
 import torch
-from corpus import batches, load_corpus
-from paired_runs import CONTROL, Interval, student_t
+from paired_runs import CONTROL
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
+from torch_bf16.tools.compare.intervals import Interval, student_t
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = [

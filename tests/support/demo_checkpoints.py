@@ -9,8 +9,9 @@ from pathlib import Path
 import lightning
 import lightning_demo
 import torch
-from corpus import batches, load_corpus
 from gpt import GPTConfig
+
+from torch_bf16.tools.compare.corpus import batches, load_corpus
 
 STEPS = 120
 

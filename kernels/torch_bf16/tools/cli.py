@@ -47,6 +47,12 @@ def _doctor() -> tuple[Callable, Callable]:
     return add_doctor_arguments, lambda options, arguments: doctor(options)
 
 
+def _compare() -> tuple[Callable, Callable]:
+    from .compare.command import add_compare_arguments, compare
+
+    return add_compare_arguments, compare
+
+
 def _bench() -> tuple[Callable, Callable]:
     from .bench.command import add_arguments, run
 
@@ -71,6 +77,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "estimate": _Command("will it fit? Bytes of a model's run in every precision", _estimate),
     "recommend": _Command("which recipe loses nothing of this training?", _recommend, True),
     "doctor": _Command("has this run been learning? Looks at one checkpoint or two", _doctor),
+    "compare": _Command("train in several precisions, or read runs: one page shows it", _compare),
     "bench": _Command("time AdamW steps beside those of torch and others", _bench),
     "selftest": _Command("whether it works on this machine, and how fast", _selftest),
     "export": _Command("write the exact fp32 weights of a checkpoint", _export),

@@ -7,7 +7,7 @@ import gc
 import math
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,18 @@ from .entries import Entry
 from .models import Shapes
 from .time_limit import quiet
 
-__all__ = ["available_bytes", "grouped", "held_bytes", "moved_bytes", "needed_bytes", "peak_bytes"]
+__all__ = [
+    "available_bytes",
+    "grouped",
+    "held_by_role",
+    "held_bytes",
+    "moved_bytes",
+    "needed_bytes",
+    "peak_bytes",
+]
+
+# What optimizers call it, ours and others.
+_BEYOND = re.compile("master|remainder|kahan|error|correction", re.IGNORECASE)
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -27,6 +38,33 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     parameters = _parameters(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     return _sizes([*parameters, *gradients, *_states(optimizer)])
+
+
+def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> dict[str, int]:
+    """The same by what it is for; what is shared counts for the first role that has it.
+
+    Args:
+        optimizer: whose states count.
+        parameters: of the whole model, frozen ones too.
+
+    Returns:
+        Bytes of ``"weights"``, ``"gradients"``, ``"moments"`` and ``"master"``, which is all that
+        an optimizer keeps of weights beyond the parameter: masters, remainders, Kahan's sums.
+    """
+    weights = list(parameters)
+    roles: dict[str, list[Tensor]] = {"weights": weights, "gradients": [], "moments": []}
+    roles |= {"gradients": [p.grad for p in weights if p.grad is not None], "master": []}
+    for state in optimizer.state.values():
+        for name, value in dict(state).items():
+            role = "master" if _BEYOND.search(str(name)) else "moments"
+            roles[role] += _tensors([value])
+    seen: dict[int, Any] = {}
+    found = {}
+    for role, tensors in roles.items():
+        new = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+        found[role] = sum(each.nbytes() for key, each in new.items() if key not in seen)
+        seen |= new
+    return found
 
 
 def moved_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,0 +1,230 @@
+"""From runs to figures: curves, paired differences, bytes, times, and what became of updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .intervals import Interval, band_of, smoothed
+from .rows import FP32, MIXED
+from .training import Run
+
+__all__ = ["Series", "analysed"]
+
+_POINTS = 200
+_WARM_UP = 5
+# Of fp32 weights all is kept: less is the twin's fault.
+_TWIN = 0.02
+_PERCENTILES = {"p10": 10, "p50": 50, "p90": 90}
+
+
+class Series:
+    """Losses of all runs over the steps that they share.
+
+    Args:
+        runs: of every row.
+
+    Attributes:
+        steps: that all have; runs that became no number are asked up to there only.
+        window: steps that curves are averaged over.
+        tail: steps at the end whose mean is a run's final loss.
+        shortened: names of rows whose runs have more steps than that.
+
+    Raises:
+        ValueError: there is no step that all have.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        whole = [run for run in runs if run.broken_at is None] or list(runs)
+        shared = set(whole[0].steps).intersection(*(run.steps for run in whole))
+        if not shared:
+            some = [f"{run.row} has {_some(run.steps)}" for run in whole]
+            raise ValueError(
+                f"the runs have no step in common: {'; '.join(dict.fromkeys(some))}. Log them at "
+                "the same steps"
+            )
+        self.steps = sorted(shared)
+        self.window = max(1, len(self.steps) // 20)
+        self.tail = max(1, len(self.steps) // 10)
+        self.shortened = sorted({r.row for r in whole if len(r.steps) > len(shared)})
+        self._losses = {id(run): self._of(run) for run in runs}
+
+    def _of(self, run: Run) -> np.ndarray:
+        known = dict(zip(run.steps, run.losses, strict=True))
+        broken = math.inf if run.broken_at is None else run.broken_at
+        return np.array([known[s] for s in self.steps if s < broken and s in known])
+
+    def curve(self, run: Run) -> np.ndarray:
+        """Smoothed losses at :attr:`steps`, up to where the run became no number."""
+        return smoothed(self._losses[id(run)], self.window)
+
+    def whole(self, run: Run) -> bool:
+        """Whether it has all steps."""
+        return len(self._losses[id(run)]) == len(self.steps)
+
+    def final(self, run: Run) -> float:
+        """The mean loss at the end; NaN for a run that did not get there."""
+        return float(self._losses[id(run)][-self.tail :].mean()) if self.whole(run) else math.nan
+
+    def begin(self, run: Run) -> float:
+        """The first loss of all."""
+        return run.losses[0]
+
+    @property
+    def points(self) -> list[int]:
+        """Indices of steps to draw: the last one is among them."""
+        n = len(self.steps)
+        return sorted({round(i) for i in np.linspace(0, n - 1, min(n, _POINTS))})
+
+
+def analysed(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, Any]:
+    """Figures of all rows, ready for JSON.
+
+    Args:
+        by_row: runs by the row's name; the n-th ones of two rows are a pair.
+        reference: the row that others are compared with.
+    """
+    series = Series([run for runs in by_row.values() for run in runs])
+    base = by_row[reference]
+    improvement = float(np.mean([series.begin(r) - series.final(r) for r in base]))
+    rows = [_row(name, runs, base, series, improvement) for name, runs in by_row.items()]
+    _check_twins(rows, reference)
+    return {
+        "reference": reference,
+        "steps": [series.steps[i] for i in series.points],
+        "first_step": series.steps[0],
+        "last_step": series.steps[-1],
+        "smoothed_over": series.window,
+        "final_over": series.tail,
+        "shortened": series.shortened,
+        "improvement": _number(improvement),
+        "rows": rows,
+    }
+
+
+def _row(
+    name: str, runs: Sequence[Run], base: Sequence[Run], series: Series, improvement: float
+) -> dict[str, Any]:
+    pairs = [(a, b) for a, b in zip(runs, base, strict=False) if a is not b]
+    whole = [(a, b) for a, b in pairs if series.whole(a) and series.whole(b)]
+    curves = [series.curve(run) for run in runs]
+    shared = min(map(len, curves))
+    points = [i for i in series.points if i < shared]
+    mean = np.mean([curve[:shared] for curve in curves], axis=0) if shared else np.zeros(0)
+    finals = [series.final(run) for run in runs]
+    against = Interval.of([series.final(a) - series.final(b) for a, b in whole]) if whole else None
+    return {
+        "name": name,
+        "options": runs[0].options,
+        "seeds": [run.seed for run in runs],
+        "curve": [_number(mean[i]) for i in points],
+        "difference": _band(whole, series),
+        "final": _number(float(np.mean(finals))),
+        "finals": [_number(each) for each in finals],
+        "pairs": len(whole),
+        "against": None if against is None else _interval(against),
+        "learned": _number(1 - against.mean / improvement) if against and improvement > 0 else None,
+        "broken": {str(run.seed): run.broken_at for run in runs if run.broken_at is not None},
+        "parameters": runs[0].parameters or None,
+        "bytes": _bytes(runs[0]),
+        "ms": _times([run.seconds for run in runs]),
+        "optimizer_ms": _times([run.optimizer_seconds for run in runs]),
+        **_updates(runs),
+    }
+
+
+def _band(whole: Sequence[tuple[Run, Run]], series: Series) -> dict[str, Any] | None:
+    if not whole:
+        return None
+    band = band_of([series.curve(a) - series.curve(b) for a, b in whole])
+    return {
+        "mean": [_number(band.mean[i]) for i in series.points],
+        "half": [_number(band.half[i]) for i in series.points] if len(whole) > 1 else None,
+    }
+
+
+def _bytes(run: Run) -> dict[str, float] | None:
+    if not run.bytes or not run.parameters:
+        return None
+    return {role: round(size / run.parameters, 4) for role, size in run.bytes.items()}
+
+
+def _times(seconds: Sequence[Sequence[float]]) -> dict[str, float] | None:
+    """Percentiles in milliseconds; the first steps compile and allocate."""
+    kept = [s for each in seconds for s in each[min(_WARM_UP, len(each) // 2) :]]
+    if not kept:
+        return None
+    return {k: float(f"{1e3 * np.percentile(kept, q):.4g}") for k, q in _PERCENTILES.items()}
+
+
+def _updates(runs: Sequence[Run]) -> dict[str, Any]:
+    """What became of updates: by layer and window, over all seeds."""
+    known = [run for run in runs if run.survived and run.ends]
+    windows = min((len(run.ends) for run in known), default=0)
+    layers: dict[str, Any] = {}
+    intended = stored = 0.0
+    for layer in known[0].survived if windows else ():
+        sums = np.array([run.survived[layer][:windows] for run in known])
+        both, whole = sums[:, :, 0], sums[:, :, 1]
+        shares = np.divide(both, whole, out=np.full_like(both, np.nan), where=whole > 0)
+        total = whole.sum()
+        each = shares[np.isfinite(shares)]
+        layers[layer] = {
+            "windows": [_number(v) for v in _ratio(both.sum(axis=0), whole.sum(axis=0))],
+            "survived": _number(both.sum() / total) if total else None,
+            # What chance leaves open: windows of stochastic rounding scatter.
+            "survived_at_most": _number(Interval.of(list(each)).high) if len(each) > 1 else None,
+        }
+        stored, intended = stored + float(both.sum()), intended + float(total)
+    counts: dict[str, np.ndarray] = {}
+    for run in runs:
+        for layer, pair in run.unmoved.items():
+            counts[layer] = counts.get(layer, np.zeros(2)) + np.array(pair)
+    for layer, (stood, numel) in counts.items():
+        layers.setdefault(layer, {"windows": [], "survived": None, "survived_at_most": None})
+        layers[layer] |= {"unmoved": _number(stood / numel), "numel": int(numel) // len(runs)}
+    every = sum(counts.values(), np.zeros(2))
+    return {
+        "ends": known[0].ends[:windows] if windows else [],
+        "layers": layers,
+        "survived": _number(stored / intended) if intended else None,
+        "unmoved": _number(every[0] / every[1]) if every[1] else None,
+        "unmeasured": runs[0].unmeasured,
+        "undecoded": runs[0].undecoded,
+    }
+
+
+def _check_twins(rows: list[dict[str, Any]], reference: str) -> None:
+    """Take no shares where a twin over samples does not do what the optimizer does."""
+    base = next(row for row in rows if row["name"] == reference)
+    kept = [each["survived"] for each in base["layers"].values() if each["survived"] is not None]
+    worst = max((abs(1 - share) for share in kept), default=0.0)
+    if reference not in (FP32, MIXED) or worst < _TWIN:
+        return
+    kind = base["options"].partition("(")[0]
+    for row in rows:
+        if row["options"].partition("(")[0] == kind:
+            row["unmeasured"] = f"{kind} does not look at elements one by one"
+            row["survived"], row["ends"] = None, []
+            for layer in row["layers"].values():
+                layer.update(windows=[], survived=None, survived_at_most=None)
+
+
+def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.divide(a, b, out=np.full_like(a, np.nan), where=b > 0)
+
+
+def _interval(found: Interval) -> dict[str, float | None]:
+    return {"mean": _number(found.mean), "low": _number(found.low), "high": _number(found.high)}
+
+
+def _number(value: float) -> float | None:
+    """As JSON has it: six digits, and None for what is no number."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _some(steps: Sequence[int]) -> str:
+    return f"steps {', '.join(map(str, steps[:3]))} ... {steps[-1]}" if steps else "none"

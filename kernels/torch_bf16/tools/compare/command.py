@@ -1,0 +1,294 @@
+"""``python -m torch_bf16 compare``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_bf16.tools.bench.record import hardware, versions
+from torch_bf16.tools.factory import CONTRACT, is_factory
+from torch_bf16.tools.output import add_json_argument, file_to_write, say, write_json
+
+from .analysis import analysed
+from .figure import draw, require_matplotlib
+from .logs import KINDS
+from .page import page
+from .reading import runs_of
+from .report import show
+from .rows import DEFAULT, KNOWN, Row, also_argument, choice_of, row_of
+from .sessions import train_all
+from .store import Store
+from .subject import subject_of
+from .training import Plan, Run
+from .verdict import judge
+
+__all__ = ["add_compare_arguments", "compare"]
+
+_RECORD = "compare.json"
+_LR, _OPTIMIZER = 1e-3, "torch.optim.AdamW"
+_ONLY_TRAINED = ("precisions", "also", "optimizer", "lr", "steps", "seeds", "text", "fresh")
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="WHAT",
+        help=f"module:factory or file.py:factory, {CONTRACT}; or two runs or more, [NAME=]PATH, "
+        f"each {KINDS}; or {_RECORD}, to draw it again; nothing for a small built-in model",
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--precisions", metavar="A,B", help=f"{KNOWN} (default: {','.join(DEFAULT)})"
+    )
+    training.add_argument(
+        "--also",
+        action="append",
+        metavar="NAME=module:Class(...)",
+        help="a row of bf16 weights with another optimizer; may be given again",
+    )
+    training.add_argument(
+        "--optimizer", metavar="module.Class(...)", help=f"of all others (default: {_OPTIMIZER})"
+    )
+    training.add_argument("--lr", type=_positive, help=f"peak learning rate (default: {_LR})")
+    training.add_argument(
+        "--schedule",
+        choices=("cosine", "constant"),
+        default="cosine",
+        help="short warm-up and half a cosine, or none (default: cosine)",
+    )
+    training.add_argument("--steps", type=_count, metavar="N", help="of each run (default: 300)")
+    training.add_argument("--seeds", type=_count, metavar="N", help="pairs of runs (default: 3)")
+    training.add_argument("--device", help="default: cuda where torch sees a GPU, else cpu")
+    training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
+    training.add_argument("--fresh", action="store_true", help="forget runs that are in --out")
+    parser.add_argument("--reference", metavar="NAME", help="the row to compare with (the first)")
+    parser.add_argument("--metric", metavar="NAME", help="of runs that exist (default: their loss)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("compare"),
+        metavar="FOLDER",
+        help=f"runs, {_RECORD} and compare.html (default: compare); the same command goes on there",
+    )
+    parser.add_argument("--html", type=file_to_write, metavar="FILE", help="the page, elsewhere")
+    for kind in ("png", "pdf"):
+        parser.add_argument(f"--{kind}", type=file_to_write, metavar="FILE", help="by matplotlib")
+    add_json_argument(parser)
+
+
+def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
+    """Compare precisions, or runs that exist.
+
+    Args:
+        options: parsed.
+        arguments: as they were given, for the record.
+
+    Returns:
+        The exit status: 0 where nothing is lost, 1 where a row stalls, is broken or loses.
+
+    Raises:
+        ValueError, OSError, ImportError: something cannot be meant; the message says why.
+    """
+    if options.png or options.pdf:
+        require_matplotlib()
+    record = _record_named(options.what)
+    if record is not None:
+        _refuse_training_options(options, f"{record} is a record")
+        found = _loaded(record)
+    elif not options.what or _one_factory(options.what):
+        found = _trained(options)
+    else:
+        _refuse_training_options(options, "runs that exist are read")
+        rows, metric = runs_of(options.what, options.metric)
+        found = _analysed(rows, options.reference, {"what": "runs that exist", "measure": metric})
+        found["environment"] = {}
+    if record is None:
+        found["command"] = " ".join(["python -m torch_bf16", *arguments])
+        found["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    _written(found, options, keep=record is None)
+    return 0 if found["healthy"] else 1
+
+
+def _trained(options: argparse.Namespace) -> dict[str, Any]:
+    factory = options.what[0] if options.what else None
+    if factory and options.text:
+        raise ValueError(f"--text is for the built-in model, and {factory} has batches of its own")
+    if options.metric:
+        raise ValueError("--metric is for runs that exist; a model is compared by its own loss")
+    rows = _rows(options)
+    reference = options.reference or rows[0].name
+    if reference not in {row.name for row in rows}:
+        raise ValueError(f"--reference {reference!r} is no row; those: {_names(rows)}")
+    if len(rows) < 2:
+        raise ValueError(f"there is one row, {rows[0].name}, and nothing to compare it with")
+    plan = Plan(
+        subject_of(factory, options.text),
+        choice_of(options.optimizer or _OPTIMIZER),
+        options.lr or _LR,
+        options.steps or 300,
+        options.schedule,
+        _device(options.device),
+    )
+    own = plan.subject.made(plan.steps).optimizer is not None if factory else False
+    if own and (options.lr or options.optimizer):
+        raise ValueError(
+            f"{factory}() returns an optimizer of its own, so --lr and --optimizer mean nothing: "
+            "leave them out, or return (model, batches)"
+        )
+    store = Store(options.out, plan)
+    if options.fresh:
+        store.clear()
+    runs = train_all(plan, rows, options.seeds or 3, store)
+    by_row: dict[str, list[Run]] = {row.name: [] for row in rows}
+    for run in runs:
+        by_row[run.row].append(run)
+    about = {"what": plan.subject.name, "measure": "training loss"}
+    found = _analysed(by_row, reference, about)
+    for row, shown in zip(rows, found["rows"], strict=True):
+        shown["described"] = row.described
+    found["settings"] = {
+        **{"steps": plan.steps, "seeds": options.seeds or 3, "schedule": plan.schedule},
+        **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
+    }
+    found["environment"] = {
+        **hardware(plan.device),
+        **{"threads": torch.get_num_threads(), "device used": str(plan.device)},
+        **{name: version for name, version in versions().items() if version},
+    }
+    return found
+
+
+def _analysed(
+    rows: Mapping[str, Sequence[Run]], reference: str | None, about: Mapping[str, str]
+) -> dict[str, Any]:
+    base = reference or next(iter(rows))
+    if base not in rows:
+        raise ValueError(f"--reference {base!r} is no row; those: {', '.join(rows)}")
+    found = {"schema": 1, "kind": "compare", **about, **analysed(rows, base)}
+    judge(found)
+    found["notes"] = _notes(found, rows)
+    return found
+
+
+def _notes(found: Mapping[str, Any], rows: Mapping[str, Sequence[Run]]) -> list[str]:
+    notes = []
+    if found["shortened"]:
+        shared = f"{found['first_step']:,} to {found['last_step']:,}"
+        notes.append(
+            f"not all runs have the same steps: compared over those that all have, {shared}; more "
+            f"are in {', '.join(found['shortened'])}"
+        )
+    counts = {name: len(runs) for name, runs in rows.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{name} {count}" for name, count in counts.items())
+        notes.append(f"rows have different numbers of runs ({each}): pairs are made in their order")
+    if hidden := [row["name"] for row in found["rows"] if row["undecoded"]]:
+        notes.append(
+            f"{', '.join(hidden)}: what the optimizer keeps beyond a bf16 weight cannot be read "
+            "here, so that what was kept, and what never moved, are of the bf16 weights alone"
+        )
+    for row in found["rows"]:
+        if row["unmeasured"]:
+            notes.append(f"{row['name']}: updates are not measured: {row['unmeasured']}")
+    return notes
+
+
+def _rows(options: argparse.Namespace) -> list[Row]:
+    names = [each.strip() for each in (options.precisions or ",".join(DEFAULT)).split(",")]
+    rows = [row_of(name) for name in names if name]
+    rows += [also_argument(text) for text in options.also or ()]
+    if twice := {row.name for row in rows if [r.name for r in rows].count(row.name) > 1}:
+        raise ValueError(f"two rows have the name {', '.join(sorted(twice))}")
+    return rows
+
+
+def _written(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
+    target = options.html or (options.out / "compare.html" if keep else None)
+    if keep:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_json(found, options.out / _RECORD)
+    if options.json:
+        write_json(found, options.json)
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page(found), encoding="utf-8")
+    for file in (options.png, options.pdf):
+        if file is not None:
+            draw(found, file)
+    if options.json != "-":
+        show(found)
+    if target is not None:
+        say(f"page: {target.resolve()}")
+
+
+def _record_named(words: Sequence[str]) -> Path | None:
+    if len(words) != 1:
+        return None
+    path = Path(words[0])
+    if path.is_dir() and (path / _RECORD).exists():
+        return path / _RECORD
+    ours = path.suffix == ".json" and path.name != "trainer_state.json"
+    return path if path.is_file() and ours else None
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+        known = (found["kind"], found["schema"]) == ("compare", 1) and bool(found["rows"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no record of compare: {type(error).__name__}: {error}"
+        ) from None
+    if not known:
+        raise ValueError(f"{path} is no record of this version of compare")
+    return found
+
+
+def _one_factory(words: Sequence[str]) -> bool:
+    return len(words) == 1 and is_factory(words[0]) and not Path(words[0]).exists()
+
+
+def _refuse_training_options(options: argparse.Namespace, why: str) -> None:
+    given = [f"--{name}" for name in _ONLY_TRAINED if getattr(options, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)} is for training, and {why}")
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {name} cannot be used here: {str(error).splitlines()[0]}"
+        ) from None
+    return device
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(row.name for row in rows)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)

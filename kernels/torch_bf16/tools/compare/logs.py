@@ -1,0 +1,229 @@
+"""Runs that exist, as the loggers of others wrote them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KINDS", "Logged", "logged_in"]
+
+KINDS = (
+    "metrics.csv of Lightning's CSVLogger, trainer_state.json of transformers, TensorBoard's event "
+    "files, trackio's .db or .parquet, or a folder with one of them"
+)
+_EVENTS = "events.out.tfevents"
+_NUMBERED = re.compile(r"(\d+)$")
+
+
+@dataclass
+class Logged:
+    """What a logger kept of one run.
+
+    Attributes:
+        run: its name there; empty where a file has one run alone.
+        path: the file.
+        values: of each metric, by step.
+        clock: seconds at each step, where they are known.
+    """
+
+    run: str
+    path: Path
+    values: dict[str, dict[int, float]] = field(default_factory=dict)
+    clock: dict[int, float] = field(default_factory=dict)
+
+    def add(self, metric: str, step: int, value: Any) -> None:
+        """Take a value over, if it is one; the last of a step counts."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return
+        self.values.setdefault(metric, {})[step] = number
+
+
+def logged_in(path: Path) -> list[Logged]:
+    """All runs of a file or a folder.
+
+    Raises:
+        ValueError, OSError, ImportError: there is none, or it cannot be read; the message says why.
+    """
+    files = _files(path)
+    found = []
+    for file in files:
+        runs = _reader(file)(file)
+        for run in runs:
+            if not run.values:
+                raise ValueError(f"{file} holds no logged step, so there is no run in it")
+        found += runs
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"there is no {path}. A run is {KINDS}")
+    if not path.is_dir():
+        return [path]
+    if (path / "trainer_state.json").exists():
+        return [path / "trainer_state.json"]
+    checkpoints = _by_number(path.glob("checkpoint-*/trainer_state.json"))
+    patterns = ("metrics.csv", "*/metrics.csv", f"{_EVENTS}*", f"*/{_EVENTS}*", "*.db")
+    kinds = [checkpoints[-1:], *(_by_number(path.glob(each)) for each in patterns)]
+    files = next((each for each in kinds if each), [])
+    if not files:
+        raise ValueError(f"{path} holds no run. One is {KINDS}")
+    return files
+
+
+def _by_number(paths: Iterable[Path]) -> list[Path]:
+    def order(path: Path) -> tuple[int, str]:
+        match = _NUMBERED.search(path.parent.name)
+        return (int(match[1]) if match else -1), str(path)
+
+    return sorted(paths, key=order)
+
+
+def _reader(path: Path) -> Callable[[Path], list[Logged]]:
+    if _EVENTS in path.name:
+        return _of_tensorboard
+    known = {".csv": _of_csv, ".json": _of_trainer, ".db": _of_trackio, ".parquet": _of_parquet}
+    if path.suffix not in known:
+        raise ValueError(f"{path} is of no kind that is known. A run is {KINDS}")
+    return known[path.suffix]
+
+
+def _of_csv(path: Path) -> list[Logged]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = csv.DictReader(file)
+            rows, names = list(lines), lines.fieldnames or []
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no CSV file: {error}") from None
+    if "step" not in names:
+        raise ValueError(
+            f"{path} has no column 'step', as Lightning's CSVLogger writes it; its columns: "
+            + (", ".join(map(str, names[:8])) or "none")
+        )
+    found = Logged("", path)
+    for number, row in enumerate(rows, start=2):
+        step = _step(row["step"], f"{path}, line {number}")
+        for name in names:
+            if name not in ("step", "epoch") and row[name]:
+                found.add(name, step, row[name])
+    return [found]
+
+
+def _of_trainer(path: Path) -> list[Logged]:
+    try:
+        content = json.loads(path.read_bytes())
+        history = content["log_history"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no trainer_state.json of transformers: {type(error).__name__}: {error}"
+        ) from None
+    found = Logged("", path)
+    for entry in history if isinstance(history, list) else ():
+        if isinstance(entry, Mapping) and "step" in entry:
+            for name in entry.keys() - {"step", "epoch"}:
+                found.add(name, int(entry["step"]), entry[name])
+    return [found]
+
+
+def _of_tensorboard(path: Path) -> list[Logged]:
+    try:
+        from tensorboard.backend.event_processing import (  # pyright: ignore[reportMissingImports]
+            event_accumulator,
+        )
+    except ImportError:
+        raise ImportError(
+            f"{path} is an event file of TensorBoard, which is read by its package, and that is "
+            "not installed here: pip install tensorboard"
+        ) from None
+    events = event_accumulator.EventAccumulator(
+        str(path), size_guidance={"scalars": 0, "tensors": 0}
+    )
+    events.Reload()
+    found = Logged("", path)
+    for name in events.Tags()["scalars"]:
+        for each in events.Scalars(name):
+            found.add(name, each.step, each.value)
+            found.clock[each.step] = each.wall_time
+    # torch writes scalars of this kind too, where it is asked for the new style.
+    for name in events.Tags()["tensors"]:
+        for each in events.Tensors(name):
+            if each.tensor_proto.float_val:
+                found.add(name, each.step, each.tensor_proto.float_val[0])
+                found.clock[each.step] = each.wall_time
+    return [found]
+
+
+def _of_trackio(path: Path) -> list[Logged]:
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            query = "SELECT run_name, step, timestamp, metrics FROM metrics ORDER BY id"
+            rows = database.execute(query).fetchall()
+        entries = [(name, step, when, json.loads(text)) for name, step, when, text in rows]
+    except (sqlite3.Error, ValueError) as error:
+        raise ValueError(f"{path} is no database of trackio: {error}") from None
+    return _of_entries(path, entries)
+
+
+def _of_parquet(path: Path) -> list[Logged]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ImportError(
+            f"{path} is read by pyarrow, which is not installed here: pip install pyarrow, or give "
+            "trackio's .db beside it"
+        ) from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{path} is no Parquet file: {error}") from None
+    if rows and not {"run_name", "step"} <= rows[0].keys():
+        raise ValueError(f"{path} is no Parquet file of trackio: it has no 'run_name' and 'step'")
+    known = {"id", "run_id", "run_name", "step", "timestamp", "log_id", "space_id"}
+    entries = [
+        (
+            row["run_name"],
+            row["step"],
+            row.get("timestamp"),
+            {k: row[k] for k in row.keys() - known},
+        )
+        for row in rows
+    ]
+    return _of_entries(path, entries)
+
+
+def _of_entries(path: Path, entries: Sequence[tuple[str, Any, Any, Any]]) -> list[Logged]:
+    found: dict[str, Logged] = {}
+    for name, step, when, metrics in entries:
+        run = found.setdefault(name, Logged(name, path))
+        place = _step(step, str(path))
+        if isinstance(metrics, Mapping):
+            for metric, value in metrics.items():
+                run.add(metric, place, value)
+        try:
+            run.clock[place] = datetime.fromisoformat(str(when)).timestamp()
+        except ValueError:
+            continue
+    if not found:
+        raise ValueError(f"{path} holds no logged step, so there is no run in it")
+    return list(found.values())
+
+
+def _step(value: Any, where: str) -> int:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: {value!r} is no step")
+    return int(number)

@@ -1,0 +1,118 @@
+"""From what a user names to runs that exist, in rows."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from .logs import KINDS, Logged, logged_in
+from .training import Run
+
+__all__ = ["runs_of"]
+
+_USUAL = (
+    *("train_loss", "loss", "train/loss", "train_loss_step", "train/loss_step", "loss/train"),
+    *("training_loss", "train_loss_epoch"),
+)
+
+
+def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Run]], str]:
+    """Runs by their row, and the metric that is compared.
+
+    Args:
+        words: each ``PATH`` or ``NAME=PATH``; words of one name are runs of one row, with other
+            seeds, and so are several runs in one folder.
+        metric: that all have; None for the loss of training, as loggers usually call it.
+
+    Raises:
+        ValueError, OSError, ImportError: something is no run, or has no such metric.
+    """
+    found: dict[str, list[Logged]] = {}
+    for word, name in zip(words, _names(words), strict=True):
+        path, run = _path_of(word)
+        logged = logged_in(path)
+        if run is not None:
+            logged = [each for each in logged if each.run == run]
+            if not logged:
+                known = ", ".join(each.run for each in logged_in(path))
+                raise ValueError(f"{path} has no run {run!r}; those in it: {known}")
+        for each in logged:
+            named = "=" in word or run is not None or not each.run
+            found.setdefault(name if named else each.run, []).append(each)
+    chosen = metric or _metric_of([run for runs in found.values() for run in runs])
+    rows = {
+        name: [_run(name, seed, each, chosen) for seed, each in enumerate(runs)]
+        for name, runs in found.items()
+    }
+    if len(rows) < 2:
+        raise ValueError(
+            f"there is one row, {next(iter(rows))!r}, and nothing to compare it with: give two "
+            "runs or more, such as fp32=logs/version_0 bf16=logs/version_1. A run is one of "
+            f"{KINDS}"
+        )
+    return rows, chosen
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    """Of each word: that before ``=``, or the least of its path that tells it from others."""
+    given = [_split(word) for word in words]
+    paths = [os.path.normpath(path) for name, path in given]
+    folders = [
+        os.path.dirname(p) if os.path.splitext(p)[1] in (".csv", ".json") else p for p in paths
+    ]
+    short = [os.path.basename(folder) or path for folder, path in zip(folders, paths, strict=True)]
+    taken = Counter(name or each for (name, _), each in zip(given, short, strict=True))
+    return [
+        name or (each if taken[each] == 1 else path)
+        for (name, _), each, path in zip(given, short, paths, strict=True)
+    ]
+
+
+def _split(word: str) -> tuple[str, str]:
+    name, equals, path = word.partition("=")
+    return (name, path) if equals and os.sep not in name and name else ("", word)
+
+
+def _path_of(word: str) -> tuple[Path, str | None]:
+    path = _split(word)[1]
+    file, colon, run = path.rpartition(":")
+    if colon and file.endswith((".db", ".parquet")):
+        return Path(file), run
+    return Path(path), None
+
+
+def _metric_of(runs: Sequence[Logged]) -> str:
+    shared = set(runs[0].values).intersection(*(run.values for run in runs))
+    usual = [name for name in _USUAL if name in shared]
+    losses = sorted(name for name in shared if "loss" in name.lower())
+    if usual or len(losses) == 1:
+        return (usual or losses)[0]
+    if not shared:
+        each = "; ".join(f"{run.path}: {_listed(run.values)}" for run in runs[:4])
+        raise ValueError(f"the runs have no metric in common ({each})")
+    raise ValueError(f"which metric? Give --metric: all runs have {_listed(sorted(shared))}")
+
+
+def _run(name: str, seed: int, logged: Logged, metric: str) -> Run:
+    if metric not in logged.values:
+        raise ValueError(
+            f"{logged.path} has no metric {metric!r}; those in it: {_listed(logged.values)}"
+        )
+    values = logged.values[metric]
+    steps = sorted(values)
+    run = Run(name, seed, steps, [values[step] for step in steps])
+    clock = [(step, logged.clock[step]) for step in steps if step in logged.clock]
+    run.seconds = [
+        (after - before) / (late - early)
+        for (early, before), (late, after) in pairwise(clock)
+        if after > before
+    ]
+    return run
+
+
+def _listed(names: Sequence[str] | Mapping[str, object]) -> str:
+    some = list(names)
+    return ", ".join(some[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")

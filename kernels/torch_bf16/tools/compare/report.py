@@ -1,0 +1,73 @@
+"""The record of a comparison, and what people see of it in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch_bf16.tools.output import print_table
+
+__all__ = ["number", "show", "summary"]
+
+_COLUMNS = (
+    "",
+    "loss",
+    "difference",
+    "95 % interval",
+    "kept (worst layer)",
+    "never moved",
+    "bytes",
+    "ms",
+)
+
+
+def summary(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table of all rows: headings, without those that nothing is known of, and cells."""
+    rows = [_cells(each, found["reference"]) for each in found["rows"]]
+    known = [n for n in range(len(_COLUMNS)) if any(row[n] not in ("", "-") for row in rows)]
+    return [_COLUMNS[n] for n in known], [[row[n] for n in known] for row in rows]
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print it."""
+    last = f"steps {found['first_step']:,} to {found['last_step']:,}"
+    measure = f"{found['measure']}, mean of the last {found['final_over']} of them"
+    columns, rows = summary(found)
+    print_table(f"{found['what']}: {last}; {measure}", columns, rows)
+    print()
+    for sentence in found["sentences"]:
+        print(f"- {sentence}")
+    for note in found["notes"]:
+        print(f"  note: {note}")
+
+
+def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
+    against = row["against"]
+    both = against is not None and against["low"] is not None
+    size, ms = row["bytes"], row["ms"]
+    return (
+        row["name"],
+        "no number" if row["final"] is None else f"{row['final']:.4f}",
+        "" if row["name"] == reference else number(against and against["mean"]),
+        f"{against['low']:+.4f} to {against['high']:+.4f}" if against and both else "",
+        _kept(row),
+        _share(row["unmoved"]),
+        f"{sum(size.values()):.2f}" if size else "-",
+        f"{ms['p50']:.3g} ({ms['p10']:.3g} to {ms['p90']:.3g})" if ms else "-",
+    )
+
+
+def number(value: float | None) -> str:
+    """A difference, with its sign."""
+    return "-" if value is None else f"{value:+.4f}"
+
+
+def _kept(row: Mapping[str, Any]) -> str:
+    known = [each["survived"] for each in row["layers"].values() if each["survived"] is not None]
+    return f"{_share(row['survived'])} ({_share(min(known))})" if known else "-"
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"

@@ -1,0 +1,245 @@
+"""What is compared: precisions, and optimizers of others, each a row of the result."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from torch_bf16.prepare import prepare
+from torch_bf16.recipe import RECIPES, Recipe, get_recipe
+from torch_bf16.tools.factory import imported
+
+__all__ = [
+    "DEFAULT",
+    "FP32",
+    "KNOWN",
+    "MIXED",
+    "Choice",
+    "Row",
+    "Trained",
+    "also_argument",
+    "choice_of",
+    "row_of",
+    "set_rate",
+]
+
+FP32, MIXED, TRUE = "32-true", "bf16-mixed", "bf16-true"
+DEFAULT = (FP32, "bf16-fp32-master", "bf16-stochastic", TRUE)
+KNOWN = (
+    f"{FP32}, {MIXED}, {TRUE}, {', '.join(RECIPES)}, or three formats: those of weights, first and "
+    "second moments, such as bf16+8/int8/int8"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An optimizer by its class and options, as a user wrote it.
+
+    Attributes:
+        text: that.
+        make: the class, or a function like it.
+        options: beside the parameters and ``lr``.
+    """
+
+    text: str
+    make: Any = field(compare=False)
+    options: Mapping[str, Any]
+
+    def over(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """The optimizer of a model's trainable parameters.
+
+        Raises:
+            ValueError: it cannot be made, or is no optimizer.
+        """
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        try:
+            made = self.make(parameters, lr=lr, **self.options)
+        # It is somebody else's code.
+        except Exception as error:
+            raise ValueError(f"{self.text} cannot be made: {_said(error)}") from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"{self.text} made a {type(made).__name__} and no optimizer")
+        return made
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train the model.
+
+    Attributes:
+        name: in tables.
+        recipe: of this package; None for others.
+        dtype: of weights that are cast.
+        autocast: whether the model computes in bf16 whatever its weights are.
+        own: the optimizer that this row alone has; None for the one that all share.
+    """
+
+    name: str
+    recipe: Recipe | None = None
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = True
+    own: Choice | None = None
+
+    @property
+    def described(self) -> str:
+        """What it follows from, in a line."""
+        if self.own is not None:
+            return f"bf16 weights, bf16 autocast, {self.own.text}"
+        if self.recipe is None:
+            weights = "fp32 weights" if self.dtype == torch.float32 else "bf16 weights, to nearest"
+            return weights + (", bf16 autocast" if self.autocast else "")
+        formats = (self.recipe.weights, self.recipe.exp_avg, self.recipe.exp_avg_sq)
+        return f"{' / '.join(formats)}, bf16 autocast"
+
+    def prepared(
+        self, model: nn.Module, make: Callable[[], torch.optim.Optimizer], seed: int
+    ) -> Trained:
+        """Cast a model and its optimizer, in place.
+
+        Args:
+            model: in fp32.
+            make: makes the optimizer of its parameters, as users do: before
+                :func:`torch_bf16.prepare`, and after other casts.
+            seed: of the rounding noise.
+        """
+        if self.recipe is None:
+            model.to(self.dtype)
+        optimizer = make()
+        kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
+        if self.recipe is not None:
+            prepare(model, optimizer, get_recipe(self.recipe, seed=seed))
+        return Trained(self, model, optimizer, kind, groups)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its optimizer in one row's precision.
+
+    Attributes:
+        row: which.
+        model: cast.
+        optimizer: of its parameters.
+        kind: the optimizer's class before :func:`torch_bf16.prepare`.
+        groups: its options then.
+    """
+
+    row: Row
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    kind: type[torch.optim.Optimizer]
+    groups: list[dict[str, Any]]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a state dict goes back into a new optimizer without a bit lost."""
+        return self.kind.__module__.startswith(("torch.optim.", "torch_bf16."))
+
+    def lowered(self, batch: Any) -> Any:
+        """A batch as the model takes it: bf16 where nothing casts it on the way."""
+        if self.row.autocast or self.row.dtype == torch.float32:
+            return batch
+        return tree_map(_to_bf16, batch)
+
+    def twin(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
+        """The same optimizer over others of fp32, in the same groups.
+
+        It is torch's own of that name where there is one, which rounds nothing.
+
+        Args:
+            parameters: those in the place of each trained one.
+        """
+        plain = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
+        kind = getattr(torch.optim, plain, self.kind)
+        takes = inspect.signature(kind).parameters
+        groups = []
+        for group in self.groups:
+            options = {name: value for name, value in group.items() if name in takes}
+            if "betas" in takes and "beta1" in group:
+                options["betas"] = (group["beta1"], group["beta2"])
+            # Others make a tensor of it.
+            options["lr"] = float(group["lr"])
+            own = [parameters[p] for p in group["params"] if p in parameters]
+            groups.append({**options, "params": own})
+        shared = {name: value for name, value in groups[0].items() if name != "params"}
+        return kind(groups, **shared)
+
+
+def choice_of(text: str) -> Choice:
+    """An optimizer by its dotted name, with options: ``torch.optim.SGD(momentum=0.9)``.
+
+    Raises:
+        ImportError, ValueError: there is none, or options are no plain values.
+    """
+    match = re.fullmatch(r"([\w.:]+)(\(.*\))?", text.strip(), re.S)
+    if not match or not re.search(r"[.:]", match[1]):
+        raise ValueError(
+            f"{text!r} is no optimizer such as torch.optim.AdamW or "
+            "'torch.optim.SGD(momentum=0.9)': give the module, too"
+        )
+    name, arguments = match[1], match[2] or "()"
+    try:
+        call: Any = ast.parse(f"f{arguments}", mode="eval").body
+        if call.args:
+            raise ValueError("options have names")
+        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ValueError(f"options of {text!r} are no plain values: {error}") from None
+    module, _, last = name.rpartition(":" if ":" in name else ".")
+    return Choice(text, imported(f"{module}:{last}"), options)
+
+
+def row_of(name: str) -> Row:
+    """The precision of a name.
+
+    Raises:
+        ValueError: there is none; the message lists those that are known.
+    """
+    if name in (FP32, MIXED):
+        return Row(name, dtype=torch.float32, autocast=name == MIXED)
+    if name == TRUE:
+        return Row(name, autocast=False)
+    if name in RECIPES:
+        return Row(name, get_recipe(name))
+    formats = [part.strip() for part in name.split("/")]
+    if len(formats) == 3:
+        weights, first, second = formats
+        recipe = Recipe(name, weights=weights, exp_avg=first, exp_avg_sq=second)
+        return Row(name, recipe)
+    raise ValueError(f"unknown precision {name!r}; known ones: {KNOWN}")
+
+
+def also_argument(text: str) -> Row:
+    """The row of ``NAME=module:Class(option=value)``: bf16 weights and that optimizer.
+
+    Raises:
+        ImportError, ValueError: it has no such form, or names nothing.
+    """
+    name, equals, target = text.partition("=")
+    if not equals or not name.strip() or not target or "(" in name:
+        raise ValueError(f"--also {text!r} must be NAME=module:Class or NAME=module:Class(lr=...)")
+    return Row(name.strip(), own=choice_of(target))
+
+
+def set_rate(group: dict[str, Any], lr: float) -> None:
+    """Set a group's learning rate, of which some libraries make a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _to_bf16(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.bfloat16() if floats else value
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}"

@@ -1,0 +1,159 @@
+"""What became of each layer's updates: the share that was stored, and elements that never moved.
+
+A twin of the optimizer runs beside it in fp32, over some elements of each parameter and with the
+same gradients. In each window of steps it starts from the weights that are stored; how far it goes
+is what the optimizer intended, and the stored weights' way along it is what survived. That asks
+nothing of how numbers are stored, so it is the same for every optimizer that looks at elements one
+by one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.tools.monitor import places
+
+from .rows import Trained, set_rate
+
+__all__ = ["Survival", "exact_weight"]
+
+_SAMPLE = 4096
+_COLUMNS = 24
+# Of other libraries: what Kahan's sum has beyond the weight.
+_REST = "kahan_comp"
+
+
+def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    """A parameter as the optimizer stores it, in fp32, with what it keeps beyond the weight."""
+    if isinstance(optimizer, BF16Optimizer):
+        return optimizer.exact_weight(parameter).float()
+    weight = parameter.detach().float()
+    rest = optimizer.state.get(parameter, {}).get(_REST)
+    known = isinstance(rest, Tensor) and rest.shape == weight.shape
+    return weight + rest.float() if known else weight.clone()
+
+
+class Survival:
+    """Watches one run.
+
+    Args:
+        trained: the run's model and optimizer, before the first step.
+        steps: of the run.
+
+    Attributes:
+        ends: the last step of each window, from 1.
+        sums: of each layer, for each window, ``<stored, intended>`` and ``<intended, intended>``.
+        missing: why updates are not measured; None where they are.
+    """
+
+    def __init__(self, trained: Trained, steps: int) -> None:
+        self._trained = trained
+        self._every = -(-steps // _COLUMNS)
+        self._steps = steps
+        self._named = {n: p for n, p in trained.model.named_parameters() if p.requires_grad}
+        self._first = {n: self._stored(n) for n in self._named}
+        self._moved = {n: torch.zeros_like(w, dtype=torch.bool) for n, w in self._first.items()}
+        self._places = {n: places(p.numel(), _SAMPLE, p.device) for n, p in self._named.items()}
+        self._start = {n: self._sampled(n, w) for n, w in self._first.items()}
+        self._twins = {n: nn.Parameter(self._start[n].clone()) for n in self._named}
+        self._twin: torch.optim.Optimizer | None = None
+        self.ends: list[int] = []
+        self.sums: dict[str, list[list[float]]] = defaultdict(list)
+        self.missing: str | None = None
+        try:
+            self._twin = trained.twin({p: self._twins[n] for n, p in self._named.items()})
+        # Somebody else's class, made in another way than by its groups.
+        except Exception as error:
+            self.missing = f"no fp32 twin of {trained.kind.__name__} can be made: {error}"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether what the optimizer keeps beyond a weight is known here."""
+        optimizer = self._trained.optimizer
+        if isinstance(optimizer, BF16Optimizer):
+            return True
+        return any(_REST in state for state in optimizer.state.values())
+
+    def before_step(self) -> None:
+        """Take the gradients over, before the optimizer has consumed them."""
+        for name, parameter in self._named.items():
+            gradient = parameter.grad
+            self._twins[name].grad = None if gradient is None else self._sampled(name, gradient)
+
+    def after_step(self, step: int) -> None:
+        """Step the twin, and at a window's end look at what was stored.
+
+        Args:
+            step: that was taken, from 1.
+        """
+        if self._twin is not None:
+            for group, own in zip(
+                self._twin.param_groups, self._trained.optimizer.param_groups, strict=False
+            ):
+                set_rate(group, float(own["lr"]))
+            try:
+                self._twin.step()
+            except Exception as error:
+                self.missing = f"{self._trained.kind.__name__} takes no step over samples: {error}"
+                self._twin = None
+        if step % self._every and step != self._steps:
+            return
+        self.ends.append(step)
+        by_layer: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for name in self._named:
+            weight = self._stored(name)
+            self._moved[name] |= weight != self._first[name]
+            now = self._sampled(name, weight)
+            intended = (self._twins[name].detach() - self._start[name]).double()
+            sums = by_layer[_layer(name)]
+            sums[0] += float((now - self._start[name]).double() @ intended)
+            sums[1] += float(intended @ intended)
+            self._start[name] = now
+            with torch.no_grad():
+                self._twins[name].copy_(now)
+        if self._twin is not None:
+            for layer, sums in by_layer.items():
+                self.sums[layer].append(sums)
+
+    def unmoved(self) -> dict[str, tuple[int, int]]:
+        """Elements of each layer that were at no look another number, and all of them."""
+        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for name, moved in self._moved.items():
+            found[_layer(name)][0] += moved.numel() - int(moved.count_nonzero())
+            found[_layer(name)][1] += moved.numel()
+        return {layer: (stood, numel) for layer, (stood, numel) in found.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`load` goes on from, as tensors and primitives."""
+        return {
+            **{"first": self._first, "moved": self._moved, "start": self._start},
+            **{"ends": self.ends, "sums": dict(self.sums), "missing": self.missing},
+            "twins": {name: twin.detach() for name, twin in self._twins.items()},
+            "twin": None if self._twin is None else self._twin.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+        self._first, self._moved, self._start = state["first"], state["moved"], state["start"]
+        self.ends, self.missing = state["ends"], state["missing"]
+        self.sums = defaultdict(list, state["sums"])
+        with torch.no_grad():
+            for name, twin in self._twins.items():
+                twin.copy_(state["twins"][name])
+        if self._twin is not None and state["twin"] is not None:
+            self._twin.load_state_dict(state["twin"])
+
+    def _stored(self, name: str) -> Tensor:
+        return exact_weight(self._trained.optimizer, self._named[name])
+
+    def _sampled(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(-1)[self._places[name]].float()
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0] or name

@@ -1,0 +1,270 @@
+"""One run: a seed, a row, and what was seen while it was trained."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from torch_bf16.tools.bench.memory import held_by_role
+from torch_bf16.tools.factory import loss_of
+
+from .rows import Choice, Row, set_rate
+from .schedule import learning_rate_factor
+from .subject import Subject
+from .survival import Survival
+
+__all__ = ["OngoingRun", "Plan", "Run", "move"]
+
+_MIX = 1_000_003
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all runs of a comparison share.
+
+    Attributes:
+        subject: what is trained.
+        optimizer: of all rows that have none of their own.
+        lr: peak learning rate.
+        steps: how many.
+        schedule: ``"cosine"``, a short warm-up and half a cosine, or ``"constant"``.
+        device: where.
+    """
+
+    subject: Subject
+    optimizer: Choice
+    lr: float
+    steps: int
+    schedule: str
+    device: torch.device
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate in a step, from 0."""
+        return 1.0 if self.schedule == "constant" else learning_rate_factor(step, self.steps)
+
+
+@dataclass
+class Run:
+    """What one run left behind.
+
+    Attributes:
+        row: its name.
+        seed: of the weights, the batches and the noise.
+        steps: at which losses are known, from 1.
+        losses: of training.
+        seconds: of each step; empty where they are not known.
+        optimizer_seconds: the part of them in ``optimizer.step()``.
+        bytes: by role, when a backward pass has ended.
+        parameters: that are trained.
+        ends: last steps of the windows in which updates were measured.
+        survived: by layer, for each window, ``<stored, intended>`` and ``<intended, intended>``.
+        unmoved: by layer, elements that never moved, and all of them.
+        unmeasured: why updates were not measured.
+        undecoded: whether the optimizer keeps more of a weight than can be read here.
+        options: of the optimizer.
+    """
+
+    row: str
+    seed: int
+    steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    optimizer_seconds: list[float] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    ends: list[int] = field(default_factory=list)
+    survived: dict[str, list[list[float]]] = field(default_factory=dict)
+    unmoved: dict[str, list[int]] = field(default_factory=dict)
+    unmeasured: str | None = None
+    undecoded: bool = False
+    options: str = ""
+
+    @property
+    def broken_at(self) -> int | None:
+        """The first step whose loss is no finite number."""
+        pairs = zip(self.steps, self.losses, strict=True)
+        return next((step for step, loss in pairs if not math.isfinite(loss)), None)
+
+
+class OngoingRun:
+    """A run under way.
+
+    Weights and batches follow from the seed alone; each step begins with the random generators in a
+    state that follows from seed and step, so that dropout is the same in every row whatever an
+    optimizer draws, and a run that was interrupted goes on as if it had not been. Batches are drawn
+    in a stream of their own.
+
+    Args:
+        plan: what all runs share.
+        row: the precision.
+        seed: see above.
+        state: of :meth:`state`, to go on from.
+
+    Attributes:
+        run: what is known so far.
+    """
+
+    def __init__(
+        self, plan: Plan, row: Row, seed: int, state: dict[str, Any] | None = None
+    ) -> None:
+        _seed(seed)
+        made = plan.subject.made(plan.steps)
+        # Taken before optimizers are made, which may draw, and before data loaders do.
+        self._stream = _generators()
+        model = made.model.to(plan.device)
+        model.train()
+        given = made.optimizer
+
+        def make() -> torch.optim.Optimizer:
+            if given is None or row.own is not None:
+                lr = plan.lr if given is None else float(given.param_groups[0]["lr"])
+                return (row.own or plan.optimizer).over(model, lr)
+            return given
+
+        self._trained = row.prepared(model, make, seed)
+        optimizer = self._trained.optimizer
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._plan, self._seed = plan, seed
+        self._batches = made.endless()
+        self.run = Run(row.name, seed, options=_options(optimizer))
+        self.run.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._survival = Survival(self._trained, plan.steps)
+        if state is not None:
+            self._load(state)
+
+    @property
+    def done(self) -> int:
+        """Steps that were taken."""
+        return len(self.run.losses)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether :meth:`state` says all that another process must know."""
+        return self.done > 0 and self._trained.resumable
+
+    def steps(self) -> Iterator[float]:
+        """Take the steps that are left; gives the loss of each.
+
+        Raises:
+            ValueError: the batches end, or the model does not take one.
+        """
+        plan, run = self._plan, self.run
+        model, optimizer = self._trained.model, self._trained.optimizer
+        while self.done < plan.steps:
+            step = self.done + 1
+            batch = self._next_batch()
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                set_rate(group, rate * plan.factor(step - 1))
+            _seed(self._seed * _MIX + step)
+            begun = self._clock()
+            with torch.autocast(
+                plan.device.type, torch.bfloat16, enabled=self._trained.row.autocast
+            ):
+                loss = loss_of(model, batch)
+            loss.backward()
+            value = loss.item()
+            if not math.isfinite(value):
+                # What follows would be no number either.
+                run.bytes = held_by_role(optimizer, model.parameters())
+                run.steps.append(step)
+                run.losses.append(value)
+                return
+            paused = self._clock()
+            self._survival.before_step()
+            resumed = self._clock()
+            self._step(step)
+            ended = self._clock()
+            if step == plan.steps:
+                run.bytes = held_by_role(optimizer, model.parameters())
+            self._survival.after_step(step)
+            optimizer.zero_grad()
+            run.steps.append(step)
+            run.losses.append(value)
+            run.seconds.append(paused - begun + ended - resumed)
+            run.optimizer_seconds.append(ended - resumed)
+            yield value
+
+    def finished(self) -> Run:
+        """What the run left behind."""
+        run, survival = self.run, self._survival
+        run.ends, run.survived = survival.ends, dict(survival.sums)
+        run.unmoved = {layer: list(counts) for layer, counts in survival.unmoved().items()}
+        run.unmeasured = survival.missing
+        run.undecoded = bool(run.bytes["master"]) and not survival.decodes
+        return run
+
+    def state(self) -> dict[str, Any]:
+        """What another process goes on from, as tensors and primitives."""
+        return {
+            "run": asdict(self.run),
+            "model": self._trained.model.state_dict(),
+            "optimizer": self._trained.optimizer.state_dict(),
+            "survival": self._survival.state(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.run = Run(**state["run"])
+        # Weights first: a master is stored as what its weight lacks.
+        self._trained.model.load_state_dict(state["model"])
+        self._trained.optimizer.load_state_dict(state["optimizer"])
+        self._survival.load(state["survival"])
+        for _ in range(self.done):
+            self._next_batch()
+
+    def _step(self, step: int) -> None:
+        try:
+            self._trained.optimizer.step()
+        # It is somebody else's code.
+        except Exception as error:
+            raise ValueError(
+                f"{self.run.row}, seed {self._seed}: {self.run.options} fails in step {step}: "
+                f"{type(error).__name__}: {str(error).strip()[:300]}"
+            ) from error
+
+    def _next_batch(self) -> Any:
+        _restore(self._stream)
+        batch = next(self._batches)
+        self._stream = _generators()
+        return self._trained.lowered(move(batch, self._plan.device))
+
+    def _clock(self) -> float:
+        if self._plan.device.type == "cuda":
+            torch.cuda.synchronize(self._plan.device)
+        return time.perf_counter()
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> str:
+    shown = (
+        f"{k}={v}" for k, v in optimizer.defaults.items() if isinstance(v, (int, float, tuple))
+    )
+    return f"{type(optimizer).__name__}({', '.join(shown)})"
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

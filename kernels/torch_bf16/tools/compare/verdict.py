@@ -1,0 +1,121 @@
+"""What the figures mean, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BAD", "judge"]
+
+REFERENCE, FINE, LOSES, STALLS, BROKEN, UNTOLD = (
+    *("reference", "as good", "loses", "stalls", "broken"),
+    "one pair",
+)
+BAD = (LOSES, STALLS, BROKEN)
+# Shares of the reference's improvement: what counts as lost, and what one pair alone can show.
+_LOST, _LOST_ALONE = 0.002, 0.05
+_STALLING = 0.5
+_MOST = 3
+
+
+def judge(found: dict[str, Any]) -> None:
+    """Give every row of the figures a ``verdict``, and the whole its sentences.
+
+    Args:
+        found: of ``analysed()``; ``verdict`` of each row, ``sentences`` and ``healthy`` are added.
+    """
+    reference = next(row for row in found["rows"] if row["name"] == found["reference"])
+    sentences = []
+    for row in found["rows"]:
+        row["stalled"] = _stalled(row)
+        row["verdict"] = _verdict(row, row is reference, found["improvement"] or 0.0)
+    bad = [row for row in found["rows"] if row["verdict"] in BAD]
+    good = [row["name"] for row in found["rows"] if row["verdict"] == FINE]
+    pairs = max(row["pairs"] for row in found["rows"])
+    if good:
+        verb = "end" if len(good) > 1 else "ends"
+        sentences.append(f"{_listed(good)} {verb} where {found['reference']} ends")
+    for kind in (BROKEN, STALLS, LOSES):
+        sentences += [
+            _sentence(r, found["reference"]) for r in found["rows"] if r["verdict"] == kind
+        ]
+    near = [row for row in found["rows"] if row["verdict"] == FINE]
+    # Chance explains the others' difference, which the table has.
+    told = near if len(near) <= _MOST else [row for row in near if not _by_chance(row["against"])]
+    sentences += [_sentence(row, found["reference"]) for row in told]
+    alone = [row for row in found["rows"] if row["verdict"] == UNTOLD and row["against"]]
+    if alone:
+        each = ", ".join(f"{row['name']} {row['against']['mean']:+.4f}" for row in alone)
+        sentences.append(f"one pair does not tell whether these are chance: {each}")
+    if 1 < pairs < 4:
+        sentences.append(f"with {pairs} pairs the 95 % interval is wide: five or more narrow it")
+    found["sentences"], found["healthy"] = sentences, not bad
+
+
+def _verdict(row: Mapping[str, Any], is_reference: bool, improvement: float) -> str:
+    if row["broken"]:
+        return BROKEN
+    if row["stalled"]:
+        return STALLS
+    if is_reference:
+        return REFERENCE
+    against = row["against"]
+    if against is None:
+        return UNTOLD
+    if row["pairs"] == 1:
+        return LOSES if against["mean"] > _LOST_ALONE * improvement > 0 else UNTOLD
+    lost = against["mean"] > _LOST * max(improvement, 0.0)
+    return LOSES if lost and against["low"] > 0 else FINE
+
+
+def _stalled(row: Mapping[str, Any]) -> list[str]:
+    """Layers of which less than half of the updates was stored, and not by chance."""
+    if row["undecoded"]:
+        return []
+    return [
+        name
+        for name, layer in row["layers"].items()
+        if layer["survived"] is not None
+        and layer["survived"] < _STALLING
+        and (layer["survived_at_most"] or 0.0) < _STALLING
+    ]
+
+
+def _sentence(row: Mapping[str, Any], reference: str) -> str:
+    name, against = row["name"], row["against"]
+    if row["broken"]:
+        runs = ", ".join(f"seed {seed} at step {step}" for seed, step in row["broken"].items())
+        return f"{name} is broken: its loss is no number any more ({runs})"
+    parts = []
+    if against is not None:
+        parts.append(f"ends {_difference(against)}")
+        if row["verdict"] == LOSES and row["learned"] is not None:
+            parts.append(f"{row['learned']:.1%} of what {reference} learned")
+    if row["verdict"] == STALLS:
+        layers = row["stalled"]
+        some = _listed(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        worst = min(row["layers"][layer]["survived"] for layer in layers)
+        parts.append(
+            f"rounding loses more than half of the updates of {some} (down to {worst:.0%} kept)"
+        )
+    if row["unmoved"] and row["unmoved"] >= 0.005 and not row["undecoded"]:
+        parts.append(f"{row['unmoved']:.0%} of its elements never moved")
+    return f"{name} {'; '.join(parts)}" if parts else f"{name} has nothing to be compared by"
+
+
+def _difference(against: Mapping[str, Any]) -> str:
+    mean, low, high = against["mean"], against["low"], against["high"]
+    where = "above" if mean > 0 else "below"
+    if low is None:
+        return f"{abs(mean):.4f} {where}"
+    if _by_chance(against):
+        return f"{mean:+.4f} away, 95 % interval {low:+.4f} to {high:+.4f}, which chance explains"
+    return f"{abs(mean):.4f} {where}, 95 % interval {low:+.4f} to {high:+.4f}"
+
+
+def _by_chance(against: Mapping[str, Any]) -> bool:
+    return against["low"] is not None and against["low"] <= 0 <= against["high"]
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,219 @@
+"""``compare`` trains in pairs: what is the same in all rows, what is measured, and what resumes."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from compare_cases import FACTORIES, plan_of, run, trained
+
+import torch_bf16
+from torch_bf16.tools.compare.analysis import analysed
+from torch_bf16.tools.compare.intervals import band_of
+from torch_bf16.tools.compare.rows import also_argument, choice_of, row_of
+from torch_bf16.tools.compare.store import Store
+from torch_bf16.tools.compare.training import OngoingRun
+from torch_bf16.tools.compare.verdict import judge
+
+NEAREST = "bf16_nearest/fp32/fp32"
+ROWS = ("32-true", "bf16-mixed", "bf16-true", "bf16-stochastic", "bf16-fp32-master", NEAREST)
+
+
+@pytest.fixture(autouse=True)
+def factories(tmp_path, monkeypatch):
+    (tmp_path / "mine_to_compare.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("mine_to_compare", None)
+
+
+def batches_of(training):
+    return [training._next_batch() for _ in range(8)]
+
+
+def test_every_row_has_the_same_weights_batches_and_dropout():
+    """What the optimizer draws meanwhile makes no difference."""
+    first, other = (OngoingRun(plan_of(), row_of(name), 3) for name in ("32-true", "bf16-mixed"))
+    seen = batches_of(first)
+    torch.rand(7)
+    for ours, theirs in zip(seen, batches_of(other), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    noisy = also_argument("noisy=mine_to_draw:Noisy")
+    quiet = also_argument("quiet=torch.optim:SGD")
+    assert trained(plan_of(), noisy).losses == trained(plan_of(), quiet).losses
+
+
+@pytest.fixture(autouse=True)
+def noisy_optimizer(factories, tmp_path):
+    (tmp_path / "mine_to_draw.py").write_text(
+        "import torch\n\n\nclass Noisy(torch.optim.SGD):\n    def step(self):\n"
+        "        torch.rand(5)\n        return super().step()\n"
+    )
+    yield
+    sys.modules.pop("mine_to_draw", None)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_that_was_interrupted_ends_in_the_same_bits(name, tmp_path):
+    """Its data are shuffled anew in each epoch, and its dropout is on."""
+    plan, row = plan_of(steps=16), row_of(name)
+    whole = trained(plan, row, seed=1)
+    store, training = Store(tmp_path / "out", plan), OngoingRun(plan, row, 1)
+    for _ in training.steps():
+        if training.done == 9:
+            break
+    assert store.save_interrupted(row, training)
+    resumed = OngoingRun(plan, row, 1, store.interrupted(row, 1))
+    assert resumed.done == 9
+    for _ in resumed.steps():
+        pass
+    again = resumed.finished()
+    assert again.losses == whole.losses
+    assert again.survived == whole.survived
+    assert again.unmoved == whole.unmoved
+    assert again.bytes == whole.bytes
+    store.save(row, again)
+    assert store.interrupted(row, 1) is None
+    assert store.finished(row, 1).losses == whole.losses
+
+
+def test_an_optimizer_whose_state_cannot_be_relied_on_begins_again(tmp_path):
+    plan, row = plan_of(), also_argument("noisy=mine_to_draw:Noisy")
+    training = OngoingRun(plan, row, 0)
+    next(training.steps())
+    assert not Store(tmp_path / "out", plan).save_interrupted(row, training)
+
+
+def test_what_was_kept_is_what_the_monitor_sees():
+    """The monitor computes the rule from the stored moments, the twin runs torch's optimizer."""
+    plan, row = plan_of(steps=10, lr=3e-4), row_of(NEAREST)
+    training = OngoingRun(plan, row, 0)
+    monitor = torch_bf16.UpdateMonitor(training._trained.optimizer, every=1, warn=False)
+    seen = []
+    for _ in training.steps():
+        seen.append({name: each.survived for name, each in monitor.layers.items()})
+    found = training.finished()
+    assert found.ends == list(range(1, 11))
+    for layer, sums in found.survived.items():
+        shares = [stored / intended for stored, intended in sums]
+        assert shares == pytest.approx([each[layer] for each in seen], abs=2e-3), layer
+    assert min(seen[-1].values()) < 0.5
+
+
+def test_exact_weights_keep_all_and_plain_bf16_does_not():
+    found = {name: trained(plan_of(lr=1e-4), row_of(name)) for name in ROWS}
+    for name in ("32-true", "bf16-mixed", "bf16-fp32-master"):
+        for sums in found[name].survived.values():
+            assert sum(a for a, _ in sums) == pytest.approx(sum(b for _, b in sums), rel=1e-3)
+        assert all(stood == 0 for stood, _ in found[name].unmoved.values())
+    stood, numel = found["bf16-true"].unmoved["norm"]
+    # Gains of 1.0 stand still, biases that begin with 0.0 do not.
+    assert (stood, numel) == (32, 64)
+    kept = found["bf16-true"].survived["norm"]
+    assert sum(a for a, _ in kept) < 0.7 * sum(b for _, b in kept)
+
+
+def test_never_moved_is_counted_over_all_looks():
+    """By hand: train a copy, and compare its weights with the first ones after every step."""
+    plan, row = plan_of(steps=6, lr=1e-4), row_of("bf16-true")
+    training = OngoingRun(plan, row, 0)
+    model = training._trained.model
+    first = copy.deepcopy(model)
+    moved = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    for _ in training.steps():
+        for name, p in model.named_parameters():
+            moved[name] |= p != first.get_parameter(name)
+    stood = sum(int((~each).sum()) for each in moved.values())
+    assert 0 < stood == sum(each for each, _ in training.finished().unmoved.values())
+
+
+def test_bytes_are_those_of_the_formats():
+    found = trained(plan_of(), row_of("bf16-stochastic"))
+    matrices, vectors = 8 * 32 + 32, 32 + 32 + 32 + 1
+    assert found.parameters == matrices + vectors
+    counters = 4 * 6  # the step of each parameter, with its padding
+    assert found.bytes == {
+        "weights": 2 * found.parameters,
+        "gradients": 2 * found.parameters,
+        "moments": pytest.approx(4 * matrices + 8 * vectors, abs=counters),
+        "master": 2 * vectors,
+    }
+
+
+def test_a_factorys_own_optimizer_is_used():
+    found = trained(plan_of("mine_to_compare:with_optimizer"), row_of("bf16-stochastic"))
+    assert "lr=0.01" in found.options
+    assert "weight_decay=0.0" in found.options
+    other = trained(plan_of("mine_to_compare:with_optimizer"), also_argument("o=torch.optim:SGD"))
+    assert other.options.startswith("SGD(lr=0.01")
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_convicts_the_row():
+    plan = plan_of("mine_to_compare:diverging")
+    rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
+    assert rows["bf16-true"][0].broken_at == 1
+    found = analysed(rows, "32-true")
+    judge(found)
+    assert not found["healthy"]
+    assert found["sentences"] == [
+        "bf16-true is broken: its loss is no number any more (seed 0 at step 1)"
+    ]
+
+
+def test_an_optimizer_of_whole_matrices_has_no_shares():
+    """Of fp32 weights everything is kept, so a twin that says other does something else."""
+    plan = plan_of(optimizer="torch.optim.Adafactor")
+    rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
+    found = analysed(rows, "32-true")
+    for row in found["rows"]:
+        assert row["unmeasured"] == "Adafactor does not look at elements one by one"
+        assert row["survived"] is None
+        assert row["unmoved"] is not None
+    judge(found)
+    assert found["rows"][1]["stalled"] == []
+
+
+def test_a_band_is_that_of_students_t():
+    """By hand, from a table: t is 2.776 for 4 degrees of freedom and 12.706 for one."""
+    band = band_of([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0], [5.0, 0.0]])
+    assert band.mean.tolist() == [3.0, 0.0]
+    assert band.half[0] == pytest.approx(2.776 * (2.5 / 5) ** 0.5, rel=1e-3)
+    assert band.half[1] == 0.0
+    assert band_of([[0.0], [2.0]]).half[0] == pytest.approx(12.706, rel=1e-3)
+    assert band_of([[1.0]]).half[0] == float("inf")
+
+
+BASE = [3.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict", "healthy"),
+    [
+        ([[1.1, 1.1], [1.11, 1.11], [1.1, 1.1]], "loses", False),
+        ([[1.1, 1.1], [0.9, 0.9], [1.0, 1.0]], "as good", True),
+        ([[1.003, 1.003], [1.003, 1.003], [1.0031, 1.0031]], "as good", True),
+        ([[0.9, 0.9], [0.91, 0.91], [0.9, 0.9]], "as good", True),
+        ([[1.05, 1.05]], "one pair", True),
+        ([[1.2, 1.2]], "loses", False),
+    ],
+    ids=["worse", "by chance", "too little", "better", "one pair", "one pair, far off"],
+)
+def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
+    losses, verdict, healthy
+):
+    """fp32 improves by 2.0 here: 0.2 % of it is 0.004, and 5 % 0.1."""
+    rows = {
+        "a": [run("a", seed, BASE) for seed in range(len(losses))],
+        "b": [run("b", seed, [3.0, 2.0, *tail]) for seed, tail in enumerate(losses)],
+    }
+    found = analysed(rows, "a")
+    judge(found)
+    assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
+
+
+def test_options_of_an_optimizer_are_plain_values():
+    choice = choice_of("torch.optim.SGD(momentum=0.9, nesterov=True)")
+    assert (choice.make, choice.options) == (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
+    for text in ("SGD", "torch.optim.SGD(momentum=x)", "torch.optim.SGD(0.9)", "a b"):
+        with pytest.raises(ValueError, match=r"no optimizer such as|no plain values"):
+            choice_of(text)

@@ -1,0 +1,203 @@
+"""``compare`` as a command: what it trains, what it refuses, and how it is stopped and goes on."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from compare_cases import FACTORIES
+from own_process import printed_by
+
+from torch_bf16.tools import cli
+from torch_bf16.tools.compare.training import OngoingRun
+
+QUICK = ["--precisions", "32-true,bf16-true", "--steps", "6", "--seeds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def factories(tmp_path, monkeypatch):
+    (tmp_path / "mine_to_compare.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("mine_to_compare", None)
+
+
+def compare(*arguments):
+    return cli.main(["compare", *map(str, arguments)])
+
+
+def test_it_ends_in_a_table_a_verdict_and_a_page(tmp_path, capsys):
+    status = compare("mine_to_compare:make", *QUICK, "--lr", "1e-4", "--steps", "60")
+    out, err = capsys.readouterr()
+    assert status == 1
+    assert "32-true" in out
+    assert "- bf16-true ends" in out
+    assert "rounding loses more than half of the updates of " in out
+    assert err.splitlines()[0].startswith("32-true, seed 0: 60 steps, loss ")
+    assert err.splitlines()[-1] == f"page: {tmp_path / 'compare' / 'compare.html'}"
+    found = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert (found["healthy"], found["settings"]["seeds"]) == (False, 2)
+    assert found["command"].startswith("python -m torch_bf16 compare mine_to_compare:make")
+    assert found["environment"]["torch"] == torch.__version__
+
+
+def test_the_built_in_model_trains_on_a_text(tmp_path, capsys):
+    (tmp_path / "words.txt").write_text("to be or not to be, that is the question. " * 300)
+    status = compare("--text", "words.txt", "--precisions", "32-true,bf16-fp32-master", *QUICK[2:])
+    assert status == 0
+    assert "of the next byte in words.txt" in capsys.readouterr().out
+
+
+def test_a_record_is_drawn_again_without_training(tmp_path, capsys, monkeypatch):
+    compare("mine_to_compare:make", *QUICK)
+    first = capsys.readouterr().out
+    page = (tmp_path / "compare" / "compare.html").read_text()
+    monkeypatch.setattr(OngoingRun, "__init__", None)
+    compare("compare/compare.json", "--html", "again.html", "--png", "all.png", "--pdf", "all.pdf")
+    assert capsys.readouterr().out == first
+    assert (tmp_path / "again.html").read_text() == page
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "all.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_ctrl_c_stops_between_two_steps_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
+    compare("mine_to_compare:make", *QUICK, "--out", "whole")
+    whole = json.loads((tmp_path / "whole" / "compare.json").read_text())
+    capsys.readouterr()
+    step, calls = OngoingRun._step, []
+
+    def interrupted(self, number):
+        calls.append(number)
+        if len(calls) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(self, number)
+
+    monkeypatch.setattr(OngoingRun, "_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert compare("mine_to_compare:make", *QUICK) == 130
+    err = capsys.readouterr().err
+    assert "stopped at bf16-true, seed 0, step 4; the same command goes on from there" in err
+    assert err.endswith("python -m torch_bf16 compare: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is handler
+    monkeypatch.setattr(OngoingRun, "_step", step)
+    compare("mine_to_compare:make", *QUICK)
+    found = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    timed = ("ms", "optimizer_ms")
+    for ours, theirs in zip(found["rows"], whole["rows"], strict=True):
+        assert {k: v for k, v in ours.items() if k not in timed} == {
+            k: v for k, v in theirs.items() if k not in timed
+        }
+
+
+def test_runs_of_other_settings_are_not_mixed_in(tmp_path, capsys):
+    compare("mine_to_compare:make", *QUICK)
+    capsys.readouterr()
+    assert compare("mine_to_compare:make", *QUICK, "--lr", "0.1") == 2
+    assert "was made with lr 0.001 and not 0.1. Ask for the same" in capsys.readouterr().err
+    source = tmp_path / "mine_to_compare.py"
+    source.write_text(source.read_text() + "\nchanged = True\n")
+    assert compare("mine_to_compare:make", *QUICK) == 2
+    assert "was made with model 'mine_to_compare:make " in capsys.readouterr().err
+    assert compare("mine_to_compare:make", *QUICK, "--fresh") != 2
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"of": {}, "run": {"seed": 1}}', "[1]"])
+def test_a_damaged_run_is_named(content, tmp_path, capsys):
+    path = tmp_path / "compare" / "runs" / "32-true-seed0.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert compare("mine_to_compare:make", *QUICK) == 2
+    assert f"{path.relative_to(tmp_path)} is no run of compare" in capsys.readouterr().err
+
+
+def test_a_factory_with_an_optimizer_takes_no_other(capsys):
+    assert compare("mine_to_compare:with_optimizer", *QUICK, "--lr", "0.1") == 2
+    assert "returns an optimizer of its own, so --lr and" in capsys.readouterr().err
+
+
+BAD = {
+    "raises": "RuntimeError: no data today",
+    "model_alone": "returned Net",
+    "three_numbers": "returned a int as the model",
+    "no_batches": "the batches are empty",
+    "few_batches": "ended after 3 batches",
+    "lowered": "returned a model with weights in torch.bfloat16; return it in fp32",
+    "frozen": "returned a model without trainable parameters",
+    "wrong_batch": "failed on a batch",
+    "no_loss": "returned a Tensor of shape (4, 1)",
+    "number": "is a int",
+    "nothing": "names nothing",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
+    assert compare(f"mine_to_compare:{name}", *QUICK) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert BAD[name] in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--precisions", "fp8"], "unknown precision 'fp8'; known ones: 32-true, bf16-mixed"),
+        (["--precisions", "32-true"], "there is one row, 32-true"),
+        (["--precisions", "32-true,32-true"], "two rows have the name 32-true"),
+        (["--precisions", "32-true,bf16+8/int9/int8"], "exp_avg='int9' is unknown"),
+        (["--also", "torch.optim.SGD"], "must be NAME=module:Class"),
+        (["--also", "x=no_such_module:SGD"], "cannot be imported"),
+        (["--also", "x=torch.optim:Nonesuch"], "names nothing"),
+        (["--also", "x=mine_to_compare:slow_steps"], "cannot be made: TypeError: not today"),
+        (["--also", "x=torch.nn:Linear(bias=False)"], "cannot be made"),
+        (["--optimizer", "torch.optim.AdamW(betas=3)"], "cannot be made"),
+        (["--optimizer", "AdamW"], "give the module, too"),
+        (["--device", "cuda:77"], "--device cuda:77 cannot be used here"),
+        (["--reference", "bf16-mixed"], "'bf16-mixed' is no row; those: 32-true"),
+        (["--metric", "loss"], "--metric is for runs that exist"),
+        (["--text", "words.txt"], "is for the built-in model"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys):
+    assert compare("mine_to_compare:make", "--steps", "2", "--seeds", "1", *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("to be")
+    assert compare("--text", "short.txt") == 2
+    assert "short.txt has 5 bytes, and must have 10,000" in capsys.readouterr().err
+    assert compare("--text", "none.txt") == 2
+    assert "none.txt" in capsys.readouterr().err
+    for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}'):
+        (tmp_path / "x.json").write_text(content)
+        assert compare("x.json") == 2
+        assert "x.json is no record of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "0"], ["--seeds", "x"], ["--lr", "-1"], ["--png", "/no/x.png"]]
+)
+def test_arguments_of_another_type_are_refused_at_once(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compare(*arguments)
+    assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_picture_is_refused_before_training(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert compare("mine_to_compare:make", "--png", "x.png") == 2
+    assert "pip install 'torch-bf16[plots]'" in capsys.readouterr().err
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    program = """
+        import sys
+        from torch_bf16.tools.compare import command
+        names = ("matplotlib", "rich", "tensorboard", "pyarrow", "pandas", "numba", "triton")
+        print([name for name in names if name in sys.modules])
+    """
+    assert printed_by(program) == ["[]"]
