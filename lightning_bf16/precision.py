@@ -166,30 +166,42 @@ class PrecisionBody(_Base):
 
     # What the Trainer's connect and the patches of Fabric call.
 
-    def convert_optimizers(self, optimizers: Iterable[Any]) -> list[torch_bf16.BF16Optimizer]:
+    def convert_optimizers(
+        self, optimizers: Iterable[Any], module: Module | None = None
+    ) -> list[torch_bf16.BF16Optimizer]:
         """Convert the torch optimizers among ``optimizers`` in place, and return them.
 
+        Args:
+            optimizers: what the host was given.
+            module: the owner of their parameters where it is not cast yet; it is then cast, too.
+
         Raises:
-            NotImplementedError, ValueError: one cannot be converted; the modules are cast already.
+            NotImplementedError, ValueError: one cannot be converted; a ``module`` is as it was.
         """
-        converted: list[Any] = []
-        for optimizer in optimizers:
-            # The hosts allow an object with its own step, and put one in the place of none.
-            if not isinstance(optimizer, torch.optim.Optimizer) or is_placeholder(optimizer):
-                continue
-            # ZeroRedundancyOptimizer's local optimizer takes the steps.
-            if isinstance(getattr(optimizer, "optim", optimizer), torch_bf16.BF16Optimizer):
-                continue
-            try:
-                torch_bf16.convert(optimizer, self.recipe, model=self._owner(optimizer))
-            except (NotImplementedError, ValueError) as error:
-                raise type(error)(
-                    f"{error}. Nothing was trained, but the parameters of your module are bf16 by "
-                    "now: make or load it anew"
-                ) from error
-            if isinstance(optimizer, torch_bf16.BF16Optimizer):
-                converted.append(optimizer)
-        return converted
+        # The hosts allow an object with its own step, and put one in the place of none;
+        # ZeroRedundancyOptimizer's local optimizer takes the steps.
+        asked: list[Any] = [
+            each
+            for each in optimizers
+            if isinstance(each, torch.optim.Optimizer)
+            and not is_placeholder(each)
+            and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
+        ]
+        try:
+            if module is not None and (own := [each for each in asked if _owns(module, each)]):
+                torch_bf16.prepare(module, own, self.recipe)
+            for each in asked:
+                if not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer):
+                    torch_bf16.convert(each, self.recipe, model=self._owner(each))
+        except (NotImplementedError, ValueError) as error:
+            cast = any(p.dtype == torch.bfloat16 for each in asked for p in _trained_by(each))
+            raise type(error)(
+                f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
+                "Lightning takes it as it is. Nothing was trained"
+                + ", but the parameters of your module are bf16 by now: make or load it anew"
+                * cast
+            ) from error
+        return [each for each in asked if isinstance(each, torch_bf16.BF16Optimizer)]
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
         """Say in one line what is trained how."""
@@ -217,8 +229,7 @@ class PrecisionBody(_Base):
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module that has all the parameters of an optimizer, if it was converted here."""
-        trained = {p for group in optimizer.param_groups for p in group["params"]}
-        return next((m for m in self._live_modules() if trained <= set(m.parameters())), None)
+        return next((each for each in self._live_modules() if _owns(each, optimizer)), None)
 
     def _live_modules(self) -> list[Module]:
         return [module for ref in self._modules if (module := ref()) is not None]
@@ -228,6 +239,14 @@ class PrecisionBody(_Base):
             for parameter in module.parameters():
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
+    return _trained_by(optimizer) <= set(module.parameters())
 
 
 def _check_release(

@@ -13,6 +13,7 @@ import torch_bf16
 
 from ._patches.carried_forward import within
 from ._patches.fp32_outputs import Fp32Outputs
+from ._patches.private_attributes import cast_lottery_tickets
 from .precision import PrecisionBody
 
 __all__ = ["TrainerBody"]
@@ -45,6 +46,8 @@ class TrainerBody(PrecisionBody):
         self._outputs = Fp32Outputs(module)
         self._trainer = trainer if stage == "fit" else None
         super().convert_module(module)
+        if trainer is not None:
+            cast_lottery_tickets(trainer)
         if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "

@@ -29,7 +29,10 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Fabric.setup_optimizers": fabric_methods.setup_optimizers,
         "Fabric.clip_gradients": fabric_methods.clip_gradients,
     },
-    "weight_averaging": {"WeightAveraging._swap_models": weight_averaging.swap_models},
+    "weight_averaging": {
+        "WeightAveraging.setup": weight_averaging.setup,
+        "WeightAveraging._swap_models": weight_averaging.swap_models,
+    },
 }
 """By the last part of a module's name, what is replaced and what makes the replacement."""
 

@@ -38,8 +38,10 @@ def setup(
     original: Any, fabric: Any, plugin: Any, module: Any, *optimizers: Any, **options: Any
 ) -> Any:
     """Convert the optimizers before Fabric wraps them: its wrapper takes their class over."""
-    plugin.convert_module(getattr(module, "_orig_mod", module))
-    converted = plugin.convert_optimizers(optimizers)
+    module_in_it = getattr(module, "_orig_mod", module)
+    # Refused before anything is cast.
+    converted = plugin.convert_optimizers(optimizers, module_in_it)
+    plugin.convert_module(module_in_it)
     result = original(module, *optimizers, **options)
     wrapped = (result[0] if optimizers else result)._forward_module
     plugin.sync_replicas(wrapped, fabric.strategy)

@@ -1,10 +1,10 @@
-"""What Lightning tells by private names only; nothing is changed here."""
+"""What Lightning tells by private names only."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["is_placeholder", "logs_this_step", "syncs_module_states"]
+__all__ = ["cast_lottery_tickets", "is_placeholder", "logs_this_step", "syncs_module_states"]
 
 
 def is_placeholder(optimizer: Any) -> bool:
@@ -17,6 +17,18 @@ def syncs_module_states(strategy: Any) -> bool:
     # The Trainer's, and Fabric's.
     options = getattr(strategy, "kwargs", None) or getattr(strategy, "_fsdp_kwargs", None) or {}
     return bool(options.get("sync_module_states"))
+
+
+def cast_lottery_tickets(trainer: Any) -> None:
+    """Cast the first weights that ModelPruning goes back to as their layers were cast.
+
+    It puts them in the place of the weights as they are, which an optimizer refuses.
+    """
+    for callback in trainer.callbacks:
+        for ticket in (getattr(callback, "_original_layers", None) or {}).values():
+            layer, _ = callback._parameters_to_prune[ticket["names"][0][0]]
+            for kept, own in zip(ticket["data"].parameters(), layer.parameters(), strict=True):
+                kept.data = kept.data.to(own.dtype)
 
 
 def logs_this_step(trainer: Any) -> bool:

@@ -39,9 +39,48 @@ def test_an_unsupported_optimizer_is_refused_before_training(pl, name):
     def configure_optimizers(self):
         return getattr(torch.optim, name)(self.parameters())
 
-    said = rf"{name} cannot be converted: .*(Train with|Make the em).* your module are bf16 by now"
+    said = (
+        rf"precision='bf16-stochastic': .*{name} cannot be converted: .*(Train with|Make the em)"
+        ".*precision='32-true' or 'bf16-mixed' .* your module are bf16 by now"
+    )
     with pytest.raises(NotImplementedError, match=said):
         fit_with(pl, configure_optimizers)
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "LBFGS"])
+def test_fabric_refuses_an_optimizer_before_it_casts_anything(fabric_package, mode, name):
+    net = torch.nn.Linear(4, 4)
+    optimizers = torch.optim.AdamW([net.bias]), getattr(torch.optim, name)([net.weight])
+    fabric = fabric_package.Fabric(accelerator="cpu", precision=mode)
+    said = rf"precision='{mode}': .*{name} cannot be converted: .*'bf16-mixed' .*was trained$"
+    with pytest.raises(NotImplementedError, match=said):
+        fabric.setup(net, *optimizers)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert type(optimizers[0]) is torch.optim.AdamW
+
+
+def test_a_wrapper_around_an_optimizer_trains_by_the_advice_of_its_refusal(pl, mode):
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base):
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure=None):
+            return self.base.step(closure)
+
+    def wrapped(self):
+        return Lookahead(torch.optim.SGD(self.parameters(), lr=0.5))
+
+    def advised(self):
+        optimizer = wrapped(self)
+        torch_bf16.convert(optimizer.base, mode, model=self)
+        return optimizer
+
+    with pytest.raises(NotImplementedError, match=r"torch_bf16.convert\(optimizer.base, recipe"):
+        fit_with(pl, wrapped)
+    module = make_module(pl, configure_optimizers=advised)
+    make_trainer(pl, mode).fit(module, batches(2))
+    assert module.net[0].weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("plugin_given", [False, True], ids=["by-name", "by-plugin"])

@@ -1,0 +1,111 @@
+"""Callbacks that write or average weights."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from lightning_models import batches, make_module, make_trainer
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+
+
+def callbacks_of(pl):
+    return importlib.import_module(f"{pl.__name__}.callbacks")
+
+
+WAYS = {
+    "the mean": {},
+    "its own function": {"avg_fn": get_ema_avg_fn(0.5)},
+    "its own lerp": {"avg_fn": lambda average, current, _: average.lerp(current, 0.5)},
+    "many at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+    "buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_subclass_of_weight_averaging_averages_in_fp32_in_its_own_way(pl, mode, way):
+    base = getattr(callbacks_of(pl), "WeightAveraging", None)
+    if base is None:
+        pytest.skip("this version has no WeightAveraging")
+
+    class Own(base):
+        def should_update(self, step_idx=None, epoch_idx=None):
+            return step_idx is not None
+
+    class Follow(callbacks_of(pl).Callback):
+        seen = ()
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.seen = [*self.seen, [p.detach().float() for p in pl_module.parameters()]]
+
+    average, follow = Own(**{"use_buffers": False, **WAYS[way]}), Follow()
+    trainer = make_trainer(pl, mode, callbacks=[follow, average])
+    trainer.fit(make_module(pl), batches(4), batches(1))
+    first, *others = [torch.cat([each.flatten() for each in seen]) for seen in follow.seen]
+    expected = first.double()
+    for number, each in enumerate(others, 1):
+        expected.lerp_(each.double(), 0.5 if WAYS[way] else 1 / (number + 1))
+    found = [p.detach() for p in average._average_model.module.parameters()]
+    assert {p.dtype for p in found} == {torch.float32}
+    found = torch.cat([each.flatten() for each in found])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-8)
+
+
+def prune(pl, precision, lottery, permanent):
+    """The module and its Trainer, and in which epochs weights were the first ones."""
+    first, seen = [], []
+
+    def on_train_epoch_start(self):
+        layer = self.net[0]
+        weight = getattr(layer, "weight_orig", layer.weight).detach()
+        if not first:
+            first.append(weight.clone())
+        seen.append(torch.equal(weight, first[0]))
+
+    callback = callbacks_of(pl).ModelPruning(
+        "l1_unstructured",
+        amount=0.25,
+        use_lottery_ticket_hypothesis=lottery,
+        make_pruning_permanent=permanent,
+    )
+    module = make_module(pl, on_train_epoch_start=on_train_epoch_start)
+    trainer = make_trainer(pl, precision, max_epochs=3, callbacks=[callback])
+    trainer.fit(module, batches(4))
+    return module, trainer, seen
+
+
+@pytest.mark.filterwarnings("ignore:.*bf16 weights were written through p.data")
+@pytest.mark.parametrize("lottery", [True, False])
+@pytest.mark.parametrize("permanent", [True, False])
+def test_pruning_goes_back_to_the_first_weights_as_in_32_true_and_trains_on(
+    mode, lottery, permanent, tmp_path
+):
+    pl = importlib.import_module("lightning.pytorch")
+    module, trainer, seen = prune(pl, mode, lottery, permanent)
+    other, _, expected = prune(pl, "32-true", lottery, permanent)
+    assert seen == expected
+    assert seen[1] is lottery
+    for mine, theirs in zip(
+        (module.net[0], module.net[3]), (other.net[0], other.net[3]), strict=True
+    ):
+        assert {p.dtype for p in mine.parameters()} == {torch.bfloat16}
+        assert hasattr(mine, "weight_orig") is not permanent
+        assert abs(int((mine.weight == 0).sum()) - int((theirs.weight == 0).sum())) < 4
+    trainer.save_checkpoint(tmp_path / "pruned.ckpt")
+    saved = torch.load(tmp_path / "pruned.ckpt", weights_only=True)["state_dict"]
+    name = "net.0.weight" if permanent else "net.0.weight_orig"
+    assert saved[name].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8])
+def test_frozen_parameters_of_other_dtypes_are_left_alone(pl, mode, dtype):
+    module = make_module(pl)
+    module.teacher = torch.nn.Parameter(torch.ones(8).to(dtype), requires_grad=False)
+    module.base = torch.nn.Linear(8, 8).requires_grad_(False)
+    trainer = make_trainer(pl, mode)
+    trainer.fit(module, batches(3))
+    assert (module.teacher.dtype, module.base.weight.dtype) == (dtype, torch.bfloat16)
+    assert module.teacher.sum() == 8
+    assert module.made[0].state[module.net[0].weight]
+    trainer.validate(module, batches(1), verbose=False)
