@@ -100,6 +100,22 @@ def test_a_dropped_master_is_warned_of(caplog):
     assert re.search(pattern, record.getMessage())
 
 
+def test_bf16_moments_beside_an_exact_master_say_that_torch_has_trained_the_weights(caplog):
+    old = trained("master")
+    parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters_of(old)]
+    torchs = torch.optim.AdamW(parameters, lr=1e-2)
+    torchs.load_state_dict(copy.deepcopy(old.state_dict()))
+    take_steps(torchs, [3])
+    new = make_optimizer("adamw", "master", "eager", make_parameters().values())
+    with torch.no_grad():
+        for mine, theirs in zip(parameters_of(new), parameters, strict=True):
+            mine.copy_(theirs)
+    new.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    assert "weights bf16+16 -> bf16_nearest" in caplog.text
+    for found, weight in zip(numbers(new), parameters, strict=True):
+        assert torch.equal(found["weights"], weight.detach().float())
+
+
 def test_without_a_header_the_planes_tell_the_formats(caplog):
     old = trained("master")
     saved = copy.deepcopy(old.state_dict())

@@ -12,6 +12,7 @@ from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import States
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import residuals
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.recoding import Changes, without_stale_rests
@@ -192,9 +193,13 @@ def _read(
         schema.check_hyperparameters(its, group, number)
         for position, key in enumerate(its["params"]):
             if state := state_dict["state"].get(key):
-                if header is None:
-                    state = without_stale_rests(state, changes)
                 parameter, label = group["params"][position], optimizer.label(number, position)
+                if header is None:
+                    formats = [
+                        optimizer.recipe.format_of(role, parameter.shape, parameter.dtype)
+                        for role in (FIRST_MOMENT, SECOND_MOMENT)
+                    ]
+                    state = without_stale_rests(state, formats, changes)
                 if parameter.device.type == "meta":
                     raise StateMismatchError(
                         f"{label} is on the meta device, where a state would be lost. Give the "

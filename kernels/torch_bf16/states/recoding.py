@@ -6,14 +6,14 @@ exactly and rounded once, to the nearest that the new format holds; what differs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, ROLES, Format
+from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, FP32, ROLES, Format
 
 __all__ = ["Changes", "recode", "recode_weight", "stored_format", "without_stale_rests"]
 
@@ -67,16 +67,23 @@ def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
     return max(filter(fits, FORMATS.values()), key=lambda each: len(each.planes), default=None)
 
 
-def without_stale_rests(state: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+def without_stale_rests(
+    state: Mapping[str, Any], moments: Collection[Format], changes: Changes
+) -> dict[str, Any]:
     """A state that ``torch.optim`` has saved, without what it carried along of an exact master.
 
-    It had made floats of it as it loaded a state dict of ours, and has stepped the weight since.
+    It had cast that, or at least the moments, to the dtype of its weights as it loaded a state dict
+    of ours, and has stepped the weight since.
 
     Args:
         state: of one parameter; not changed.
+        moments: the formats that the recipe has for the parameter's moments.
         changes: counts the weights that go on from their bf16 numbers.
     """
     kept = dict(state)
+    rests = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
+    others = {getattr(each, "dtype", None) for key, each in state.items() if key not in rests}
+    halved = {*moments} == {FP32} and torch.bfloat16 in others
     for format_ in ROLES["weights"].values():
         for plane in format_.planes[1:]:
             value = state.get(plane.suffix)
@@ -84,8 +91,8 @@ def without_stale_rests(state: Mapping[str, Any], changes: Changes) -> dict[str,
             shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
             if not isinstance(value, Tensor):
                 continue
-            if value.is_floating_point() and value.dtype != shown:
-                del kept[plane.suffix]
+            if halved or (value.is_floating_point() and value.dtype != shown):
+                kept.pop(plane.suffix, None)
                 changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
     return kept
 
