@@ -1,0 +1,182 @@
+"""The hosts' own test suites beside our package, and in our modes, outcome by outcome.
+
+    python tests/hosts/compare.py SOURCES --suites lightning,fabric,accelerate
+
+SOURCES holds the sources of each host at the version that is installed, in folders of their names
+(``git clone``, or the source distribution where it has tests). Each suite runs with our hook
+switched off, with it on, and with each mode forced on all that asks for no precision. A test that
+ends otherwise than with the hook off is run again alone, both ways; what still differs must be in
+`known.py`, with its reason. Exits with 1 where it is not.
+
+What the suites import is installed into a folder that is thrown away, beside a build of this
+package; ``--with lightning==2.5.0`` puts another version of a host there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import known
+from suite_plugin import read
+from suites import SUITES, Suite
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BASE, MODES = "off", ("bf16-stochastic", "bf16-fp32-master")
+WAYS = ("on", *MODES)
+# A test that waits for another process, and one whose process dies, must not end the comparison.
+BOUND, LIVES = 150, 20
+
+Outcomes = dict[str, tuple[str, str]]
+
+
+def install(folder: Path, requirements: Iterable[str]) -> None:
+    """Install packages without what they depend on, which would bring another torch along."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, *requirements], check=True)
+
+
+def variables(way: str, outcomes: Path, path: Iterable[Path | str]) -> dict[str, str]:
+    """The environment of one way to run a suite."""
+    unset = ("ACCELERATE_", "BF16_", "PL_", "LT_")
+    found = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
+    found["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    found["BF16_SUITE_OUTCOMES"] = str(outcomes)
+    if way == BASE:
+        found["BF16_AUTOLOAD"] = "0"
+    elif way in MODES:
+        # Accelerate's variable, and that of our plugin of pytest for Lightning.
+        found["BF16_MODE"] = found["BF16_SUITE_MODE"] = way
+    return found
+
+
+def run(suite: Suite, sources: Path, way: str, path: Iterable[Path | str], tests=()) -> Outcomes:
+    """How the tests of a suite end; a test in which the process dies is one that ``died``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "suite_plugin"]
+    command += ["--continue-on-collection-errors", f"--timeout={BOUND}"]
+    command += list(tests) or ["-k", suite.selected, *suite.tests]
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, log = Path(folder, "outcomes"), Path(folder, "log")
+        environment = variables(way, outcomes, [*path, HERE])
+        for _ in range(LIVES):
+            with log.open("w") as out:
+                ended = subprocess.run(
+                    command, cwd=sources / suite.folder, env=environment, stdout=out, stderr=out
+                )
+            if ended.returncode in (0, 1, 5):  # 5: none is left
+                break
+        else:
+            raise SystemExit(log.read_text()[-3000:])
+        return read(outcomes)
+
+
+def differing(base: Outcomes, other: Outcomes) -> list[str]:
+    """Tests that end otherwise, in the order of the first run."""
+    absent = ("absent", "")
+    names = dict.fromkeys([*base, *other])
+    return [n for n in names if base.get(n, absent)[0] != other.get(n, absent)[0]]
+
+
+def reason_of(name: str, reasons: Mapping[str, Iterable[str]]) -> str | None:
+    """Why a test may differ: it, its function, class, file or folder is in the list."""
+    for reason, tests in reasons.items():
+        for test in tests:
+            if name == test or name.startswith((f"{test}[", f"{test}::", f"{test}/")):
+                return reason
+    return None
+
+
+def compare(
+    suite: Suite, sources: Path, path: list[Path | str], reasons: Mapping[str, Iterable[str]], ways
+) -> dict[str, dict]:
+    """For each way its counts, and the tests that differ, with their reasons or without."""
+    base = run(suite, sources, BASE, path)
+    found = {BASE: {"counts": counts(base)}}
+    for way in ways:
+        start = time.perf_counter()
+        other = run(suite, sources, way, path)
+        if names := differing(base, other):
+            again = [n for n in names if n in base and n in other]
+            twice = (
+                [run(suite, sources, each, path, again) for each in (BASE, way)] if again else []
+            )
+            steady = set(names) - set(again) | set(differing(*twice) if again else ())
+            names = [n for n in names if n in steady]
+        found[way] = {
+            "counts": counts(other),
+            "seconds": round(time.perf_counter() - start),
+            "known": {n: r for n in names if (r := reason_of(n, reasons))},
+            "new": {
+                n: [base.get(n, ("absent",))[0], *other.get(n, ("absent", ""))]
+                for n in names
+                if not reason_of(n, reasons)
+            },
+        }
+    return found
+
+
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    return dict(sorted(Counter(outcome for outcome, _ in outcomes.values()).items()))
+
+
+def report(name: str, found: dict[str, dict], reasons: Mapping[str, Iterable[str]]) -> bool:
+    """Print what differs; True where all of it is known."""
+    right = True
+    for way, each in found.items():
+        told = ", ".join(f"{count} {outcome}" for outcome, count in each["counts"].items())
+        print(f"{name}, {way}: {told}")
+        if way == BASE:
+            continue
+        print(f"  {len(each['known'])} known differences, {len(each['new'])} new")
+        for test, (before, after, said) in each["new"].items():
+            right = False
+            print(f"  {test}\n    {before} -> {after}  {said}")
+    seen = {reason for way in found.values() for reason in way.get("known", {}).values()}
+    if stale := [reason for reason in reasons if reason not in seen]:
+        print(f"  {name}: no longer seen: " + "; ".join(stale))
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sources", type=Path, help="folder with the sources of the hosts")
+    parser.add_argument("--suites", default="lightning,fabric,accelerate", help="comma-separated")
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
+    parser.add_argument("--with", dest="extra", nargs="*", default=[], help="requirements for pip")
+    parser.add_argument("--record", type=Path, help="write what was found, as JSON")
+    options = parser.parse_args()
+    suites = {name: SUITES[name] for name in options.suites.split(",")}
+    record, right = {}, True
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "packages")
+        needs = {need for suite in suites.values() for need in suite.needs}
+        install(target, [str(ROOT), *sorted(needs), *options.extra])
+        for name, suite in suites.items():
+            reasons = known.DIFFERENCES.get(name, {})
+            ways = options.ways.split(",")
+            found = compare(suite, options.sources.absolute(), [target], reasons, ways)
+            right = report(name, found, reasons) and right
+            version = _version(suite.host, target)
+            record[name] = {"version": version, "torch": _version("torch", target), **found}
+    if options.record:
+        options.record.write_text(json.dumps(record, indent=1) + "\n")
+    return int(not right)
+
+
+def _version(distribution: str, target: Path) -> str:
+    places = importlib.metadata.distributions(name=distribution, path=[str(target), *sys.path])
+    return next(iter(places)).version
+
+
+if __name__ == "__main__":
+    sys.exit(main())
