@@ -5,6 +5,8 @@ from __future__ import annotations
 __all__ = ["DIFFERENCES"]
 
 _PRECISION = "tests_pytorch/trainer/connectors/test_accelerator_connector.py"
+_RESUMED = "tests/test_state_checkpointing.py"
+_FABRIC = "tests_fabric/test_connector.py"
 _LIGHTNING_OPTIMIZER = "tests_pytorch/core/test_lightning_optimizer.py"
 
 DIFFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -40,6 +42,36 @@ DIFFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
             "tests_pytorch/models/test_hooks.py"
             "::test_trainer_model_hook_system_fit_no_val_and_resume_max_steps",
             "tests_pytorch/models/test_hooks.py::test_load_from_checkpoint_hook_calls",
+        ),
+    },
+    "fabric": {
+        "XLA is refused by name": (
+            f"{_FABRIC}::test_accelerator_choice_tpu",
+            f"{_FABRIC}::test_connector_with_tpu_accelerator_instance",
+            f"{_FABRIC}::test_connector_auto_selection",
+            f"{_FABRIC}::test_xla_fsdp_automatic_strategy_selection",
+            "tests_fabric/test_fabric.py::test_launch_and_strategies_unsupported_combinations[xla]",
+        ),
+        "it mocks the strategy's clipping by norm, and ours takes the norm in fp32": (
+            "tests_fabric/test_fabric.py::test_grad_clipping[None-1]",
+        ),
+    },
+    "accelerate": {
+        "it unwraps the model, autocast included, and calls the bf16 weights with fp32 inputs": (
+            "tests/test_accelerator.py::AcceleratorTester::test_can_unwrap_model",
+        ),
+        "it keeps a state dict of before the first step; ours has states by then, which are live": (
+            f"{_RESUMED}::CheckpointTest_use_pytorch::test_can_resume_training",
+            f"{_RESUMED}::CheckpointTest_use_pytorch::test_can_resume_training_checkpoints_relative_path",
+            f"{_RESUMED}::CheckpointTest_use_pytorch::test_can_resume_training_with_folder",
+            f"{_RESUMED}::CheckpointTest_use_safetensors::test_can_resume_training",
+            f"{_RESUMED}::CheckpointTest_use_safetensors::test_can_resume_training_checkpoints_relative_path",
+            f"{_RESUMED}::CheckpointTest_use_safetensors::test_can_resume_training_with_folder",
+        ),
+        "it compares bf16 gradients and weights with those of a run in fp32": (
+            "tests/test_grad_sync.py::SyncScheduler::test_gradient_sync_cpu_multi",
+            "tests/test_grad_sync.py::SyncScheduler::test_gradient_sync_cpu_noop",
+            "tests/test_cpu.py::MultiCPUTester::test_cpu",
         ),
     },
 }

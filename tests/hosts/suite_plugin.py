@@ -41,7 +41,8 @@ def force(connector, mode):
     @functools.wraps(original)
     def __init__(self, *args, precision=None, plugins=None, **options):
         given = plugins if isinstance(plugins, (list, tuple, set)) else [plugins]
-        if precision is None and not any(isinstance(each, Precision) for each in given):
+        asked = precision is not None or "LT_PRECISION" in os.environ
+        if not asked and not any(isinstance(each, Precision) for each in given):
             precision = mode
         original(self, *args, precision=precision, plugins=plugins, **options)
 
