@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import torch_bf16
+from torch_bf16.tools.bench.record import versions
 
 from .rows import Row
 from .training import OngoingRun, Plan, Run
@@ -113,7 +113,7 @@ class Store:
             "device": str(plan.device),
             "threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
-            "torch_bf16": torch_bf16.__version__,
+            "torch_bf16": versions()["torch-bf16"],
         }
 
     def _check(self, path: Path, origin: Mapping[str, Any], row: Row) -> None:
