@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -58,7 +59,6 @@ TARGETS: dict[str, str] = {
     "accelerate.utils.fsdp_utils": _ACCELERATE,
     "accelerate.utils.launch": _ACCELERATE,
     "transformers.trainer": _ACCELERATE,
-    "transformers.trainer_optimizer": _ACCELERATE,
     "transformers.training_args": _ACCELERATE,
 }
 """Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
@@ -165,7 +165,8 @@ class Patches:
         replacement: Any = functools.wraps(original)(make(original))
         replacement._replaced_by = self
         if classes:
-            self.set(owner, name, replacement)
+            static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            self.set(owner, name, staticmethod(replacement) if static else replacement)
         else:
             _rebind(name, original, replacement)
             self._undo.append(functools.partial(_rebind, name, replacement, original))

@@ -48,6 +48,7 @@ REPLACED: dict[str, dict[str, Any]] = {
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
     "transformers.trainer": {
         "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
+        "Trainer.get_optimizer_cls_and_kwargs": trainer.get_optimizer_cls_and_kwargs,
     },
     "transformers.training_args": {"TrainingArguments.__post_init__": trainer.post_init},
 }
@@ -58,7 +59,6 @@ ADDED: dict[str, Any] = {
     "accelerate.state": state.rename,
     "accelerate.utils.dataclasses": state.add_modes,
     "accelerate.utils.launch": commands.explain_choices,
-    "transformers.trainer_optimizer": trainer.add_optimizers,
     "transformers.training_args": trainer.add_names,
 }
 """For each module, what adds to its tables."""

@@ -6,6 +6,7 @@ be right there; all the rest happens in ``prepare``, and what the monitor sees j
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -19,15 +20,22 @@ OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode i
 """Values of ``TrainingArguments.optim`` that name a mode too."""
 
 
-def add_names(module: Any, patches: Patches) -> list[Any]:
-    """Make :data:`OPTIMIZERS` members of ``OptimizerNames``, and return these."""
-    return [add_member(patches, module.OptimizerNames, name) for name in OPTIMIZERS]
+def add_names(module: Any, patches: Patches) -> None:
+    """Make :data:`OPTIMIZERS` members of ``OptimizerNames``."""
+    for name in OPTIMIZERS:
+        add_member(patches, module.OptimizerNames, name)
 
 
-def add_optimizers(module: Any, patches: Patches) -> None:
+def get_optimizer_cls_and_kwargs(original: Any) -> Any:
     """Let the Trainer make AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
-    for member in add_names(module, patches):
-        patches.add(module._OPTIMIZER_HANDLERS, member, module._get_adamw_torch)
+
+    def get_optimizer_cls_and_kwargs(args: Any, *further: Any, **named: Any) -> Any:
+        if str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS:
+            args = copy.copy(args)
+            args.optim = type(args.optim)("adamw_torch")
+        return original(args, *further, **named)
+
+    return get_optimizer_cls_and_kwargs
 
 
 def get_reporting_integration_callbacks(original: Any) -> Any:

@@ -113,7 +113,7 @@ def test_a_temporary_value_goes_when_the_block_raises():
 STOCK = """
 import sys, types
 import accelerate, accelerate.commands.accelerate_cli, accelerate.commands.config.sagemaker
-import transformers.trainer, transformers.training_args, transformers.trainer_optimizer
+import transformers.trainer, transformers.training_args
 import torch
 
 def stock():
@@ -155,7 +155,7 @@ again = differing(before, {k: v for k, v in stock().items() if k[0] in known})
 print(sorted(patched) == sorted(again))
 accelerate_bf16.unregister()
 import importlib
-for name in ("accelerate.launchers", "transformers.trainer_optimizer"):
+for name in ("accelerate.launchers", "transformers.trainer_utils"):
     importlib.reload(sys.modules[name])
 print(hasattr(accelerate.launchers.notebook_launcher, "_replaced_by"))
 """

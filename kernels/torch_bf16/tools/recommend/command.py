@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from torch_bf16.foreign.capabilities import examine
+from torch_bf16.foreign.capabilities import check_steps_on_copies
 from torch_bf16.foreign.convert import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
@@ -90,7 +90,7 @@ def _check(found: Observation) -> None:
             continue
         try:
             if fused_class(optimizer, get_recipe("bf16-stochastic")) is None:
-                examine(optimizer)
+                check_steps_on_copies(optimizer)
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"no recipe trains with this optimizer: {error}") from error
     if not found.looks and found.converted:
