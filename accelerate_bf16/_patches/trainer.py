@@ -51,8 +51,12 @@ def get_reporting_integration_callbacks(original: Any) -> Any:
 
 def post_init(original: Any) -> Any:
     """Name the mode that ``optim`` or the launcher asks for."""
+    told: list[str] = []
 
     def __post_init__(self: Any) -> None:
+        # What earlier arguments have put there is no launcher's word.
+        if told and os.environ.get(LAUNCHED) == told.pop():
+            del os.environ[LAUNCHED]
         asked = launched()
         original(self)
         optimizer = str(getattr(self.optim, "value", self.optim))
@@ -66,6 +70,8 @@ def post_init(original: Any) -> Any:
         if own is None:
             # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
             os.environ[LAUNCHED] = mode
+            if asked is None:
+                told.append(mode)
         # The weights are bf16 already; module.to(bf16) would round rotary frequencies on top.
         self.bf16_full_eval = False
 

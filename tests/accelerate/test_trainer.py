@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import torch_bf16
+from accelerate_bf16._patches import trainer
 from accelerate_bf16.kept_fp32 import fp32_parts
 
 # Of transformers' own making: arguments that it has renamed, and its scheduler.
@@ -233,3 +235,25 @@ def test_what_it_saves_loads_as_bf16(make_trainer, monkeypatch, tmp_path):
     name = "dtype" if MAJOR >= 5 else "torch_dtype"
     loaded = kind.from_pretrained(tmp_path / "saved", **{name: torch.float32})
     assert loaded.dtype == torch.float32
+
+
+def test_in_transformers_4_other_arguments_may_name_another_mode(monkeypatch):
+    """There the environment tells the Accelerator, and what is written there is no launcher's."""
+
+    class Arguments:
+        def __init__(self, optim):
+            self.optim = optim
+            post_init(self)
+
+    post_init = trainer.post_init(lambda self: None)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for optim, mode in trainer.OPTIMIZERS.items():
+        assert Arguments(optim).mixed_precision == mode
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == mode
+    assert not hasattr(Arguments("adamw_torch"), "mixed_precision")
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
+    assert Arguments("adamw_torch").mixed_precision == "bf16-stochastic"
+    assert Arguments("adamw_torch").mixed_precision == "bf16-stochastic"
+    with pytest.raises(ValueError, match="asks for 'bf16-stochastic'"):
+        Arguments("adamw_bf16_fp32_master")
