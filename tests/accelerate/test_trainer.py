@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import torch_bf16
-from accelerate_bf16._patches import trainer
+from accelerate_bf16._patches.trainer import OPTIMIZERS, post_init
 from accelerate_bf16.kept_fp32 import fp32_parts
 
 # Of transformers' own making: arguments that it has renamed, and its scheduler.
@@ -243,11 +243,11 @@ def test_in_transformers_4_other_arguments_may_name_another_mode(monkeypatch):
     class Arguments:
         def __init__(self, optim):
             self.optim = optim
-            post_init(self)
+            name_the_mode(self)
 
-    post_init = trainer.post_init(lambda self: None)
+    name_the_mode = post_init(lambda self: None)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    for optim, mode in trainer.OPTIMIZERS.items():
+    for optim, mode in OPTIMIZERS.items():
         assert Arguments(optim).mixed_precision == mode
         assert os.environ["ACCELERATE_MIXED_PRECISION"] == mode
     assert not hasattr(Arguments("adamw_torch"), "mixed_precision")
