@@ -17,6 +17,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 HERE = Path(__file__).parent
+LIMIT = 500  # seconds, for what takes 30 on two idle cores
+pytestmark = pytest.mark.timeout(600)
 CELL = """
 import sys, warnings
 from pathlib import Path
@@ -54,7 +56,7 @@ def notebook(tmp_path_factory):
         patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         try:
-            NotebookClient(made, timeout=200, kernel_name="python3").execute(cwd=str(folder))
+            NotebookClient(made, timeout=LIMIT, kernel_name="python3").execute(cwd=str(folder))
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as found:
             error = found
     return folder, error
@@ -73,7 +75,7 @@ def script(tmp_path_factory):
             start_new_session=True,
         )
         try:
-            code = process.wait(200)
+            code = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             code = None
         finally:

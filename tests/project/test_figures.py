@@ -29,7 +29,7 @@ def page() -> str:
 
 def test_every_figure_is_there_in_both_styles(figures: ModuleType) -> None:
     wanted = {f"{name}-{style}.svg" for name in figures.FIGURES for style in figures.STYLES}
-    assert wanted == {path.name for path in (DOCS / "figures").iterdir()}
+    assert wanted == {path.name for path in (DOCS / "figures").glob("*.svg")}
 
 
 @pytest.mark.parametrize("name", ["bytes", "learning-rates", "loss-curves"])
