@@ -10,7 +10,7 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, GPTConfig, add_size_arguments, next_byte_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_bf16.tools.compare.corpus import batches, load_corpus
@@ -27,13 +27,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mixed-precision", help="default: what the launcher says")
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    add_size_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=64)
     return parser.parse_args(arguments)
 

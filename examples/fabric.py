@@ -10,7 +10,7 @@ import argparse
 
 import lightning
 import torch
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, GPTConfig, add_size_arguments, next_byte_loss
 from torch.utils.data import DataLoader
 
 from torch_bf16.tools.compare.corpus import batches, load_corpus
@@ -20,12 +20,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--precision", help="default: what `fabric run` says")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    add_size_arguments(parser)
     args = parser.parse_args(arguments)
 
     fabric = lightning.Fabric(precision=args.precision)

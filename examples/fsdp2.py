@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, GPTConfig, add_size_arguments, next_byte_loss
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -28,12 +28,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--precision", default="bf16-stochastic", help="a recipe's name, or fp32")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=16, help="over all processes")
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    add_size_arguments(parser)
     parser.add_argument("--checkpoint", type=Path, default=Path("fsdp2-checkpoint"))
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     return parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import torch
@@ -77,3 +78,13 @@ def next_byte_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy in nats, in fp32 whatever the model computes in."""
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def add_size_arguments(parser: argparse.ArgumentParser, batch_size: int = 16) -> None:
+    """Declare how large model, batches and text are, and the learning rate."""
+    parser.add_argument("--batch-size", type=int, default=batch_size)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)

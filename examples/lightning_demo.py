@@ -21,7 +21,7 @@ from pathlib import Path
 
 import lightning
 import torch
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, GPTConfig, add_size_arguments, next_byte_loss
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -221,13 +221,8 @@ def record(runs: dict[str, Run], args: argparse.Namespace, path: Path) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    add_size_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=64)
     parser.add_argument("--accelerator", default="auto", help="as Trainer(accelerator=...)")
     parser.add_argument("--plot", type=Path, default=Path("demo/loss_curves.png"))

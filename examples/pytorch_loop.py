@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from gpt import GPT, GPTConfig, next_byte_loss
+from gpt import GPT, GPTConfig, add_size_arguments, next_byte_loss
 
 import torch_bf16
 from torch_bf16.tools.compare.corpus import batches, load_corpus
@@ -26,12 +26,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--micro-batches", type=int, default=2, help="summed before each step")
-    parser.add_argument("--batch-size", type=int, default=8, help="of a micro-batch")
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
+    add_size_arguments(parser, batch_size=8)
     parser.add_argument("--checkpoint", type=Path, default=Path("loop.pt"))
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     return parser.parse_args(arguments)

@@ -22,6 +22,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from compat_smoke import PARTS
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "versions.md"
 RECORD = ROOT / "examples" / "results" / "compat.json"
@@ -122,14 +124,13 @@ def try_in(environment: Environment, python: str, wheel: Path, folder: Path) -> 
 
 def table(record: dict[str, dict]) -> str:
     """The rows as Markdown, in the order of the environments."""
-    parts = ["plain PyTorch", "Lightning", "Accelerate", "transformers", "command line"]
-    lines = [f"| | {' | '.join((*SHOWN, *parts, 'tried on'))} |"]
-    lines.append("|" + "---|" * (len(SHOWN) + len(parts) + 2))
+    lines = [f"| | {' | '.join((*SHOWN, *PARTS, 'tried on'))} |"]
+    lines.append("|" + "---|" * (len(SHOWN) + len(PARTS) + 2))
     marks = {"ok": "yes", "not installed": "-"}
     for environment in environments():
         if found := record.get(environment.name):
             versions = [found["versions"].get(each) or "-" for each in SHOWN]
-            outcomes = [found["parts"].get(part, "-") for part in parts]
+            outcomes = [found["parts"].get(part, "-") for part in PARTS]
             cells = [marks.get(each, f"**no**: {each}").replace("|", "/") for each in outcomes]
             lines.append(f"| {' | '.join((environment.name, *versions, *cells, found['date']))} |")
     return "\n".join(lines)

@@ -20,11 +20,8 @@ ROWS = ("32-true", "bf16-mixed", "bf16-true", "bf16-stochastic", "bf16-fp32-mast
 
 
 @pytest.fixture(autouse=True)
-def factories(tmp_path, monkeypatch):
-    (tmp_path / "mine_to_compare.py").write_text(FACTORIES)
-    monkeypatch.chdir(tmp_path)
-    yield
-    sys.modules.pop("mine_to_compare", None)
+def factories(write_module):
+    write_module("mine_to_compare", FACTORIES)
 
 
 def batches_of(training):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 
 import pytest
 import torch
@@ -17,11 +16,8 @@ QUICK = ["--precisions", "32-true,bf16-true", "--steps", "6", "--seeds", "2"]
 
 
 @pytest.fixture(autouse=True)
-def factories(tmp_path, monkeypatch):
-    (tmp_path / "mine_to_compare.py").write_text(FACTORIES)
-    monkeypatch.chdir(tmp_path)
-    yield
-    sys.modules.pop("mine_to_compare", None)
+def factories(write_module):
+    write_module("mine_to_compare", FACTORIES)
 
 
 def compare(*arguments):

@@ -13,12 +13,10 @@ from torch_bf16.tools.recommend import runs
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "mine_to_train.py").write_text(FACTORIES)
+def here(tmp_path, write_module):
+    write_module("mine_to_train", FACTORIES)
     (tmp_path / "train.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("mine_to_train", None)
+    return tmp_path
 
 
 def test_a_large_rate_needs_little_and_a_small_one_more(capsys, here):

@@ -1,7 +1,5 @@
 """``recommend`` on what is no training, or none that can be measured."""
 
-import sys
-
 import pytest
 from factories_to_train import FACTORIES, SCRIPT, recommend
 
@@ -9,12 +7,10 @@ from torch_bf16.tools import cli
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "mine_to_train.py").write_text(FACTORIES)
+def here(tmp_path, write_module):
+    write_module("mine_to_train", FACTORIES)
     (tmp_path / "train.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("mine_to_train", None)
+    return tmp_path
 
 
 SCRIPTS = {

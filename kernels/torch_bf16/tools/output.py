@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ __all__ = [
     "add_json_argument",
     "ended",
     "file_to_write",
+    "positive_number",
     "print_progress",
     "print_table",
     "say",
@@ -120,6 +122,17 @@ def file_to_write(text: str) -> Path:
         why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
     return path
+
+
+def positive_number(text: str) -> float:
+    """The type of an argument that is a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
 
 
 def _json_target(text: str) -> Path | str:

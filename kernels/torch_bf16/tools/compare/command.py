@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +13,13 @@ import torch
 
 from torch_bf16.tools.bench.record import hardware, versions
 from torch_bf16.tools.factory import CONTRACT, is_factory
-from torch_bf16.tools.output import add_json_argument, file_to_write, say, write_json
+from torch_bf16.tools.output import (
+    add_json_argument,
+    file_to_write,
+    positive_number,
+    say,
+    write_json,
+)
 
 from .analysis import analysed
 from .figure import draw, require_matplotlib
@@ -32,7 +37,7 @@ from .verdict import judge
 __all__ = ["add_compare_arguments", "compare"]
 
 _RECORD = "compare.json"
-_LR, _OPTIMIZER = 1e-3, "torch.optim.AdamW"
+_LR, _OPTIMIZER, _STEPS, _SEEDS = 1e-3, "torch.optim.AdamW", 300, 3
 _ONLY_TRAINED = ("precisions", "also", "optimizer", "lr", "steps", "seeds", "text", "fresh")
 
 
@@ -58,15 +63,19 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--optimizer", metavar="module.Class(...)", help=f"of all others (default: {_OPTIMIZER})"
     )
-    training.add_argument("--lr", type=_positive, help=f"peak learning rate (default: {_LR})")
+    training.add_argument("--lr", type=positive_number, help=f"peak learning rate (default: {_LR})")
     training.add_argument(
         "--schedule",
         choices=("cosine", "constant"),
         default="cosine",
         help="short warm-up and half a cosine, or none (default: cosine)",
     )
-    training.add_argument("--steps", type=_count, metavar="N", help="of each run (default: 300)")
-    training.add_argument("--seeds", type=_count, metavar="N", help="pairs of runs (default: 3)")
+    training.add_argument(
+        "--steps", type=_count, metavar="N", help=f"of each run (default: {_STEPS})"
+    )
+    training.add_argument(
+        "--seeds", type=_count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
+    )
     training.add_argument("--device", help="default: cuda where torch sees a GPU, else cpu")
     training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
     training.add_argument("--fresh", action="store_true", help="forget runs that are in --out")
@@ -134,7 +143,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
         subject_of(factory, options.text),
         choice_of(options.optimizer or _OPTIMIZER),
         options.lr or _LR,
-        options.steps or 300,
+        options.steps or _STEPS,
         options.schedule,
         _device(options.device),
     )
@@ -147,7 +156,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     store = Store(options.out, plan)
     if options.fresh:
         store.clear()
-    runs = train_all(plan, rows, options.seeds or 3, store)
+    runs = train_all(plan, rows, options.seeds or _SEEDS, store)
     by_row: dict[str, list[Run]] = {row.name: [] for row in rows}
     for run in runs:
         by_row[run.row].append(run)
@@ -156,7 +165,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     for row, shown in zip(rows, found["rows"], strict=True):
         shown["described"] = row.described
     found["settings"] = {
-        **{"steps": plan.steps, "seeds": options.seeds or 3, "schedule": plan.schedule},
+        **{"steps": plan.steps, "seeds": options.seeds or _SEEDS, "schedule": plan.schedule},
         **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
     }
     found["environment"] = {
@@ -276,16 +285,6 @@ def _device(name: str | None) -> torch.device:
 
 def _names(rows: Sequence[Row]) -> str:
     return ", ".join(row.name for row in rows)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value
 
 
 def _count(text: str) -> int:

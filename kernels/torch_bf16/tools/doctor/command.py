@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
-from torch_bf16.tools.output import add_json_argument, print_progress, write_json
+from torch_bf16.tools.output import add_json_argument, positive_number, print_progress, write_json
 from torch_bf16.tools.weights import open_checkpoint
 
 from .examination import examine
@@ -31,7 +30,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "or DCP",
     )
     parser.add_argument(
-        "--lr", type=_positive, help="a learning rate in place of that in the checkpoint"
+        "--lr", type=positive_number, help="a learning rate in place of that in the checkpoint"
     )
     parser.add_argument(
         "--most", type=int, default=_MOST, metavar="N", help=f"weights to list (default: {_MOST})"
@@ -65,13 +64,3 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json != "-":
         show(content, max(1, options.most))
     return 0 if verdict.healthy else 1
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value

@@ -12,7 +12,7 @@ from torch_bf16.foreign.capabilities import check_steps_on_copies
 from torch_bf16.foreign.convert import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
-from torch_bf16.tools.output import add_json_argument, print_progress, write_json
+from torch_bf16.tools.output import add_json_argument, positive_number, print_progress, write_json
 
 from .host import Host, planned_rates
 from .observation import Observation
@@ -44,7 +44,7 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the whole run (default: what the host says, else {_ASSUMED})",
     )
     parser.add_argument(
-        "--lr", type=_positive, help="of AdamW, where a factory returns no optimizer"
+        "--lr", type=positive_number, help="of AdamW, where a factory returns no optimizer"
     )
     parser.add_argument(
         "--most", type=_count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"
@@ -142,14 +142,4 @@ def _count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return value
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return value
