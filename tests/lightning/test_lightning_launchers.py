@@ -43,29 +43,23 @@ def assert_trained(folder, run):
         }, rank
 
 
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
-    """Where the runs of a notebook have written, and what ended it before its time."""
-    folder = tmp_path_factory.mktemp("notebook")
+def run_notebook(folder):
     made = nbformat.v4.new_notebook()
     code = CELL.format(here=str(HERE), folder=str(folder))
     made.cells = [nbformat.v4.new_code_cell(code)]
-    error = None
+    end = ""
     with pytest.MonkeyPatch.context() as patch:
         # ipykernel on Python 3.11 and newer asks for it, for its debugger.
         patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         try:
             NotebookClient(made, timeout=LIMIT, kernel_name="python3").execute(cwd=str(folder))
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as found:
-            error = found
-    return folder, error
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            end = f"{error!r}\n{error}"
+    (folder / "end").write_text(end)
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    """Where the runs of a script have written, and the code that it ended with, if it did."""
-    folder = tmp_path_factory.mktemp("script")
+def run_script(folder):
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, HERE / "launches.py", folder],
@@ -83,23 +77,35 @@ def script(tmp_path_factory):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return folder, code
+    end = "" if code == 0 else f"it returned {code}\n{(folder / 'log').read_text()[-3000:]}"
+    (folder / "end").write_text(end)
+
+
+@pytest.fixture
+def notebook(filled_once):
+    """Where the runs of a notebook have written, and what ended it before its time."""
+    return filled_once("notebook", run_notebook)
+
+
+@pytest.fixture
+def script(filled_once):
+    """Where the runs of a script have written, and what it ended with, if not with success."""
+    return filled_once("script", run_script)
 
 
 @pytest.mark.parametrize("run", FORKS, ids="-".join)
 def test_replicas_that_a_notebook_forks_train_to_the_same_bits(notebook, run):
-    assert_trained(notebook[0], run)
+    assert_trained(notebook, run)
 
 
 @pytest.mark.parametrize("run", STARTS, ids="-".join)
 def test_replicas_that_are_spawned_or_started_by_the_script_train_to_the_same_bits(script, run):
-    assert_trained(script[0], run)
+    assert_trained(script, run)
 
 
 def test_the_notebook_ends_well(notebook):
-    assert notebook[1] is None, notebook[1]
+    assert not (notebook / "end").read_text()
 
 
 def test_the_script_ends_well(script):
-    folder, code = script
-    assert code == 0, (folder / "log").read_text()[-3000:]
+    assert not (script / "end").read_text()
