@@ -145,7 +145,12 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
     for each in parameters:
         by_layer[each.is_vector, each.name.rpartition(".")[0] or each.name].append(each)
     matrices, vectors = [], []
-    for (is_vector, name), members in by_layer.items():
+    for (is_vector, module), members in by_layer.items():
+        name = module
+        if (not is_vector, module) in by_layer:
+            # The bias of a matrix is a row of its own.
+            own = [each.name.rpartition(".")[2] for each in members]
+            name = f"{module}.{' + '.join(own)}"
         (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
     whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
     found = candidates(whole, matrices)
