@@ -103,7 +103,8 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
         raise CheckpointError(f"{path} holds no tensors of a model: {', '.join([*entries][:4])}")
     # Numbers became text on their way into a path.
     numbers = {key for group in groups.values() for key in group.get("params") or ()}
-    by_key = {int(k) if k not in numbers and k.isdigit() else k: s for k, s in states.items()}
+    texts = {key for key in states if key not in numbers and str(key).isdigit()}
+    by_key = {int(key) if key in texts else key: state for key, state in states.items()}
     optimizer = OptimizerStates(by_key, list(groups.values()), header) if states else None
     return Saved(path, tensors, optimizer)
 
