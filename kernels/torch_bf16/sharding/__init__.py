@@ -9,7 +9,7 @@ from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
 from .many import Parameters, all_same, no_torch_function, unlike_memory
-from .names import WRAPPERS, bare_name, without_wrappers
+from .names import WRAPPERS, bare_name, saved_names, without_wrappers
 from .shard import Shard
 from .span import Span
 from .wrapped import PLAIN, missing_memory
@@ -29,6 +29,7 @@ __all__ = [
     "place_like",
     "register",
     "same_memory",
+    "saved_names",
     "settle_at_exit",
     "shard_of",
     "shown_like",

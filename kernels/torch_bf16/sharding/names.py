@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["WRAPPERS", "bare_name", "without_wrappers"]
+import re
+from collections.abc import Collection, Iterable
+
+__all__ = ["WRAPPERS", "bare_name", "saved_names", "without_wrappers"]
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 """Parts that wrappers put into the names of what is inside them."""
@@ -21,3 +24,26 @@ def bare_name(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
+    """The key that each parameter has in a state dict; parameters that have none are left out.
+
+    Args:
+        names: of an optimizer's parameters.
+        saved: keys of weights, possibly saved without wrappers, or by PEFT, which leaves out the
+            name of the adapter, as in ``lora_A.default.weight``.
+    """
+    keys = {bare_name(key): key for key in saved}
+    found = {name: keys[bare_name(name)] for name in names if bare_name(name) in keys}
+    left = keys.keys() - set(map(bare_name, found))
+    for name in names:
+        if name not in found:
+            adapted = (re.sub(pattern, "", bare_name(name)) for pattern in _ADAPTERS)
+            key = next((each for each in adapted if each in left), None)
+            if key is not None:
+                found[name] = keys[key]
+    return found
+
+
+_ADAPTERS = (r"(\.modules_to_save)?\.[^.]+(?=\.[^.]+$)", r"\.[^.]+$")

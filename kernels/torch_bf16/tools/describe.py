@@ -52,9 +52,11 @@ class Description:
         line = f"{self.recipe}: {_count(sum(self.parameters.values()))} parameters ({dtypes})"
         if self.trained:
             each = ", ".join(f"{role} {size:.2f}" for role, size in self.bytes_by_role.items())
+            bytes_ = f"{self.bytes_per_parameter:.2f} bytes"
             if self.unmade is not None:
-                each += f", and what the first step of {self.unmade} makes"
-            line += f", {self.bytes_per_parameter:.2f} bytes per trained parameter ({each})"
+                each += f", and the states that the first step of {self.unmade} makes"
+                bytes_ = f"more than {bytes_}"
+            line += f", {bytes_} per trained parameter ({each})"
         return line if self.backend is None else f"{line}, backend {self.backend}"
 
 

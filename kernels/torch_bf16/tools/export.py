@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
-from torch_bf16.checkpoints.export import export_file
+from torch_bf16.checkpoints.export import export_file, export_weights
 from torch_bf16.errors import CheckpointError
+from torch_bf16.states.schema import HEADER
 
 from .output import file_to_write
+from .weights import SavedTensor, open_checkpoint
 
 __all__ = ["add_export_arguments", "export"]
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("checkpoint", type=Path, help="of save_checkpoint, torch or Lightning")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a file of save_checkpoint, torch, Lightning or safetensors, an index of several, or "
+        "a folder of Accelerate, the Trainer, Lightning or DCP",
+    )
     parser.add_argument(
         "output", type=file_to_write, help="*.safetensors, else a file of torch.save"
     )
@@ -28,9 +36,45 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(options: argparse.Namespace) -> int:
     """Write them; the exit status is 1 where there are none, and nothing was written."""
+    source, rest = options.checkpoint, (options.output, options.dtype, options.optimizer)
     try:
-        print(export_file(options.checkpoint, options.output, options.dtype, options.optimizer))
+        if source.is_dir() or source.name.endswith(".index.json"):
+            print(export_weights(*_state_dicts(source, options.optimizer is None), *rest))
+        else:
+            print(export_file(source, *rest))
     except (CheckpointError, OSError) as error:
         print(f"python -m torch_bf16 export: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _state_dicts(path: Path, with_optimizer: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Of the model and of the optimizer in a folder."""
+    several = sorted(each.name for each in path.glob("optimizer_[1-9]*"))
+    if several and with_optimizer:
+        raise CheckpointError(
+            f"{path} holds {len(several) + 1} optimizers, and which weights are whose is not told. "
+            "Export one model at a time: its file of weights, with its --optimizer FILE"
+        )
+    saved = open_checkpoint(path)
+    for note in saved.notes:
+        print(f"note: {note}", file=sys.stderr)
+    # What was one tensor stays one, so that each of its names gets the master.
+    read = {each.tied or name: _whole(each) for name, each in saved.tensors.items()}
+    weights = {name: read[each.tied or name] for name, each in saved.tensors.items()}
+    if saved.optimizer is None:
+        return weights, None
+    states = {
+        key: {name: _whole(each) for name, each in state.items()}
+        for key, state in saved.optimizer.state.items()
+    }
+    groups, header = saved.optimizer.groups, saved.optimizer.header
+    return weights, {
+        "state": states,
+        "param_groups": groups,
+        **({HEADER: header} if header else {}),
+    }
+
+
+def _whole(value: Any) -> Any:
+    return value.read(0, value.numel).view(value.shape) if isinstance(value, SavedTensor) else value

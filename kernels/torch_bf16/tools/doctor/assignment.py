@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_bf16.sharding import bare_name
+from torch_bf16.sharding import saved_names
 from torch_bf16.tools.weights import OptimizerStates, Saved, SavedTensor
 
 __all__ = ["State", "assigned"]
@@ -28,10 +28,8 @@ def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
     if saved.optimizer is None:
         return {}, None
     named, numbered = _named(saved.optimizer), _numbered(saved.optimizer)
-    bare = {bare_name(name): name for name in saved.tensors}
-    found = {
-        bare[bare_name(name)]: state for name, state in named.items() if bare_name(name) in bare
-    }
+    keys = saved_names(named, saved.tensors)
+    found = {keys[name]: state for name, state in named.items() if name in keys}
     lost = len(named) - len(found)
     if numbered and not named:
         order = _order(saved)

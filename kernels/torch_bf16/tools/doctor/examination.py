@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch_bf16.sharding import bare_name
 from torch_bf16.tools.weights import Saved, SavedTensor
 
 from .assignment import State, assigned
-from .exact import has_master, weight
+from .exact import Read, has_master, weight
 from .expected import Expected, Rounding, expected, rounding
 from .movement import Movement, movement
 
@@ -33,7 +33,9 @@ class Examined:
         movement: what became of it.
         expected: what the optimizer's state says of a step, where there is one.
         rounding: what happens to small updates, as far as the later checkpoint tells.
-        master: whether its exact numbers were compared.
+        master: whether a checkpoint has an exact master of it.
+        lacks: which checkpoint, ``"earlier"`` or ``"later"``, has no master where the other one
+            does, so that the bf16 numbers of both were compared; else None.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Examined:
     expected: Expected | None
     rounding: Rounding
     master: bool
+    lacks: str | None
 
 
 @dataclass(frozen=True)
@@ -96,27 +99,58 @@ def examine(
     for number, (name, old, new) in enumerate(pairs):
         progress(f"{number + 1} of {len(pairs)}: {name}")
         state, group = states.get(name, nothing)
-        read = weight(new, state)
-        first = None
-        if before is not None and old is not None:
-            known = earlier.get(old, nothing)[0]
-            exact = has_master(new, state) == has_master(before.tensors[old], known)
-            # Of two halves of what is compared, both or none.
-            read = read if exact else weight(new, {})
-            first = weight(before.tensors[old], known if exact else {})
-        moved = movement(first, read, new.numel)
+        then = None if before is None or old is None else before.tensors[old]
+        known = nothing[0] if old is None else earlier.get(old, nothing)[0]
+        first, last, lacks = _readers(then, known, new, state)
+        moved = movement(first, last, new.numel)
         found.append(
             Examined(
                 name,
                 new.shape,
                 new.dtype,
                 moved,
-                expected(read, state, group, new.numel, lr),
+                expected(weight(new, state), state, group, new.numel, lr),
                 rounding(new, state, header),
-                has_master(new, state),
+                has_master(new, state) or (then is not None and has_master(then, known)),
+                lacks,
             )
         )
+    for which, path in (("earlier", before and before.path), ("later", after.path)):
+        if lacking := sum(each.lacks == which for each in found):
+            notes.append(
+                f"{path} lacks the exact masters of {lacking} weights, which the other checkpoint "
+                "has with its optimizer's state: their bf16 numbers were compared, so that only "
+                "moves of a bf16 unit show"
+            )
     return Examination(found, before is not None, _steps(before, after, states), notes)
+
+
+def _readers(
+    then: SavedTensor | None, known: Mapping[str, Any], new: SavedTensor, state: Mapping[str, Any]
+) -> tuple[Read | None, Read, str | None]:
+    """What is compared of a weight, which is what both checkpoints have, and which lacks a master.
+
+    Args:
+        then: the weight in the earlier checkpoint, None without one.
+        known: what the optimizer kept for it there.
+        new: the weight in the later one.
+        state: what the optimizer keeps for it there.
+    """
+    if then is None:
+        return None, weight(new, state), None
+    had, has = (has_master(*each) or _is_wide(each[0]) for each in ((then, known), (new, state)))
+    if had and has:
+        return weight(then, known), weight(new, state), None
+    first, last = weight(then, {}), weight(new, {})
+    if _is_wide(then):
+        # Training in fewer bits began with a cast.
+        return (lambda a, b: first(a, b).to(new.dtype).float()), last, None
+    lacks = "earlier" if has_master(new, state) else "later" if has_master(then, known) else None
+    return first, last, lacks
+
+
+def _is_wide(tensor: SavedTensor) -> bool:
+    return tensor.dtype.itemsize >= torch.float32.itemsize
 
 
 def _pairs(

@@ -68,6 +68,7 @@ def _row(each: Finding, compared: bool) -> dict[str, Any]:
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "exact_master": weight.master,
+        "lacks_master": weight.lacks,
         "verdict": each.verdict,
         "shown_by": each.why or None,
         "lost": each.lost,

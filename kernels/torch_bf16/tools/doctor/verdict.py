@@ -12,7 +12,8 @@ from .examination import Examination, Examined
 
 __all__ = ["Finding", "Verdict", "judge"]
 
-STALLS, BROKEN, LOSES, STANDS, FINE = "stalls", "broken", "loses", "stands still", "learns"
+STALLS, BROKEN, LOSES, STANDS = "stalls", "broken", "loses", "stands still"
+UNSEEN, FINE = "not seen", "learns"
 _BAD = (STALLS, BROKEN)
 _STALLING = 0.5  # as in the monitor: less than that share of the updates arrives
 _LOSING = 0.9
@@ -27,7 +28,8 @@ class Finding:
     Attributes:
         weight: which.
         verdict: ``"stalls"``, ``"broken"``, ``"loses"``, ``"stands still"`` (frozen, or without a
-            gradient: not by rounding) or ``"learns"``.
+            gradient: not by rounding), ``"not seen"`` (it has an exact master, which one of the
+            checkpoints lacks, and no bf16 number moved) or ``"learns"``.
         lost: share of what it was to move that it did not.
         why: what shows it, ``"size"``, ``"gain"``, ``"state"`` or empty.
     """
@@ -62,7 +64,7 @@ def judge(found: Examination) -> Verdict:
     # Of bf16 weights that were saved in fp32 all are bf16 numbers; one alone may be by chance.
     wide = all(each.movement.rounded for each in found.weights)
     findings = [_finding(each, found.compared, gains, wide) for each in found.weights]
-    order = {name: n for n, name in enumerate((BROKEN, STALLS, LOSES, STANDS, FINE))}
+    order = {name: n for n, name in enumerate((BROKEN, STALLS, LOSES, STANDS, UNSEEN, FINE))}
     findings.sort(key=lambda each: (order[each.verdict], -each.lost))
     kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for each in findings:
@@ -73,10 +75,11 @@ def judge(found: Examination) -> Verdict:
         count = sum(len(members) for _, members in more)
         sentences.append(f"and {count} more weights of {len(more)} other kinds")
     bad = any(each.verdict in _BAD for each in findings)
-    still = found.compared and not any(each.weight.movement.moved for each in findings)
+    same = found.compared and not any(each.weight.movement.moved for each in findings)
+    still = same and not any(each.verdict == UNSEEN for each in findings)
     if still:
         sentences.insert(0, "not one element differs: the same checkpoint twice, or nothing learns")
-    sentences.append(_summary(findings, found, bad or still))
+    sentences.append(_summary(findings, found, bad or same))
     return Verdict(findings, sentences, not bad and not still)
 
 
@@ -102,7 +105,7 @@ def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding
         stalls = plan.survived < _STALLING and not learned
         return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
     if compared and not moved.moved:
-        return Finding(each, STANDS, 0.0)
+        return Finding(each, STANDS if each.lacks is None else UNSEEN, 0.0)
     return Finding(each, LOSES if 1 - lost < _LOSING else FINE, lost, why)
 
 
@@ -147,6 +150,11 @@ def _sentence(
         if not fine:
             why = f": it is frozen, or each update is below half a bf16 unit, {_half(weights):.2g}"
         return f"{several} has not moved{during}{why}"
+    if verdict == UNSEEN:
+        return (
+            f"{several}: no bf16 number of it is another one{during}, which says nothing: it has "
+            f"an exact master, and that is in one of the two checkpoints alone"
+        )
     lost = max(each.lost for each in members)
     word = "stalls" if verdict == STALLS else "loses updates"
     if why == "gain":
@@ -189,11 +197,18 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
         return (
             f"VERDICT: {len(stalled)} of {len(findings)} weights ({share:.0%} of all elements) "
             f"stall{during}: bf16, rounded to nearest, loses their updates. What keeps them: "
-            'torch_bf16.prepare(model, optimizer, "bf16-fp32-master"), or "bf16-stochastic" where '
-            "memory decides; or fp32 weights under autocast"
+            "accelerate launch --mixed_precision bf16-fp32-master ..., Lightning's "
+            'Trainer(precision="bf16-fp32-master"), or torch_bf16.prepare(model, optimizer, '
+            '"bf16-fp32-master"); "bf16-stochastic" in its place where memory decides; or fp32 '
+            "weights under autocast"
         )
     if broken:
         return f"VERDICT: {len(broken)} of {len(findings)} weights hold NaN or infinities"
+    if any(each.verdict == UNSEEN for each in findings) and bad:
+        return (
+            "VERDICT: these two do not tell: no bf16 number changed, and one of them lacks the "
+            "exact masters. Give two checkpoints with their optimizer's state"
+        )
     if bad:
         return "VERDICT: nothing was learned between the two"
     if not found.compared and all(each.weight.rounding == "unknown" for each in findings):

@@ -103,7 +103,7 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
             raise ValueError(
                 f"{type(model).__name__} took no step over a batch of {shapes} in "
                 f"{precision.name}{', ' + how if traced else ''}: {type(error).__name__}: "
-                f"{str(error).strip()[:300]}"
+                f"{str(error).strip()[:300].rstrip('.')}{_for_tokens(batch, inputs)}"
             ) from error
 
 
@@ -149,6 +149,14 @@ def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
         return made
     names = [_TOKENS, "labels"][: 2 if len(made) == 1 and _takes_labels(model) else 1]
     return dict(zip(names, made * 2, strict=False)) if len(made) == 1 else made
+
+
+def _for_tokens(batch: Batch, inputs: Any) -> str:
+    """How tokens are said, where numbers were taken for granted."""
+    if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch.inputs):
+        return ""
+    shapes = ("x".join(map(str, shape)) for shape, dtype in batch.inputs if dtype is None)
+    return f". Inputs are fp32 unless said: --batch {','.join(f'{each}:int64' for each in shapes)}"
 
 
 def _takes_labels(model: nn.Module) -> bool:

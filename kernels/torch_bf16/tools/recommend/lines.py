@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .verdict import Candidate
 
-__all__ = ["lines"]
+__all__ = ["launch_line", "lines"]
 
 _PLUGINS = {
     "lightning": ("lightning_bf16", "Trainer"),
@@ -32,8 +34,7 @@ def lines(host: str, candidate: Candidate, command: str) -> list[str]:
         plugin = f'BF16Precision("{mode}"{named})'
         return [f"from {package} import BF16Precision", f"{kind}(plugins=[{plugin}])"]
     if host == "trainer":
-        set_ = {"BF16_MODE": mode, **{f"BF16_{key.upper()}": each for key, each in options.items()}}
-        return ["export " + " ".join(f"{key}={each}" for key, each in set_.items()), command]
+        return [f"export BF16_MODE={mode} {_variables(options)}".rstrip(), command]
     if host == "accelerate":
         if not options:
             return ["import accelerate_bf16", f'Accelerator(mixed_precision="{mode}")']
@@ -47,3 +48,22 @@ def lines(host: str, candidate: Candidate, command: str) -> list[str]:
         "import torch_bf16",
         f"model, optimizer = torch_bf16.prepare(model, optimizer, {recipe})",
     ]
+
+
+def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
+    """What the shell says to train a script unchanged; None where no launcher names the recipe.
+
+    Args:
+        host: of :class:`.host.Host`.
+        candidate: the recipe.
+        command: what starts the training: ``python`` and its arguments.
+    """
+    if host not in ("trainer", "accelerate"):
+        return None
+    launched = f"accelerate launch --mixed_precision {candidate.mode}"
+    launched = f"{_variables(candidate.options)} {launched}".lstrip()
+    return f"{launched} {command.removeprefix('python ')}"
+
+
+def _variables(options: Mapping[str, str]) -> str:
+    return " ".join(f"BF16_{key.upper()}={each}" for key, each in options.items())

@@ -11,7 +11,7 @@ from torch_bf16.tools.estimate.shapes import ModelShapes
 from torch_bf16.tools.output import print_table
 
 from .host import Host
-from .lines import lines
+from .lines import launch_line, lines
 from .observation import Observation
 from .ranges import ranges
 from .reasons import reasons
@@ -60,6 +60,7 @@ def record(
         "thresholds": {"distance": DISTANCE, "layer_distance": LAYER_DISTANCE},
         "recommended": verdict.chosen.name,
         "lines": lines(host.name, verdict.chosen, command),
+        "launch": launch_line(host.name, verdict.chosen, command),
         "recipes": _recipes(verdict, held, peak),
         "layers": [_layer(each, total) for each in verdict.layers],
         "ranges": ranges(verdict, found.models.passing),
@@ -173,6 +174,8 @@ def show(content: Mapping[str, Any], most: int) -> None:
     print("\nTo write:\n")
     for line in content["lines"]:
         print(f"    {line}")
+    if content["launch"]:
+        print(f"\nOr, with nothing written:\n\n    {content['launch']}")
 
 
 def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:

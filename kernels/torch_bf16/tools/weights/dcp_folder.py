@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import CheckpointError
+from torch_bf16.states.schema import HEADER
 
 from .saved import OptimizerStates, Saved, SavedTensor
 from .torch_file import STATES, WEIGHTS
@@ -78,6 +79,7 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
     tensors: dict[str, SavedTensor] = {}
     states: dict[Any, dict[str, Any]] = defaultdict(dict)
     groups: dict[Any, dict[str, Any]] = defaultdict(dict)
+    header: dict[str, Any] = {}
     for key, entry in entries.items():
         where = tuple(paths.get(key) or key.split("."))
         inner = _after(where, "state") if where[0].startswith(STATES) else None
@@ -92,9 +94,18 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
                 tensors[".".join(map(str, where[1:])) if bare else key] = tensor
         elif options is not None and len(options) > 1:
             groups[options[0]][options[-1]] = _object(path, places[key])
+        elif options is not None:
+            groups |= enumerate(_object(path, places[key]) or ())
+        elif where[0].startswith(STATES) and (ours := _after(where, HEADER)):
+            inside = functools.reduce(lambda d, part: d.setdefault(part, {}), ours[:-1], header)
+            inside[ours[-1]] = _object(path, places[key])
     if weights and not tensors:
         raise CheckpointError(f"{path} holds no tensors of a model: {', '.join([*entries][:4])}")
-    optimizer = OptimizerStates(dict(states), list(groups.values())) if states else None
+    # Numbers became text on their way into a path.
+    numbers = {key for group in groups.values() for key in group.get("params") or ()}
+    texts = {key for key in states if key not in numbers and str(key).isdigit()}
+    by_key = {int(key) if key in texts else key: state for key, state in states.items()}
+    optimizer = OptimizerStates(by_key, list(groups.values()), header) if states else None
     return Saved(path, tensors, optimizer)
 
 

@@ -16,7 +16,10 @@ from .torch_file import read_optimizer, read_torch_file
 __all__ = ["open_checkpoint"]
 
 _INDEX = ".index.json"
-_MODELS = ("adapter_model", "model", "pytorch_model", "diffusion_pytorch_model")
+_MODELS = (
+    *("adapter_model", "model", "pytorch_model", "diffusion_pytorch_model"),
+    "pytorch_model_fsdp",  # Accelerate's, of FULL_STATE_DICT
+)
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _STEP = re.compile(r"(?:checkpoint|step|epoch=\d+-step)[-_=](\d+)")
 
