@@ -92,7 +92,9 @@ class Runs:
     def run(self, way: str, tests: Iterable[str] = (), label: str = "") -> Outcomes:
         """How tests end, by default all of the suite; one in which the process dies ``died``."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-p", "suite_plugin", "--continue-on-collection-errors", f"--timeout={BOUND}"]
+        # Names of tests are relative to the suite's folder, and no checkout's settings count.
+        command += ["-c", os.devnull, "--rootdir", ".", f"--timeout={BOUND}"]
+        command += ["-p", "suite_plugin", "--continue-on-collection-errors"]
         command += list(tests) or ["-k", self.suite.selected, *self.suite.tests]
         outcomes, log = (self.folder / f"{way}{label}.{kind}" for kind in ("jsonl", "log"))
         environment = variables(way, outcomes, self.path, self.until)
@@ -129,7 +131,7 @@ def compare(
 ) -> dict[str, dict]:
     """For each way its counts, and the tests that differ, with their reasons or without."""
     base = runs.run(BASE)
-    found = {BASE: {"counts": counts(base)}}
+    found: dict[str, dict] = {BASE: {"counts": counts(base)}}
     for way in ways:
         other = runs.run(way)
         names = differing(base, other)
@@ -172,7 +174,7 @@ def report(name: str, found: dict[str, dict], reasons: Mapping[str, Iterable[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sources", type=Path, help="folder with the sources of the hosts")
     parser.add_argument("--suites", default="lightning,fabric,accelerate", help="comma-separated")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")

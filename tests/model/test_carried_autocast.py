@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Net(nn.Module):
         return x
 
 
-def carried(**options):
+def carried(**options) -> Any:
     return torch_bf16.carry_autocast(torch_bf16.cast_model(Net()), **options)
 
 
@@ -90,7 +91,7 @@ def test_copies_and_pickles_keep_it_and_float_takes_it_off():
 
 
 def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
-    net = torch_bf16.cast_model(Net())
+    net: Any = torch_bf16.cast_model(Net())
     net.head.forward = lambda x, scale=2.0: scale * nn.functional.linear(x, net.head.weight)
     torch_bf16.carry_autocast(net)
     assert list(inspect.signature(net.forward).parameters) == ["x", "again"]
