@@ -110,7 +110,6 @@ SCRIPTS = (
     _lightning("fabric/language_model/train"),
     _lightning("fabric/reinforcement_learning/train_fabric", "--total-timesteps", "512"),
     _diffusers("text_to_image/train_text_to_image", *_PIPELINE),
-    _diffusers("text_to_image/train_text_to_image", *_PIPELINE, "--use_ema"),
     _diffusers("text_to_image/train_text_to_image_lora", *_PIPELINE),
     _diffusers("unconditional_image_generation/train_unconditional"),
 )
@@ -119,9 +118,10 @@ SCRIPTS = (
 def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, Any]:
     """What a script left in one precision: losses, weights and optimizers, or how it failed."""
     own = "bf16" if precision in MODES else precision
-    named = [script.precision, own] if script.precision else ["--bf16", str(own == "bf16")]
-    if script.precision == "":
-        named = []
+    if script.precision is None:
+        named = ["--bf16", str(own == "bf16")]
+    else:
+        named = [script.precision, own] if script.precision else []
     unset = ("ACCELERATE_", "BF16_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
     environment |= {
