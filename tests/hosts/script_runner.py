@@ -2,9 +2,9 @@
 
 ``script_runner.py RECORD FOLDER MOST SCRIPT OPTIONS...`` ends at MOST backward passes. Models and
 tokenizers that it asks the hub for are small and of fixed weights, and data sets are those of
-Accelerate's own tests, or made up. Names in braces in an option are folders: ``{llama}``,
-``{diffusion}``, ``{text}``, ``{preferences}``, ``{prompts}``, ``{images}``, and ``{out}``, which is
-empty. ``BF16_SCRIPT_PRECISION`` is the precision of Trainers and Fabrics of Lightning.
+Accelerate's own tests. Names in braces in an option are folders: ``{llama}``, ``{text}``,
+``{preferences}``, and ``{out}``, which is empty. ``BF16_SCRIPT_PRECISION`` is the precision of
+Trainers and Fabrics of Lightning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from image_stubs import stub_images
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).parents[2]
@@ -106,18 +105,9 @@ def stub_hub() -> None:
 def stub_lightning(precision: str) -> None:
     """Let Trainers and Fabrics that are given no precision take this one."""
     from lightning.fabric.connector import _Connector
-    from lightning.pytorch.demos.transformer import WikiText2
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from suite_plugin import force
 
-    def download(destination: Path) -> None:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        generator = torch.Generator().manual_seed(0)
-        starts = torch.randint(50, (16_000,), generator=generator).tolist()
-        lines = (" ".join(f"w{(start + n) % 50}" for n in range(10)) for start in starts)
-        destination.write_text("\n".join(lines))
-
-    WikiText2.download = staticmethod(download)
     for connector in (_Connector, _AcceleratorConnector):
         force(connector, precision)
 
@@ -157,15 +147,10 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
     """The options, with folders in the place of names in braces."""
     from tiny_llm import llama, tokenizer
 
-    names = ("llama", "diffusion", "text", "preferences", "prompts", "images", "out")
+    names = ("llama", "text", "preferences", "out")
     places = {name: folder / name for name in names}
     for each in places.values():
         each.mkdir()
-    if any("{diffusion}" in each for each in options):
-        from tiny_diffusion import save_images, save_pipeline
-
-        save_pipeline(places["diffusion"])
-        save_images(places["images"])
     if any("{llama}" in each for each in options):
         llama().save_pretrained(places["llama"])
         tokenizer().save_pretrained(places["llama"])
@@ -175,7 +160,6 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
         "preferences": [
             {"prompt": each[:5], "chosen": each[5:], "rejected": each[:4:-1]} for each in words
         ],
-        "prompts": [{"prompt": each} for each in words],
     }
     for name, lines in rows.items():
         text = "\n".join(map(json.dumps, lines))
@@ -189,14 +173,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     script = str(Path(script).absolute())
-    stub_images()  # before transformers looks for torchvision
     sys.argv = [script, *make_folders(Path(folder), options)]
     sys.path.insert(0, str(Path(script).parent))
     stub_metrics()
     if precision := os.environ.get("BF16_SCRIPT_PRECISION"):
         stub_lightning(precision)
         os.chdir(Path(folder) / "out")
-    elif "diffusers" not in script:  # its scripts look for parts in a folder
+    else:
         stub_hub()
     record(int(most))
     with contextlib.suppress(_Enough):

@@ -64,16 +64,6 @@ def _lightning(path: str, *options: str) -> Script:
     return Script("lightning", f"examples/{path}.py", options, precision="")
 
 
-def _diffusers(path: str, *options: str, **others: Any) -> Script:
-    data = ("--resolution", "32", "--train_batch_size", "2", "--max_train_steps", "20")
-    rest = ("--train_data_dir", "{images}", "--output_dir", "{out}", "--seed", "0")
-    rest += ("--learning_rate", "1e-3", "--lr_scheduler", "constant", "--report_to", "tensorboard")
-    return Script("diffusers", f"examples/{path}.py", (*data, *rest, *options), **others)
-
-
-_PIPELINE = ("--pretrained_model_name_or_path", "{diffusion}", "--lr_warmup_steps", "0")
-
-
 SCRIPTS = (
     _by_feature("automatic_gradient_accumulation", "--cpu"),
     _by_feature(
@@ -92,26 +82,7 @@ SCRIPTS = (
     _by_feature("tracking", "--cpu", "--project_dir", "{out}"),
     _trl("sft", "{text}"),
     _trl("dpo", "{preferences}"),
-    _trl("reward", "{preferences}"),
-    _trl(
-        "grpo",
-        "{prompts}",
-        *("--reward_funcs", "think_format_reward", "--num_generations", "2"),
-        *("--max_completion_length", "8"),
-    ),
-    _lightning("pytorch/basics/transformer"),
-    _lightning("pytorch/basics/autoencoder"),
-    _lightning("pytorch/basics/backbone_image_classifier"),
     _lightning("pytorch/bug_report/bug_report_model"),
-    _lightning("pytorch/domain_templates/generative_adversarial_net"),
-    _lightning("fabric/build_your_own_trainer/run"),
-    _lightning("fabric/image_classifier/train_fabric"),
-    _lightning("fabric/kfold_cv/train_fabric"),
-    _lightning("fabric/language_model/train"),
-    _lightning("fabric/reinforcement_learning/train_fabric", "--total-timesteps", "512"),
-    _diffusers("text_to_image/train_text_to_image", *_PIPELINE),
-    _diffusers("text_to_image/train_text_to_image_lora", *_PIPELINE),
-    _diffusers("unconditional_image_generation/train_unconditional"),
 )
 
 
