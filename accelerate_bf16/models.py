@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs, convert_outputs_to_fp32
+from accelerate.utils import AutocastKwargs, recursively_apply
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-__all__ = ["autocast", "bare", "is_wrapped", "share_masters", "wrap_forward"]
+__all__ = ["autocast", "bare", "carry_autocast", "is_wrapped", "share_masters"]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -35,10 +34,19 @@ def is_wrapped(model: nn.Module) -> bool:
 
 def autocast(accelerator: Any, handler: AutocastKwargs | None = None) -> torch.autocast:
     """The context in which bf16 weights compute; the user's own settings win."""
-    handler = handler or accelerator.autocast_handler
-    # Weights are bf16 already: the cache of cast weights would only hold on to memory.
-    settings = {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
+    settings = _settings(handler or accelerator.autocast_handler)
     return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, **settings)
+
+
+def carry_autocast(model: nn.Module, accelerator: Any) -> None:
+    """Let a cast model compute so wherever it is called, unwrapped too, and return fp32."""
+    settings = _settings(accelerator.autocast_handler)
+    torch_bf16.carry_autocast(bare(model), map_tensors=recursively_apply, **settings)
+
+
+def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:
+    # Weights are bf16 already: the cache of cast weights would only hold on to memory.
+    return {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
 
 
 def share_masters(model: nn.Module, synced: bool) -> None:
@@ -51,20 +59,3 @@ def share_masters(model: nn.Module, synced: bool) -> None:
         torch_bf16.sync_masters(inner, group=inner.process_group)
     elif synced and isinstance(inner, FullyShardedDataParallel):
         torch_bf16.sync_masters(inner)
-
-
-def wrap_forward(model: nn.Module, context: torch.autocast) -> None:
-    """Run ``forward`` under ``context`` and return fp32, as Accelerate does for its own bf16 mode.
-
-    ``unwrap_model(keep_fp32_wrapper=False)`` finds the attributes that are set here and takes the
-    wrapper off again.
-    """
-    if "_original_forward" in model.__dict__:
-        return
-    # Accelerate keeps the bound method here, does not meet it in the chain of __wrapped__ when it
-    # unwraps, and takes the user's own decorators off with ours. The function it does meet.
-    function = getattr(model.forward, "__func__", None)  # a partial or a closure has none
-    original: Any = function or model.forward
-    wrapper: Any = convert_outputs_to_fp32(context(original))
-    model._original_forward = original
-    model.forward = MethodType(wrapper, model) if function else wrapper

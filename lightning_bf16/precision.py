@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_bf16
 
 from . import _patches
-from ._patches.carried_forward import carry
-from ._patches.fp32_outputs import to_fp32
+from ._patches.fp32_outputs import map_tensors, to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
 __all__ = ["PrecisionBody"]
@@ -110,7 +109,7 @@ class PrecisionBody(_Base):
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
         torch_bf16.cast_model(module, self.recipe)
-        carry(module, lean=self.compute == "bf16")
+        torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
         if all(ref() is not module for ref in self._modules):
             _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice))
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]

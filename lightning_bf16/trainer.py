@@ -11,7 +11,6 @@ from torch.nn import Module
 
 import torch_bf16
 
-from ._patches.carried_forward import within
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets
 from .precision import PrecisionBody
@@ -25,7 +24,7 @@ def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
     @contextmanager
     def context(self: Any) -> Iterator[None]:
         outputs = nullcontext() if self._outputs is None else self._outputs.patch(step)
-        with outputs, within(), self.forward_context():
+        with outputs, torch_bf16.inside_step(), self.forward_context():
             yield
 
     return context

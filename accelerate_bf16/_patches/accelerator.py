@@ -98,12 +98,12 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         wrapped = _wrapped(accelerator)
         new = [each for each in given if each not in wrapped]
         preparation.convert(given, optimizers)
-        for model in new:
-            models.wrap_forward(model, models.autocast(accelerator))
         with separate_groups(preparation.fp32_groups(new)):
             result = original(accelerator, *args, **kwargs)
         prepared = [each for each in accelerator._models if each not in wrapped]
         preparation.cast(map(models.bare, prepared))
+        for model in prepared:
+            models.carry_autocast(model, accelerator)
         wrapped.update(prepared)
         return result
 
@@ -119,7 +119,7 @@ def prepare_model(
         preparation.run([model], [])
         if models.is_wrapped(model):
             return original(accelerator, model, *args, **kwargs)
-        models.wrap_forward(model, models.autocast(accelerator))
+        models.carry_autocast(model, accelerator)
         trained_by = preparation.optimizers_of(model)
         try:
             prepared = original(accelerator, model, *args, **kwargs)

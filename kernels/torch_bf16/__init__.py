@@ -20,6 +20,7 @@ from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
 from .gradients.scaler import GradScaler
 from .model.averaging import EMA, ema_multi_avg_fn
+from .model.carried_autocast import carry_autocast, inside_step
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.residuals import sync_masters
@@ -61,6 +62,7 @@ __all__ = [
     "StateMismatchError",
     "UpdateMonitor",
     "accumulate_gradients",
+    "carry_autocast",
     "cast_model",
     "clip_grad_norm_",
     "clip_next_step",
@@ -72,6 +74,7 @@ __all__ = [
     "fp32_parameters",
     "fp32_state_dict",
     "get_recipe",
+    "inside_step",
     "load_checkpoint",
     "param_groups",
     "prepare",

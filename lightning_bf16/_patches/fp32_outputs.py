@@ -14,7 +14,12 @@ from torch.nn import Module
 
 from bf16_autoload import Patches
 
-__all__ = ["Fp32Outputs", "to_fp32"]
+__all__ = ["Fp32Outputs", "map_tensors", "to_fp32"]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """``data`` with ``function`` applied to all tensors in it, in dataclasses too."""
+    return apply_to_collection(data, dtype=Tensor, function=function, allow_frozen=True)
 
 
 def to_fp32(data: Any) -> Any:
@@ -24,7 +29,7 @@ def to_fp32(data: Any) -> Any:
         >>> to_fp32({"loss": torch.ones((), dtype=torch.bfloat16), "n": 3})
         {'loss': tensor(1.), 'n': 3}
     """
-    return apply_to_collection(data, dtype=Tensor, function=_upcast, allow_frozen=True)
+    return map_tensors(_upcast, data)
 
 
 def _upcast(tensor: Tensor) -> Tensor:

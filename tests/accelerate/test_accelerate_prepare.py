@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -98,12 +99,10 @@ def test_evaluation_without_an_optimizer(make_accelerator, mode, model, batches)
     assert model.up.weight.dtype == torch.bfloat16
 
 
-def test_autocast_context_runs_modules_outside_forward(make_accelerator, mode, model, batches):
+def test_autocast_context_is_the_modes(make_accelerator, mode, model, batches):
     accelerator = make_accelerator(mode)
     accelerator.prepare(model)
     x = batches[0][0]
-    with pytest.raises(RuntimeError, match="same dtype"):
-        model.up(x)
     with accelerator.autocast():
         assert torch.is_autocast_enabled("cpu")
         assert not torch.is_autocast_cache_enabled()
@@ -113,22 +112,56 @@ def test_autocast_context_runs_modules_outside_forward(make_accelerator, mode, m
     assert torch.is_autocast_cache_enabled()
 
 
-def test_unwrap_gives_back_the_users_forward(make_accelerator, mode, batches):
+def test_autocast_that_the_user_turned_off_stays_off(make_accelerator, mode, model, batches):
+    accelerator = make_accelerator(mode, kwargs_handlers=[AutocastKwargs(enabled=False)])
+    prepared = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match=r"'norm.weight' of LayerNorm is a bfloat16 weight"):
+        prepared(batches[0][0])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_unwrapped_model_and_its_parts_work(make_accelerator, mode, model, batches, keep):
+    accelerator = make_accelerator(mode)
+    prepared = accelerator.prepare(model)
+    x = batches[0][0]
+    expected = prepared(x)
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=keep)
+    assert bare is model
+    for each in (bare, copy.deepcopy(bare), pickle.loads(pickle.dumps(bare))):
+        assert torch.equal(each(x), expected)
+        assert each.up(x).dtype == torch.float32
+
+
+def test_an_unwrapped_model_keeps_the_decorators_of_its_forward(make_accelerator, mode, batches):
     class Decorated(nn.Linear):
         @torch.no_grad()
         def forward(self, x):
             return super().forward(x)
 
     accelerator = make_accelerator(mode)
-    model = Decorated(8, 1)
-    prepared = accelerator.prepare(model)
-    assert prepared(batches[0][0]).dtype == torch.float32
-    assert accelerator.unwrap_model(prepared) is model
-    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    bare = accelerator.unwrap_model(accelerator.prepare(Decorated(8, 1)), keep_fp32_wrapper=False)
     assert bare.forward.__func__ is Decorated.forward
-    output = bare(batches[0][0].bfloat16())
-    assert output.dtype == torch.bfloat16
-    assert not output.requires_grad
+    assert not bare(batches[0][0]).requires_grad
+
+
+def test_a_model_of_transformers_is_saved_and_evaluated_after_unwrapping(
+    make_accelerator, mode, tmp_path
+):
+    from tiny_llm import llama
+    from transformers import AutoModelForCausalLM
+
+    accelerator = make_accelerator(mode)
+    model = llama()
+    prepared = accelerator.prepare(model)
+    ids = torch.arange(12).reshape(2, 6)
+    expected = prepared(input_ids=ids).logits
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    bare.save_pretrained(tmp_path)
+    assert torch.equal(bare(input_ids=ids).logits, expected)
+    embedded = bare.get_input_embeddings()(ids)
+    assert bare(inputs_embeds=embedded).logits.dtype == embedded.dtype == torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
 
 
 def test_state_dict_for_saving_is_bf16_and_loads_into_a_plain_model(

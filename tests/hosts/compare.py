@@ -9,7 +9,8 @@ ends otherwise than with the hook off is run again alone, both ways; what still 
 `known.py`, with its reason. Exits with 1 where it is not.
 
 What the suites import is installed into a folder that is thrown away, beside a build of this
-package; ``--with lightning==2.5.0`` puts another version of a host there.
+package; ``--with lightning==2.5.0`` puts another version of a host there. ``--keep FOLDER --seconds
+500`` takes it in pieces: it stops then, with 75, and the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ BASE, MODES = "off", ("bf16-stochastic", "bf16-fp32-master")
 WAYS = ("on", *MODES)
 # A test that waits for another process, and one whose process dies, must not end the comparison.
 BOUND, LIVES = 150, 20
+UNFINISHED = 75  # EX_TEMPFAIL
 
 Outcomes = dict[str, tuple[str, str]]
 
@@ -46,12 +48,16 @@ def install(folder: Path, requirements: Iterable[str]) -> None:
     subprocess.run([*pip, *requirements], check=True)
 
 
-def variables(way: str, outcomes: Path, path: Iterable[Path | str]) -> dict[str, str]:
+def variables(
+    way: str, outcomes: Path, path: Iterable[Path | str], until: float | None = None
+) -> dict[str, str]:
     """The environment of one way to run a suite."""
     unset = ("ACCELERATE_", "BF16_", "PL_", "LT_")
     found = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
     found["PYTHONPATH"] = os.pathsep.join(map(str, path))
     found["BF16_SUITE_OUTCOMES"] = str(outcomes)
+    if until is not None:
+        found["BF16_SUITE_UNTIL"] = str(until)
     if way == BASE:
         found["BF16_AUTOLOAD"] = "0"
     elif way in MODES:
@@ -60,24 +66,48 @@ def variables(way: str, outcomes: Path, path: Iterable[Path | str]) -> dict[str,
     return found
 
 
-def run(suite: Suite, sources: Path, way: str, path: Iterable[Path | str], tests=()) -> Outcomes:
-    """How the tests of a suite end; a test in which the process dies is one that ``died``."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "suite_plugin"]
-    command += ["--continue-on-collection-errors", f"--timeout={BOUND}"]
-    command += list(tests) or ["-k", suite.selected, *suite.tests]
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes, log = Path(folder, "outcomes"), Path(folder, "log")
-        environment = variables(way, outcomes, [*path, HERE])
+class Runs:
+    """Runs of a suite whose outcomes stay in a folder, where a run that was stopped goes on.
+
+    Args:
+        suite: the suite.
+        sources: folder with the sources of the hosts.
+        path: what the tests import from, before all else.
+        folder: where outcomes are.
+        until: when to stop, as ``time.time()`` counts; None for never.
+    """
+
+    def __init__(
+        self,
+        suite: Suite,
+        sources: Path,
+        path: Iterable[Path | str],
+        folder: Path,
+        until: float | None = None,
+    ) -> None:
+        self.suite, self.cwd, self.folder = suite, sources / suite.folder, folder
+        self.path, self.until = [*path, HERE], until
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, way: str, tests: Iterable[str] = (), label: str = "") -> Outcomes:
+        """How tests end, by default all of the suite; one in which the process dies ``died``."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        # Names of tests are relative to the suite's folder, and no checkout's settings count.
+        command += ["-c", os.devnull, "--rootdir", ".", f"--timeout={BOUND}"]
+        command += ["-p", "suite_plugin", "--continue-on-collection-errors"]
+        command += list(tests) or ["-k", self.suite.selected, *self.suite.tests]
+        outcomes, log = (self.folder / f"{way}{label}.{kind}" for kind in ("jsonl", "log"))
+        environment = variables(way, outcomes, self.path, self.until)
         for _ in range(LIVES):
-            with log.open("w") as out:
+            if self.until is not None and time.time() > self.until:
+                sys.exit(UNFINISHED)
+            with log.open("a") as out:
                 ended = subprocess.run(
-                    command, cwd=sources / suite.folder, env=environment, stdout=out, stderr=out
+                    command, cwd=self.cwd, env=environment, stdout=out, stderr=out
                 )
             if ended.returncode in (0, 1, 5):  # 5: none is left
-                break
-        else:
-            raise SystemExit(log.read_text()[-3000:])
-        return read(outcomes)
+                return read(outcomes)
+        raise SystemExit(log.read_text()[-3000:])
 
 
 def differing(base: Outcomes, other: Outcomes) -> list[str]:
@@ -97,24 +127,20 @@ def reason_of(name: str, reasons: Mapping[str, Iterable[str]]) -> str | None:
 
 
 def compare(
-    suite: Suite, sources: Path, path: list[Path | str], reasons: Mapping[str, Iterable[str]], ways
+    runs: Runs, reasons: Mapping[str, Iterable[str]], ways: Iterable[str]
 ) -> dict[str, dict]:
     """For each way its counts, and the tests that differ, with their reasons or without."""
-    base = run(suite, sources, BASE, path)
-    found = {BASE: {"counts": counts(base)}}
+    base = runs.run(BASE)
+    found: dict[str, dict] = {BASE: {"counts": counts(base)}}
     for way in ways:
-        start = time.perf_counter()
-        other = run(suite, sources, way, path)
-        if names := differing(base, other):
-            again = [n for n in names if n in base and n in other]
-            twice = (
-                [run(suite, sources, each, path, again) for each in (BASE, way)] if again else []
-            )
-            steady = set(names) - set(again) | set(differing(*twice) if again else ())
+        other = runs.run(way)
+        names = differing(base, other)
+        if again := [n for n in names if n in base and n in other]:
+            twice = [runs.run(each, again, f"-again-{way}") for each in (BASE, way)]
+            steady = set(names) - set(again) | set(differing(*twice))
             names = [n for n in names if n in steady]
         found[way] = {
             "counts": counts(other),
-            "seconds": round(time.perf_counter() - start),
             "known": {n: r for n in names if (r := reason_of(n, reasons))},
             "new": {
                 n: [base.get(n, ("absent",))[0], *other.get(n, ("absent", ""))]
@@ -148,23 +174,28 @@ def report(name: str, found: dict[str, dict], reasons: Mapping[str, Iterable[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sources", type=Path, help="folder with the sources of the hosts")
     parser.add_argument("--suites", default="lightning,fabric,accelerate", help="comma-separated")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated")
     parser.add_argument("--with", dest="extra", nargs="*", default=[], help="requirements for pip")
+    parser.add_argument("--keep", type=Path, help="folder that keeps packages and outcomes")
+    parser.add_argument("--seconds", type=float, help="stop then; with --keep, go on another time")
     parser.add_argument("--record", type=Path, help="write what was found, as JSON")
     options = parser.parse_args()
     suites = {name: SUITES[name] for name in options.suites.split(",")}
+    until = None if options.seconds is None else time.time() + options.seconds
     record, right = {}, True
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "packages")
-        needs = {need for suite in suites.values() for need in suite.needs}
-        install(target, [str(ROOT), *sorted(needs), *options.extra])
+        kept = options.keep.absolute() if options.keep else Path(folder)
+        target = kept / "packages"
+        if not target.exists():
+            needs = {need for suite in suites.values() for need in suite.needs}
+            install(target, [str(ROOT), *sorted(needs), *options.extra])
         for name, suite in suites.items():
             reasons = known.DIFFERENCES.get(name, {})
-            ways = options.ways.split(",")
-            found = compare(suite, options.sources.absolute(), [target], reasons, ways)
+            runs = Runs(suite, options.sources.absolute(), [target], kept / name, until)
+            found = compare(runs, reasons, options.ways.split(","))
             right = report(name, found, reasons) and right
             version = _version(suite.host, target)
             record[name] = {"version": version, "torch": _version("torch", target), **found}

@@ -57,9 +57,6 @@ DIFFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "accelerate": {
-        "it unwraps the model, autocast included, and calls the bf16 weights with fp32 inputs": (
-            "tests/test_accelerator.py::AcceleratorTester::test_can_unwrap_model",
-        ),
         "it keeps a state dict of before the first step; ours has states by then, which are live": (
             f"{_RESUMED}::CheckpointTest_use_pytorch::test_can_resume_training",
             f"{_RESUMED}::CheckpointTest_use_pytorch::test_can_resume_training_checkpoints_relative_path",

@@ -1,14 +1,19 @@
 """Runs a script of somebody else on tiny models and data, and writes what it trained.
 
-``script_runner.py RECORD FOLDER SCRIPT OPTIONS...``: models and tokenizers that it asks the hub for
-are small and of fixed weights, and data sets are those of Accelerate's own tests. ``{llama}``,
-``{text}`` and ``{preferences}`` in an option are folders made here, ``{out}`` an empty one.
+``script_runner.py RECORD FOLDER MOST SCRIPT OPTIONS...`` ends at MOST backward passes. Models and
+tokenizers that it asks the hub for are small and of fixed weights, and data sets are those of
+Accelerate's own tests. Names in braces in an option are folders: ``{llama}``, ``{text}``,
+``{preferences}``, and ``{out}``, which is empty. ``BF16_SCRIPT_PRECISION`` is the precision of
+Trainers and Fabrics of Lightning.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.machinery
 import json
+import os
 import runpy
 import sys
 import types
@@ -17,12 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "accelerate"))
+sys.path += [str(ROOT / "tests" / "accelerate"), str(ROOT / "examples")]
 
 _losses: list[float] = []
 _found: dict[str, list[str]] = {"weights": [], "optimizers": []}
+
+
+class _Enough(BaseException):
+    """As many backward passes as were asked for have run."""
 
 
 class _Metric:
@@ -92,32 +102,53 @@ def stub_hub() -> None:
     datasets.load_dataset = load_dataset
 
 
-def record() -> None:
-    """Note losses where ``backward`` gets them, and what was prepared then."""
-    from accelerate import Accelerator
+def stub_lightning(precision: str) -> None:
+    """Let Trainers and Fabrics that are given no precision take this one."""
+    from lightning.fabric.connector import _Connector
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from suite_plugin import force
 
-    own = Accelerator.backward
+    for connector in (_Connector, _AcceleratorConnector):
+        force(connector, precision)
 
-    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
-        _losses.append(float(loss))
-        dtypes: Counter[str] = Counter()
-        for model in self._models:
-            for p in model.parameters():
-                kind = "trained" if p.requires_grad else "frozen"
-                dtypes[f"{kind} {str(p.dtype).removeprefix('torch.')}"] += p.numel()
-        _found["weights"] = [f"{n} {name}" for name, n in sorted(dtypes.items())]
-        kinds = (type(each.optimizer) for each in self._optimizers)
-        _found["optimizers"] = sorted({f"{k.__module__}.{k.__qualname__}" for k in kinds})
-        own(self, loss, *args, **kwargs)
 
-    Accelerator.backward = backward  # pyright: ignore[reportAttributeAccessIssue]
+def record(most: int) -> None:
+    """Note losses where a backward pass starts, what there is then, and what steps."""
+    own = torch.Tensor.backward
+
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if len(_losses) == most:
+            raise _Enough
+        if not _losses:
+            _found["weights"] = _parameters()
+        _losses.append(float(self.detach().mean()))
+        own(self, *args, **kwargs)
+
+    def stepped(optimizer: Any, *_: Any) -> None:
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if name not in _found["optimizers"]:
+            _found["optimizers"].append(name)
+
+    torch.Tensor.backward = backward
+    register_optimizer_step_post_hook(stepped)
+
+
+def _parameters() -> list[str]:
+    """How many elements are trained and frozen in which dtype, in all modules that are alive."""
+    dtypes: Counter[str] = Counter()
+    for p in gc.get_objects():
+        if issubclass(type(p), torch.nn.Parameter):
+            kind = "trained" if p.requires_grad else "frozen"
+            dtypes[f"{kind} {str(p.dtype).removeprefix('torch.')}"] += p.numel()
+    return [f"{n} {name}" for name, n in sorted(dtypes.items())]
 
 
 def make_folders(folder: Path, options: list[str]) -> list[str]:
     """The options, with folders in the place of names in braces."""
     from tiny_llm import llama, tokenizer
 
-    places = {name: folder / name for name in ("llama", "text", "preferences", "out")}
+    names = ("llama", "text", "preferences", "out")
+    places = {name: folder / name for name in names}
     for each in places.values():
         each.mkdir()
     if any("{llama}" in each for each in options):
@@ -138,14 +169,21 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
 
 def main() -> None:
     """Run the script as its own program would."""
-    file, folder, script, *options = sys.argv[1:]
+    file, folder, most, script, *options = sys.argv[1:]
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    script = str(Path(script).absolute())
     sys.argv = [script, *make_folders(Path(folder), options)]
     sys.path.insert(0, str(Path(script).parent))
     stub_metrics()
-    stub_hub()
-    record()
-    runpy.run_path(script, run_name="__main__")
+    if precision := os.environ.get("BF16_SCRIPT_PRECISION"):
+        stub_lightning(precision)
+        os.chdir(Path(folder) / "out")
+    else:
+        stub_hub()
+    record(int(most))
+    with contextlib.suppress(_Enough):
+        runpy.run_path(script, run_name="__main__")
     Path(file).write_text(json.dumps({"losses": _losses, **_found}))
 
 

@@ -37,24 +37,31 @@ class Script:
         host: the folder of its sources.
         path: within it.
         options: beside the precision; names in braces are what `script_runner.py` makes.
-        precision: the option that names Accelerate's own; None for the switch ``--bf16``.
+        precision: the option that names Accelerate's own; None for the switch ``--bf16``, "" for
+            scripts of Lightning, whose Trainers and Fabrics are given it where they are made.
+        most: backward passes at which it is ended.
     """
 
     host: str
     path: str
     options: tuple[str, ...] = ()
     precision: str | None = "--mixed_precision"
+    most: int = 40
 
 
 def _by_feature(name: str, *options: str, **others: Any) -> Script:
     return Script("accelerate", f"examples/by_feature/{name}.py", options, **others)
 
 
-def _trl(name: str, data: str) -> Script:
+def _trl(name: str, data: str, *options: str) -> Script:
     model = ("--model_name_or_path", "{llama}", "--dataset_name", data, "--output_dir", "{out}")
     run = ("--max_steps", "12", "--per_device_train_batch_size", "4", "--learning_rate", "1e-3")
     rest = ("--use_cpu", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
-    return Script("trl", f"trl/scripts/{name}.py", (*model, *run, *rest), precision=None)
+    return Script("trl", f"trl/scripts/{name}.py", (*model, *run, *rest, *options), precision=None)
+
+
+def _lightning(path: str, *options: str) -> Script:
+    return Script("lightning", f"examples/{path}.py", options, precision="")
 
 
 SCRIPTS = (
@@ -75,13 +82,17 @@ SCRIPTS = (
     _by_feature("tracking", "--cpu", "--project_dir", "{out}"),
     _trl("sft", "{text}"),
     _trl("dpo", "{preferences}"),
+    _lightning("pytorch/bug_report/bug_report_model"),
 )
 
 
 def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, Any]:
     """What a script left in one precision: losses, weights and optimizers, or how it failed."""
     own = "bf16" if precision in MODES else precision
-    named = [script.precision, own] if script.precision else ["--bf16", str(own == "bf16")]
+    if script.precision is None:
+        named = ["--bf16", str(own == "bf16")]
+    else:
+        named = [script.precision, own] if script.precision else []
     unset = ("ACCELERATE_", "BF16_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
     environment |= {
@@ -90,11 +101,17 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    if precision in MODES:
+    if script.precision == "":
+        known = {"no": "32-true", "bf16": "bf16-mixed"}
+        environment["BF16_SCRIPT_PRECISION"] = known.get(precision, precision)
+        environment |= {
+            f"PL_TRAINER_LIMIT_{each}_BATCHES": "2" for each in ("VAL", "TEST", "PREDICT")
+        }
+    elif precision in MODES:
         environment["BF16_MODE"] = precision
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
-        command = [sys.executable, HERE / "script_runner.py", file, folder]
+        command = [sys.executable, HERE / "script_runner.py", file, folder, script.most]
         try:
             done = subprocess.run(
                 [*map(str, command), script.path, *script.options, *named],
@@ -110,7 +127,7 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
         if done.returncode:
             return {"failed": "\n".join(done.stderr.strip().splitlines()[-5:])}
         found = json.loads(file.read_text())
-        return found if found["losses"] else {"failed": "accelerator.backward was never called"}
+        return found if found["losses"] else {"failed": "backward was never called"}
 
 
 def faults(found: dict[str, dict[str, Any]]) -> list[str]:

@@ -3,7 +3,8 @@
 ``pytest -p suite_plugin`` with two variables: ``BF16_SUITE_OUTCOMES``, a file that gets a line of
 JSON as a test starts and one as it ends, and ``BF16_SUITE_MODE``, the precision of every Trainer
 and Fabric of Lightning that was given none. Accelerate needs no help: ``BF16_MODE`` does it. Tests
-that have an end in the file are left out, so that a run whose process died goes on.
+that have an end in the file are left out, so that a run whose process died goes on;
+``BF16_SUITE_UNTIL`` is the time after which no further test starts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import functools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 OUTCOMES = Path(os.environ.get("BF16_SUITE_OUTCOMES", os.devnull))
+UNTIL = float(os.environ.get("BF16_SUITE_UNTIL", "inf"))
 CONNECTORS = (
     "lightning.fabric.connector._Connector",
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector",
@@ -61,6 +64,11 @@ def pytest_collection_modifyitems(config, items):
     if over:
         config.hook.pytest_deselected(items=over)
         items[:] = [item for item in items if item.nodeid not in known]
+
+
+def pytest_runtest_protocol(item):
+    if time.time() > UNTIL:
+        item.session.shouldstop = "its time is over"
 
 
 def pytest_runtest_logstart(nodeid, location):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import compare
+import pytest
 from suites import Suite
 
 TESTS = """
@@ -28,11 +31,15 @@ def test_comes_after():
 """
 
 
-def found_in(folder, reasons, way):
-    folder.joinpath("made").mkdir()
-    folder.joinpath("made", "test_made.py").write_text(TESTS)
+def runs_in(folder, tests=TESTS, until=None):
+    folder.joinpath("made").mkdir(exist_ok=True)
+    folder.joinpath("made", "test_made.py").write_text(tests)
     suite = Suite("none", "made", ("test_made.py",))
-    return compare.compare(suite, folder, [], reasons, [way])
+    return compare.Runs(suite, folder, [], folder / "kept", until)
+
+
+def found_in(folder, reasons, way):
+    return compare.compare(runs_in(folder), reasons, [way])
 
 
 def test_a_difference_is_named_with_what_it_said_until_it_is_explained(tmp_path, capsys):
@@ -62,3 +69,26 @@ def test_reasons_hold_for_parameters_classes_files_and_folders_and_nothing_else(
     known = ["a/b.py::test_x", "a/b.py::test_x[1-2]", "c/e.py::test_z", "d.py::TestY::test_z"]
     assert {compare.reason_of(name, reasons) for name in known} == {"why"}
     assert compare.reason_of("a/b.py::test_xy", reasons) is None
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_tests_that_it_has_not_run(tmp_path):
+    slow = """
+import pathlib, time
+
+def note(name):
+    with pathlib.Path(__file__).with_name("ran").open("a") as file:
+        file.write(name)
+
+def test_a():
+    note("a")
+    time.sleep(6)
+
+def test_b():
+    note("b")
+"""
+    with pytest.raises(SystemExit) as stopped:
+        runs_in(tmp_path, slow, time.time() + 5).run("on")
+    assert stopped.value.code == compare.UNFINISHED
+    outcomes = runs_in(tmp_path, slow).run("on")
+    assert compare.counts(outcomes) == {"passed": 2}
+    assert tmp_path.joinpath("made", "ran").read_text() == "ab"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .local import is_dtensor, local, whole
+from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
 
@@ -62,6 +62,9 @@ class DTensorShard(Shard):
     def _in_place(self, tensor: Any) -> Tensor:
         placed = self.parameter
         if tensor._spec is not placed._spec and tensor.placements != placed.placements:
+            if tensor.dtype == torch.int16:  # bits, and torch's collectives know no such integers
+                shown = place_like(tensor, local(tensor).view(torch.bfloat16))
+                return self._in_place(shown).view(torch.int16)
             tensor = tensor.redistribute(placements=placed.placements)
         memory = tensor._local_tensor
         # What a collective that is still under way leaves here has no memory yet, and to_local()

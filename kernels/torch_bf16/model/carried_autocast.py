@@ -1,0 +1,200 @@
+"""A bf16 module works wherever it is called, not within its training loop's autocast alone.
+
+Callbacks, loaders, loggers and whoever has a trained module call it or a part of it, often with
+fp32 inputs, where nobody has entered autocast. So ``forward`` of a module and of each of its parts
+brings autocast along, as an attribute of the instance.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from torch_bf16.argument_checks import check_module
+
+__all__ = ["carry_autocast", "inside_step"]
+
+_M = TypeVar("_M", bound=nn.Module)
+_Map = Callable[[Callable[[Tensor], Tensor], Any], Any]
+
+
+class _Calls(threading.local):
+    depth = 0
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def inside_step() -> Iterator[None]:
+    """While it lasts, modules that carry autocast compute in what is around them, in this thread.
+
+    For training loops that enter autocast by themselves, or turn it off for a layer.
+
+    Example:
+        >>> net = carry_autocast(torch_bf16.cast_model(torch.nn.Linear(4, 4)))
+        >>> with inside_step(), torch.autocast("cpu", enabled=False):
+        ...     net.weight.dtype, net(torch.ones(4, dtype=torch.bfloat16)).isfinite().all().item()
+        (torch.bfloat16, True)
+    """
+    _calls.depth += 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    return tree_map_only(Tensor, function, data)
+
+
+def carry_autocast(
+    model: _M,
+    *,
+    compute: str = "autocast",
+    map_tensors: _Map = map_tensors,
+    **autocast: Any,
+) -> _M:
+    """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
+
+    Called where autocast is off, ``forward`` enters it and returns fp32; within another forward,
+    or under autocast, only what the whole model returns becomes fp32. It goes by itself once no
+    parameter is bf16, after ``model.float()``. Copies and pickles keep it, and need this package
+    where they are loaded; state dicts know nothing of it.
+
+    Args:
+        model: cast already; ``forward`` of its instances is set. Another call changes the settings.
+        compute: ``"autocast"``, or ``"bf16"``, which casts floating-point inputs instead.
+        map_tensors: applies a function to all tensors in arguments or results, however nested:
+            ``map_tensors(function, data)``. By default what ``torch.utils._pytree`` knows: tuples,
+            lists, dicts and outputs of transformers and diffusers.
+        **autocast: settings of ``torch.autocast`` but for device and dtype.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ValueError: ``compute`` is unknown.
+
+    Example:
+        >>> net = torch_bf16.cast_model(torch.nn.Linear(4, 4))
+        >>> carry_autocast(net)(torch.ones(2, 4)).dtype
+        torch.float32
+    """
+    check_module("carry_autocast", model)
+    if compute not in ("autocast", "bf16"):
+        raise ValueError(f"compute={compute!r} is unknown; use 'autocast' or 'bf16'")
+    # Weights are bf16: the cache of cast weights would only hold on to memory.
+    settings = {"cache_enabled": False, **autocast} if compute == "autocast" else None
+    for each in model.modules():
+        carried = each.__dict__.get("forward")
+        if isinstance(carried, CarriedForward):
+            carried.map_tensors, carried.autocast = map_tensors, settings
+        elif _is_called(each) and _is_bf16(each):
+            each.__dict__["forward"] = CarriedForward(each, each is model, map_tensors, settings)
+    return model
+
+
+def _is_called(module: nn.Module) -> bool:
+    # What is compiled calls the module in it, which is a part, too.
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        return False
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_bf16(module: nn.Module) -> bool:
+    return any(p.dtype == torch.bfloat16 for p in module.parameters())
+
+
+class CarriedForward:
+    """``forward`` of one instance. To others it looks like the method that it stands for."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        whole: bool,
+        map_tensors: _Map,
+        autocast: dict[str, Any] | None,
+    ) -> None:
+        self.map_tensors = map_tensors
+        self.autocast = autocast  # None: inputs are cast instead
+        self._whole = whole
+        self._own = module.__dict__.get("forward")  # compiled, or another library's
+        self._module = weakref.ref(module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        module: Any = self._module()
+        return self._own or type(module).forward.__get__(module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_own", "_module", "__wrapped__"):  # being unpickled, or the module is gone
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    @property
+    def __class__(self) -> type:
+        return type(self.__wrapped__)  # to TorchScript and inspect, which read its source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (), {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, fp32 = self.__wrapped__, self._whole and self.autocast is not None
+        if torch.compiler.is_compiling():
+            if not fp32:
+                return forward(*args, **kwargs)
+            with self._autocast():
+                return self.map_tensors(_to_fp32, forward(*args, **kwargs))
+        if _calls.depth or _is_inside(self._device()):
+            outputs = forward(*args, **kwargs)
+            return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
+        if not _is_bf16(module := self._module()):  # pyright: ignore[reportArgumentType]
+            _take_off(module)
+            return forward(*args, **kwargs)
+        if self.autocast is None:
+            args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
+        with inside_step(), nullcontext() if self.autocast is None else self._autocast():
+            return self.map_tensors(_to_fp32, forward(*args, **kwargs))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device(), dtype=torch.bfloat16, **self.autocast or {})
+
+    def _device(self) -> str:
+        return next(self._module().parameters()).device.type  # pyright: ignore
+
+
+def _is_inside(device: str) -> bool:
+    """Whether autocast is on, or a backward pass computes a checkpointed forward again."""
+    return torch.is_autocast_enabled(device) or torch._C._current_graph_task_id() != -1
+
+
+def _blank() -> CarriedForward:
+    return CarriedForward.__new__(CarriedForward)
+
+
+def _take_off(module: Any) -> None:
+    for each in module.modules():
+        carried = each.__dict__.get("forward")
+        if isinstance(carried, CarriedForward):
+            del each.__dict__["forward"]
+            if carried._own is not None:
+                each.__dict__["forward"] = carried._own
+
+
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _to_bf16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

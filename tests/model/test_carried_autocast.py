@@ -1,0 +1,107 @@
+"""Modules that bring autocast along, without a host."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_bf16
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
+
+
+class Net(nn.Module):
+    """Returns a dict of a tuple, and computes a part of itself again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x, *, again=False):
+        x = checkpoint(self._parts, x, use_reentrant=False) if again else self.body(x)
+        return {"out": (self.head(x), 3)}
+
+    def _parts(self, x):
+        for part in self.body:
+            x = part(x)
+        return x
+
+
+def carried(**options) -> Any:
+    return torch_bf16.carry_autocast(torch_bf16.cast_model(Net()), **options)
+
+
+def test_a_model_and_its_parts_take_and_return_fp32():
+    net = carried()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net.head(net.body(X)).float()
+    assert torch.equal(net(X)["out"][0], expected)
+    assert net(X)["out"][1] == 3
+    assert {net(X)["out"][0].dtype, net.body(X).dtype, net.body[0](X).dtype} == {torch.float32}
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compute": "bf16"}, {"enabled": False}], ids=["autocast", "bf16", "off"]
+)
+def test_what_a_backward_pass_computes_again_is_what_the_forward_computed(options):
+    gradients = []
+    for again in (False, True):
+        net = carried(**options)
+        x = X.bfloat16() if "enabled" in options else X
+        net(x, again=again)["out"][0].sum().backward()
+        gradients.append([p.grad for p in net.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_settings_of_autocast_are_the_users_and_can_be_changed():
+    net = carried(enabled=False)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        net(X)
+    torch_bf16.carry_autocast(net)
+    assert net(X)["out"][0].dtype == torch.float32
+
+
+def test_inside_a_step_what_is_around_a_part_counts():
+    net = carried()
+    with torch_bf16.inside_step():
+        assert net.body[0](X.bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError, match="same dtype"):
+            net.body[0](X)
+    assert net.body[0](X).dtype == torch.float32
+
+
+def test_copies_and_pickles_keep_it_and_float_takes_it_off():
+    net = carried()
+    for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(again(X)["out"][0], net(X)["out"][0])
+        assert again.forward.__self__ is again
+        assert again.float()(X)["out"][0].dtype == torch.float32
+        assert not any("forward" in each.__dict__ for each in again.modules())
+
+
+def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
+    net: Any = torch_bf16.cast_model(Net())
+    net.head.forward = lambda x, scale=2.0: scale * nn.functional.linear(x, net.head.weight)
+    torch_bf16.carry_autocast(net)
+    assert list(inspect.signature(net.forward).parameters) == ["x", "again"]
+    assert list(inspect.signature(net.head.forward).parameters) == ["x", "scale"]
+    expected = 2 * nn.functional.linear(net.body(X).bfloat16(), net.head.weight).float()
+    assert torch.allclose(net.head(net.body(X)), expected, atol=0.05)
+
+
+def test_what_is_no_model_or_no_way_to_compute_is_refused():
+    with pytest.raises(ValueError, match=r"given a list and takes a torch.nn.Module"):
+        torch_bf16.carry_autocast([])  # pyright: ignore
+    with pytest.raises(ValueError, match=r"compute='fp16' is unknown; use 'autocast' or 'bf16'"):
+        torch_bf16.carry_autocast(Net(), compute="fp16")
