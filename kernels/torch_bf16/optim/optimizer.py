@@ -160,6 +160,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             parameters = with_gradients(parameters)
         if engine.release is not None:
             engine.release.finish()
+        told = StepInputs()
         if parameters or engine.release is None:
             gradients = (p.grad for p in parameters if p.grad is not None)
             engine.pending.drop_if_stale(gradients)
@@ -167,9 +168,13 @@ class BF16Optimizer(torch.optim.Optimizer):
                 getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             )
             engine.plan = self._update(parameters, engine.plan, setting, told, self.observers)
-            engine.pending.count(told)
+        self._count(told)
         engine.pending.reset()
         return loss
+
+    def _count(self, told: StepInputs) -> None:
+        """Count a step that was taken, or skipped, as it was told."""
+        self._engine.pending.count(told)
 
     @torch.no_grad()
     def _update(
