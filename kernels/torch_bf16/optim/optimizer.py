@@ -265,10 +265,8 @@ class BF16Optimizer(torch.optim.Optimizer):
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
 
-        A second call replaces what the first one said.
-
-        This is how clipping by norm costs no pass over the gradients: they stay as they are in
-        memory. ``zero_grad`` and ``step`` reset it to 1.
+        A second call replaces what the first one said; ``zero_grad`` and ``step`` reset it to 1.
+        This is how clipping by norm costs no pass over the gradients: they stay as they are.
 
         Args:
             coefficient: a finite number or a 0-d tensor.
@@ -300,10 +298,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps a gradient that was not finite has skipped; reading waits for the device.
-
-        Counted since the optimizer was made or its state was loaded.
-        """
+        """How many steps were skipped since it was made or loaded; reading waits for the device."""
         return self._engine.pending.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
