@@ -139,6 +139,17 @@ def test_a_step_in_eval_mode_is_refused_and_changes_nothing():
     assert_same(snapshot(optimizer), before)
 
 
+def test_a_group_that_comes_in_eval_mode_is_in_it_too():
+    optimizer = make(KINDS[0], "stochastic")
+    take_steps(optimizer, range(2))
+    optimizer.eval()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert [g["train_mode"] for g in optimizer.param_groups] == [False, False]
+    optimizer.train()
+    take_steps(optimizer, [2])
+    assert [g["k"] for g in optimizer.param_groups] == [3, 1]
+
+
 @every_recipe
 def test_weights_loaded_in_eval_mode_are_taken_for_the_average(recipe):
     optimizer = make(KINDS[0], recipe)

@@ -44,6 +44,13 @@ class _ScheduleFree(BF16Optimizer):
             )
         self._construct({**given, **_COUNTS}, defaults=True)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch, in the mode that the others are in."""
+        if self.param_groups:
+            mode = self.param_groups[0]["train_mode"]
+            param_group = {"train_mode": mode, **param_group}
+        super().add_param_group(param_group)
+
     def train(self, mode: bool = True) -> None:
         """Let the weights be ``y``, at which gradients are taken; nothing where they are.
 
