@@ -53,6 +53,8 @@ REPLACED: dict[str, dict[str, Any]] = {
     "transformers.trainer": {
         "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
         "Trainer.get_optimizer_cls_and_kwargs": trainer.get_optimizer_cls_and_kwargs,
+        "Trainer.save_model": trainer.save_averages,
+        "Trainer._save_checkpoint": trainer.save_averages,
     },
     "transformers.training_args": {"TrainingArguments.__post_init__": trainer.post_init},
 }

@@ -96,6 +96,7 @@ class _ScheduleFree(BF16Optimizer):
             local(parameter).copy_(value)
         if not mode:
             dict.get(self.state, parameter, {})["y"] = aside
+        # By which train() sees whether something else wrote it since.
         snapshot.version = shard.version()
 
     def _complete(
@@ -116,8 +117,8 @@ class _ScheduleFree(BF16Optimizer):
                 "validation, and gradients must be taken at those of train mode. Call "
                 "optimizer.train() before the forward pass. Nothing was updated"
             )
-        parameters = (p for group in self.param_groups for p in group["params"])
-        if cuda_graphs.capturing({p.device for p in parameters}):
+        firsts = (p for group in self.param_groups for p in group["params"][:1])
+        if cuda_graphs.capturing(p.device for p in firsts):
             raise RuntimeError(
                 f"a step of {type(self).__name__} cannot be captured in a CUDA graph of your own: "
                 "its parameter groups count on the host, and replays would repeat this step's "
