@@ -143,7 +143,7 @@ def test_a_group_that_comes_in_eval_mode_is_in_it_too():
     optimizer = make(KINDS[0], "stochastic")
     take_steps(optimizer, range(2))
     optimizer.eval()
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))]})
     assert [g["train_mode"] for g in optimizer.param_groups] == [False, False]
     optimizer.train()
     take_steps(optimizer, [2])
