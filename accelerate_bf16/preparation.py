@@ -103,7 +103,7 @@ class Preparation:
         return [each for each in self._optimizers if owns(each, model)]
 
     def attach(self, wrapped: Sequence[nn.Module], steps: int) -> None:
-        """Let gradients of what is new be summed or released as asked.
+        """Let gradients of what is new be summed or released as asked, and modes follow the model.
 
         Args:
             wrapped: all models as ``prepare`` returned them.
@@ -111,6 +111,8 @@ class Preparation:
         """
         options = self._options
         for optimizer, bare_models in self._news():
+            for model in bare_models:
+                torch_bf16.follow(model, optimizer)
             models = [each for each in wrapped if bare(each) in bare_models]
             if not models:
                 continue

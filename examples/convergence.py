@@ -65,6 +65,7 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
                 lr=args.lr,
                 width=args.width,
                 validation_batches=args.validation_batches,
+                optimizer=args.optimizer,
             ),
             recipe,
             corpus,
@@ -137,6 +138,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--optimizer",
+        choices=["AdamW", "AdamWScheduleFree", "SGDScheduleFree"],
+        default="AdamW",
+        help="the last two are of the package schedulefree, which must be installed",
+    )
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=128)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)

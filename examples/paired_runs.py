@@ -37,6 +37,7 @@ class Run:
         lr: peak learning rate.
         schedule: whether it warms up and decays; else it is constant.
         start: a state dict to start from instead of fresh weights.
+        optimizer: ``"AdamW"``, or a class of the package schedulefree, which has no schedule.
     """
 
     seed: int
@@ -51,6 +52,7 @@ class Run:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
     validation_batches: int = 128
+    optimizer: str = "AdamW"
 
 
 def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[str, torch.Tensor]]:
@@ -58,26 +60,23 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
 
     Args:
         run: what is trained; two calls that differ in ``recipe`` alone are a pair.
-        recipe: how numbers are stored; ``REFERENCE`` is torch's AdamW in fp32 throughout, ``MIXED``
-            the same under bf16 autocast.
+        recipe: how numbers are stored; ``REFERENCE`` is the optimizer of torch or of schedulefree
+            in fp32 throughout, ``MIXED`` the same under bf16 autocast.
         corpus: to train and to validate on.
     """
     torch.manual_seed(run.seed)
     model = GPT(GPTConfig(context=run.context, width=run.width, layers=run.layers))
     if run.start is not None:
         model.load_state_dict(run.start)
-    options: dict[str, Any] = {
-        "lr": run.lr,
-        "betas": run.betas,
-        "weight_decay": run.weight_decay,
-    }
     precision = nullcontext if recipe == REFERENCE else _autocast
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    optimizer = _optimizer(run, model)
     if isinstance(recipe, Recipe):
         torch_bf16.prepare(model, optimizer, replace(recipe, seed=run.seed))
+    switch: Any = optimizer if run.optimizer != "AdamW" else model
+    switch.train()
     shape = {"batch_size": run.batch_size, "context": run.context}
     for step, batch in enumerate(batches(corpus.train, n=run.steps, seed=run.seed + 1, **shape)):
-        if run.schedule:
+        if run.schedule and run.optimizer == "AdamW":
             for group in optimizer.param_groups:
                 group["lr"] = run.lr * learning_rate_factor(step, run.steps)
         with precision():
@@ -85,11 +84,24 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    switch.eval()
     validation = batches(corpus.validation, n=run.validation_batches, seed=12345, **shape)
     with torch.no_grad(), precision():
         losses = [next_byte_loss(model, batch).item() for batch in validation]
     weights = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
     return statistics.fmean(losses), weights
+
+
+def _optimizer(run: Run, model: GPT) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": run.lr, "weight_decay": run.weight_decay}
+    if run.optimizer == "AdamW":
+        return torch.optim.AdamW(model.parameters(), betas=run.betas, **options)
+    import schedulefree
+
+    if run.optimizer != "SGDScheduleFree":
+        options["betas"] = run.betas
+    warm = run.steps // 20 if run.schedule else 0
+    return getattr(schedulefree, run.optimizer)(model.parameters(), warmup_steps=warm, **options)
 
 
 def final_loss(run: Run, recipe: Recipe | str, corpus: Corpus) -> float:

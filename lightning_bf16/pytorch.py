@@ -4,13 +4,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision
 
 from .monitor import MonitorBody
+from .train_modes import TrainModesBody
 from .trainer import TrainerBody
 
 __all__ = ["BF16Monitor", "BF16Precision"]
 
 
+class _TrainModes(TrainModesBody, Callback):
+    __doc__ = TrainModesBody.__doc__
+
+
 class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
     __doc__ = TrainerBody.__doc__
+    _train_modes = _TrainModes
 
 
 class BF16Monitor(MonitorBody, Callback):

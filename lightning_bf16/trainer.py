@@ -13,7 +13,9 @@ import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets
+from ._patches.train_modes import switch_modes
 from .precision import PrecisionBody
+from .train_modes import TrainModesBody
 
 __all__ = ["TrainerBody"]
 
@@ -34,6 +36,7 @@ class TrainerBody(PrecisionBody):
     __doc__ = PrecisionBody.__doc__
 
     _advice = "Return it from configure_optimizers, and step what self.optimizers() gives"
+    _train_modes: type[TrainModesBody]
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
 
@@ -64,6 +67,8 @@ class TrainerBody(PrecisionBody):
         self.sync_replicas(model, getattr(trainer, "strategy", None))
         converted = self.convert_optimizers(optimizers)
         self.attach(model, optimizers)
+        if trainer is not None:
+            switch_modes(trainer, optimizers, self._train_modes)
         self.announce(converted)
         return model, optimizers, lr_schedulers
 

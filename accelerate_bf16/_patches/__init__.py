@@ -28,6 +28,10 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Accelerator.clip_grad_norm_": accelerator.clip_grad_norm_,
         "Accelerator.clip_grad_value_": accelerator.clip_grad_value_,
         "Accelerator.log": accelerator.log,
+        "Accelerator.get_state_dict": accelerator.get_state_dict,
+        "Accelerator.save_model": accelerator.save_averages,
+        "Accelerator.save_state": accelerator.save_averages,
+        "Accelerator.load_state": accelerator.load_state,
     },
     "accelerate.commands.config.config_utils": {"_ask_options": commands.ask_options},
     "accelerate.commands.config.default": {"write_basic_config": commands.write_basic_config},
@@ -49,6 +53,8 @@ REPLACED: dict[str, dict[str, Any]] = {
     "transformers.trainer": {
         "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
         "Trainer.get_optimizer_cls_and_kwargs": trainer.get_optimizer_cls_and_kwargs,
+        "Trainer.save_model": trainer.save_averages,
+        "Trainer._save_checkpoint": trainer.save_averages,
     },
     "transformers.training_args": {"TrainingArguments.__post_init__": trainer.post_init},
 }

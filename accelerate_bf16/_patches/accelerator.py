@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -183,6 +184,39 @@ def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **k
 
     values = {**metrics_of(accelerator._optimizers), **values}
     return original(accelerator, values, *args, **kwargs)
+
+
+@_in_our_modes
+def save_averages(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """Save the averages of schedule-free optimizers, which the script need not put there."""
+    import torch_bf16
+    from accelerate_bf16.optimizers import ours
+
+    with torch_bf16.averaged(*ours(accelerator._optimizers)):
+        return original(accelerator, *args, **kwargs)
+
+
+@_in_our_modes
+def get_state_dict(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """The same, in tensors that stay averages when the weights are those of training again."""
+    import torch_bf16
+    from accelerate_bf16.optimizers import ours
+
+    with torch_bf16.averaged(*ours(accelerator._optimizers)) as switched:
+        found = original(accelerator, *args, **kwargs)
+        return copy.deepcopy(found) if switched else found
+
+
+@_in_our_modes
+def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """Put schedule-free optimizers into the modes of their models, which were saved in another."""
+    import torch_bf16
+    from accelerate_bf16 import models
+
+    result = original(accelerator, *args, **kwargs)
+    for model in accelerator._models:
+        torch_bf16.follow(models.bare(model))
+    return result
 
 
 def _not_released(parameters: Any) -> list[Any]:

@@ -49,6 +49,20 @@ def get_reporting_integration_callbacks(original: Any) -> Any:
     return get_reporting_integration_callbacks
 
 
+def save_averages(original: Any) -> Any:
+    """Save the averages of a schedule-free optimizer; the Trainer puts it back before it trains."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch_bf16
+        from accelerate_bf16.optimizers import ours
+
+        optimizers = [] if self.optimizer is None else ours([self.optimizer])
+        with torch_bf16.averaged(*optimizers):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
 def post_init(original: Any) -> Any:
     """Name the mode that ``optim`` or the launcher asks for."""
     told: list[str] = []

@@ -29,7 +29,9 @@ from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
 from .optim.exact_weights import exact_weights
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
+from .optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from .optim.sgd import SGD, Adagrad, Lion, RMSprop
+from .optim.train_mode import averaged, follow
 from .optim.unconverted import warn_unconverted
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
@@ -47,6 +49,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamWScheduleFree",
     "BF16Optimizer",
     "BackendUnavailableError",
     "CheckpointError",
@@ -59,9 +62,11 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Recipe",
+    "SGDScheduleFree",
     "StateMismatchError",
     "UpdateMonitor",
     "accumulate_gradients",
+    "averaged",
     "carry_autocast",
     "cast_model",
     "clip_grad_norm_",
@@ -70,6 +75,7 @@ __all__ = [
     "describe",
     "ema_multi_avg_fn",
     "exact_weights",
+    "follow",
     "fp32_optimizer_state_dict",
     "fp32_parameters",
     "fp32_state_dict",

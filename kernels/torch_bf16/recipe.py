@@ -115,8 +115,9 @@ class Recipe:
         """The format of one number of a parameter.
 
         Args:
-            role: ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``, or ``"exact"``, which is fp32
-                always.
+            role: ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``; ``"exact"``, which is fp32
+                always; or ``"iterate"``, weights beside the weights, which are fp32 where those
+                have a master and else in their format.
             shape: of the whole parameter, not of the part that a rank holds.
             dtype: of the parameter; one in fp32 keeps everything in fp32.
 
@@ -128,6 +129,9 @@ class Recipe:
         """
         if role == "exact" or dtype == torch.float32:
             return FP32
+        if role == "iterate":
+            weights = self.format_of("weights", shape)
+            return weights if len(weights.planes) == 1 else FP32
         chosen = ROLES[role][getattr(self, role)]
         if len(shape) > 1:
             return chosen.fitting(shape)

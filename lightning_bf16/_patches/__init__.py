@@ -28,6 +28,8 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Fabric.setup_module": fabric_methods.setup_module,
         "Fabric.setup_optimizers": fabric_methods.setup_optimizers,
         "Fabric.clip_gradients": fabric_methods.clip_gradients,
+        "Fabric.save": fabric_methods.save,
+        "Fabric.load": fabric_methods.load,
     },
     "weight_averaging": {
         "WeightAveraging.setup": weight_averaging.setup,

@@ -12,7 +12,7 @@ from torch.nn import Module
 import torch_bf16
 from lightning_bf16.precision import PrecisionBody
 
-__all__ = ["clip_gradients", "setup", "setup_module", "setup_optimizers"]
+__all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
 _wrapped: WeakSet[Module] = WeakSet()
 """Modules that were set up on their own; their optimizers come later."""
@@ -46,6 +46,7 @@ def setup(
     wrapped = (result[0] if optimizers else result)._forward_module
     plugin.sync_replicas(wrapped, fabric.strategy)
     plugin.attach(wrapped, optimizers)
+    torch_bf16.follow(module_in_it, *optimizers)
     plugin.announce(converted)
     return result
 
@@ -69,8 +70,36 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
         for module in _wrapped:
             if not trained.isdisjoint(module.parameters()):
                 plugin.attach(module, [optimizer])
+                torch_bf16.follow(module, optimizer)
     plugin.announce(converted)
     return original(*optimizers)
+
+
+@_with_our_plugins
+def save(
+    original: Any, fabric: Any, plugin: Any, path: Any, state: Any, *args: Any, **options: Any
+) -> Any:
+    """Save the averages of schedule-free optimizers, which the script need not put there."""
+    with torch_bf16.averaged(*state.values()):
+        return original(path, state, *args, **options)
+
+
+@_with_our_plugins
+def load(
+    original: Any,
+    fabric: Any,
+    plugin: Any,
+    path: Any,
+    state: Any = None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Put schedule-free optimizers into the modes of their modules, which were saved in another."""
+    result = original(path, state, *args, **options)
+    for module in (state or {}).values():
+        for part in module.modules() if isinstance(module, Module) else ():
+            torch_bf16.follow(part)
+    return result
 
 
 @_with_our_plugins

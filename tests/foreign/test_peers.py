@@ -50,8 +50,6 @@ def test_with_exact_masters_it_is_the_fp32_run_bit_for_bit(name):
 
 
 SCHEDULE_FREE = {
-    "schedulefree.AdamWScheduleFree": {"lr": 1e-2},
-    "schedulefree.SGDScheduleFree": {"lr": 1e-1},
     "schedulefree.RAdamScheduleFree": {"lr": 1e-2},
     "pytorch_optimizer.ScheduleFreeAdamW": {"lr": 1e-2},
 }
@@ -74,6 +72,32 @@ def test_schedule_free_swaps_its_weights_as_in_fp32(name):
         (fp32, _), (model, optimizer) = runs
         expected = [bits(p) for p in fp32.parameters()]
         assert all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("AdamWScheduleFree", 1e-2), ("SGDScheduleFree", 1e-1)])
+def test_schedule_free_of_its_package_becomes_ours_and_differs_by_rounding(kind, lr):
+    package = pytest.importorskip("schedulefree")
+
+    def make(parameters):
+        return getattr(package, kind)(parameters, lr=lr, weight_decay=0.1, warmup_steps=10, r=0.5)
+
+    fp32, reference = make_run(make, None)
+    model, optimizer = make_run(make, None)
+    for each in (reference, optimizer):
+        each.train()
+    train(fp32, reference, range(20))
+    train(model, optimizer, range(20))
+    torch_bf16.convert(optimizer, "bf16-fp32-master", model=model)
+    assert type(optimizer) is getattr(torch_bf16, kind)
+    for steps in (range(20, 60), range(60, 100)):
+        for each, its in ((fp32, reference), (model, optimizer)):
+            its.train()
+            train(each, its, steps)
+            its.eval()
+        for mine, theirs in zip(model.parameters(), fp32.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        for key in ("k", "weight_sum", "lr_max", "scheduled_lr"):
+            assert optimizer.param_groups[0][key] == reference.param_groups[0][key]
 
 
 def low_rank(parameters):

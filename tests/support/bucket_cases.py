@@ -24,7 +24,8 @@ HYPER = {
     "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
     "momentum": 0.9, "dampening": 0.1, "nesterov": True, "scale": 0.75, "alpha": 0.95,
     "momentum_decay": 4e-3, "decoupled_weight_decay": False, "lr_decay": 0.1,
-    "initial_accumulator_value": 0.2, "clip": True, "rate": 0.05,
+    "initial_accumulator_value": 0.2, "clip": True, "rate": 0.05, "k": 9, "warmup_steps": 20,
+    "r": 1.0, "weight_lr_power": 2.0, "weight_sum": 2e-4, "lr_max": 0.0,
 }  # fmt: skip
 
 # weights, then one for each of the rule's states in its order; the last serves any beyond, too
@@ -59,6 +60,8 @@ CASES = [
     ("rmsprop_momentum", "stochastic", torch.bfloat16),
     ("rmsprop_centered", "master", torch.bfloat16),
     ("rmsprop_centered_momentum", "stochastic", torch.bfloat16),
+    ("schedule_free_adamw", "stochastic", torch.bfloat16),
+    ("schedule_free_sgd", "stochastic", torch.bfloat16),
     ("average", "stochastic", torch.bfloat16),
     # Blocks in the place of the weight: running averages, and states that are only stored.
     ("average", "only_int8", torch.bfloat16),

@@ -9,7 +9,7 @@ from every_rule import RULES
 from torch_bf16.backends import Variant
 from torch_bf16.backends.certificates.trial import GROUP, SEED, STEPS, Trial, digests_of, settled
 from torch_bf16.formats import FORMATS, get_format
-from torch_bf16.rules import EXACT, FIRST_MOMENT, SECOND_MOMENT
+from torch_bf16.rules import EXACT, FIRST_MOMENT, ITERATE, SECOND_MOMENT
 
 _OF_ONE_NUMBER = ("accumulate", "average", "store")
 _NAMED = [name for name in LAYOUTS if not name.startswith("only_")]
@@ -24,7 +24,8 @@ def variants(rule_name):
     rule = RULES[rule_name]
     names = []
     for weight, first, second in (LAYOUTS[each] for each in _NAMED):
-        of_role = {FIRST_MOMENT: first, SECOND_MOMENT: second, EXACT: "fp32"}
+        iterate = weight if len(get_format(weight).planes) == 1 else "fp32"
+        of_role = {FIRST_MOMENT: first, SECOND_MOMENT: second, EXACT: "fp32", ITERATE: iterate}
         names.append((weight, *(of_role[state.role] for state in rule.states)))
     if rule_name in _OF_ONE_NUMBER:
         names = [(each,) for each in FORMATS]

@@ -46,6 +46,12 @@ OPTIMIZERS = {
     ),
     "lion": (torch_bf16.Lion, None, {"lr": 0.01, "weight_decay": 0.1}),
     "adopt": (torch_bf16.ADOPT, None, {"lr": 0.01, "weight_decay": 0.1}),
+    "schedule_free_adamw": (
+        torch_bf16.AdamWScheduleFree,
+        None,
+        {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 3},
+    ),
+    "schedule_free_sgd": (torch_bf16.SGDScheduleFree, None, {"lr": 0.1, "weight_decay": 0.1}),
 }
 RECIPES = {
     "stochastic": torch_bf16.get_recipe("bf16-stochastic"),

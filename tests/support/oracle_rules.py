@@ -112,6 +112,22 @@ def muon(w, g, s):
     return (w * s["decay"] - g * s["lr"],)
 
 
+def schedule_free_adamw(y, g, z, v, s):
+    g = g * s["grad_scale"]
+    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
+    u = (g * s["root"]) / (np.sqrt(v) + s["eps"]) + y * s["weight_decay"]
+    return *_schedule_free(y, z, u, s), v
+
+
+def schedule_free_sgd(y, g, z, s):
+    return _schedule_free(y, z, g * s["grad_scale"] + y * s["weight_decay"], s)
+
+
+def _schedule_free(y, z, u, s):
+    z = z * s["kept"] + y * s["start"]
+    return (y - (y - z) * s["share"]) - u * s["size"], z - u * s["lr"]
+
+
 def average(w, g, s):
     return (w + (g * s["grad_scale"] - w) * s["rate"],)
 
@@ -152,6 +168,11 @@ RULES = {
             ("momentum_buffer", FIRST_MOMENT),
         ),
     ),
+    "schedule_free_adamw": (
+        schedule_free_adamw,
+        (("z", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT)),
+    ),
+    "schedule_free_sgd": (schedule_free_sgd, (("z", FIRST_MOMENT),)),
     "average": (average, ()),
     "muon": (muon, ()),
 }
@@ -168,6 +189,23 @@ def scalars(rule, step, hyper):
         return {"decay": 1 - lr * weight_decay, "lr": lr}
     if rule == "average":
         return {"rate": hyper["rate"]}
+    if rule.startswith("schedule_free"):
+        # The group's count and not the step: it is what the paper calls t.
+        t = hyper["k"] + 1
+        lr *= min(1.0, t / hyper["warmup_steps"]) if hyper["warmup_steps"] else 1.0
+        weight = t ** hyper["r"] * max(lr, hyper["lr_max"]) ** hyper["weight_lr_power"]
+        share = weight / (hyper["weight_sum"] + weight)
+        beta1 = hyper["betas"][0] if rule.endswith("adamw") else hyper["momentum"]
+        values = {"lr": lr, "weight_decay": weight_decay, "share": share}
+        values |= {"size": lr * (1 - beta1 * (1 - share))}
+        # The iterate starts at the weight.
+        values |= {"kept": -0.0, "start": 1.0} if step == 1 else {"kept": 1.0, "start": 0.0}
+        if rule.endswith("sgd"):
+            return values
+        beta2 = hyper["betas"][1]
+        root = math.sqrt(1 - beta2**step)
+        more = {"beta2": beta2, "one_minus_beta2": 1 - beta2, "root": root, "eps": eps * root}
+        return {**values, **more}
     if rule == "adagrad":
         start = hyper["initial_accumulator_value"] if step == 1 else 0.0
         clr = lr / (1 + (step - 1) * hyper["lr_decay"])

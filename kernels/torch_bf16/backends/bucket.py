@@ -29,6 +29,8 @@ _DRAWS = {
     rules.GRADIENT: GRADIENT,
     rules.FIRST_MOMENT: FIRST_MOMENT,
     rules.SECOND_MOMENT: SECOND_MOMENT,
+    # Beside weights, in rules without a first moment.
+    rules.ITERATE: FIRST_MOMENT,
     # Never used: its format is fp32.
     rules.EXACT: FIRST_MOMENT,
 }

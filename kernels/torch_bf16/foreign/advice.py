@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EIGHT_BIT", "advice", "refusal"]
+__all__ = ["EIGHT_BIT", "SCHEDULE_FREE", "advice", "refusal"]
 
 EIGHT_BIT = {
     "bitsandbytes.optim.adam.Adam8bit": "Adam",
@@ -13,6 +13,12 @@ EIGHT_BIT = {
     "bitsandbytes.optim.lion.PagedLion8bit": "Lion",
 }
 """Classes with 8-bit moments, and ours that a recipe with ``int8`` moments makes of them."""
+
+SCHEDULE_FREE = {
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": "AdamWScheduleFree",
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": "SGDScheduleFree",
+}
+"""Schedule-free classes with the arithmetic of ours."""
 
 _INT8 = (
     "exp_avg='int8', exp_avg_sq='int8' (of Recipe, get_recipe, BF16Precision and "

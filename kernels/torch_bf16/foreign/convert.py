@@ -16,6 +16,7 @@ from torch_bf16.optim.adafactor import Adafactor
 from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
 from torch_bf16.optim.muon import Muon
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from torch_bf16.optim.sgd import SGD, Adagrad, Lion, RMSprop
 from torch_bf16.optim.unconverted import wraps_converted
 from torch_bf16.optim.validation import check_group, check_options
@@ -25,7 +26,7 @@ from torch_bf16.sharding import WRAPPERS, register, shard_of
 from torch_bf16.sharding.zero import Whole, is_zero
 from torch_bf16.states.recoding import Changes
 
-from .advice import EIGHT_BIT
+from .advice import EIGHT_BIT, SCHEDULE_FREE
 from .capabilities import Traits, check_steps_on_copies
 from .optimizer import ROLES, foreign_class
 
@@ -60,9 +61,9 @@ def convert(
     class in ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or that ``elementwise=True`` vouches
     for, steps on the parts; for any other every rank gathers whole tensors.
 
-    ``train()`` and ``eval()`` of schedule-free classes rewrite the weights in the same way. Adam,
-    AdamW and Lion of bitsandbytes with 8-bit moments become ours where the recipe's are ``int8``,
-    and are refused otherwise.
+    ``train()`` and ``eval()`` of schedule-free classes rewrite the weights in the same way; AdamW
+    and SGD of the package schedulefree become ours. So do Adam, AdamW and Lion of bitsandbytes with
+    8-bit moments where the recipe's are ``int8``; they are refused otherwise.
 
     The object stays the same, and so do its parameter groups, hooks and LR schedulers. Moments that
     it already has are rounded into the recipe's formats at once. Of a
@@ -200,8 +201,10 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
         NotImplementedError: it has options that ours has not, or has stepped already.
     """
     kind = type(optimizer)
-    known = CONVERTIBLE.get(kind)
-    named = EIGHT_BIT.get(f"{kind.__module__}.{kind.__qualname__}")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if (free := SCHEDULE_FREE.get(name)) is not None:
+        return {each.__name__: each for each in (AdamWScheduleFree, SGDScheduleFree)}[free]
+    known, named = CONVERTIBLE.get(kind), EIGHT_BIT.get(name)
     if known is not None or named is None:
         return known
     target: Any = {"Adam": Adam, "AdamW": AdamW, "Lion": Lion}[named]

@@ -25,7 +25,7 @@ from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.planning import collect, keep_states
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
-from torch_bf16.sharding import Shard, whole
+from torch_bf16.sharding import Shard, reshard, whole
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
@@ -126,6 +126,7 @@ class ForeignOptimizer(BF16Optimizer):
     def _rewrite(self, method: str) -> None:
         """Run the class's own ``train`` or ``eval``, by which it rewrites weights between steps."""
         parameters = [p for group in self.param_groups for p in group["params"]]
+        reshard(parameters)
         settle(self, parameters)
         members = self._take_part([p for p in parameters if self.state.get(p)])
         invalidate_remainders((e.state, e.weights) for e in members if e.written)

@@ -105,7 +105,7 @@ class GraphedStep:
         for observer in optimizer.observers:
             observer.after_update()
         data_writes.renew(self._setting.parameters)
-        pending.count(told)
+        optimizer._count(told)
         pending.reset()
         self._count += 1
         # What torch's schedulers ask, which warn where no step came before theirs.

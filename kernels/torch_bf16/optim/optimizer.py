@@ -160,6 +160,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             parameters = with_gradients(parameters)
         if engine.release is not None:
             engine.release.finish()
+        told = StepInputs()
         if parameters or engine.release is None:
             gradients = (p.grad for p in parameters if p.grad is not None)
             engine.pending.drop_if_stale(gradients)
@@ -167,9 +168,13 @@ class BF16Optimizer(torch.optim.Optimizer):
                 getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             )
             engine.plan = self._update(parameters, engine.plan, setting, told, self.observers)
-            engine.pending.count(told)
+        self._count(told)
         engine.pending.reset()
         return loss
+
+    def _count(self, told: StepInputs) -> None:
+        """Count a step that was taken, or skipped, as it was told."""
+        self._engine.pending.count(told)
 
     @torch.no_grad()
     def _update(
@@ -260,10 +265,8 @@ class BF16Optimizer(torch.optim.Optimizer):
     def scale_next_step(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient`` in the next step, and only there.
 
-        A second call replaces what the first one said.
-
-        This is how clipping by norm costs no pass over the gradients: they stay as they are in
-        memory. ``zero_grad`` and ``step`` reset it to 1.
+        A second call replaces what the first one said; ``zero_grad`` and ``step`` reset it to 1.
+        This is how clipping by norm costs no pass over the gradients: they stay as they are.
 
         Args:
             coefficient: a finite number or a 0-d tensor.
@@ -295,10 +298,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps a gradient that was not finite has skipped; reading waits for the device.
-
-        Counted since the optimizer was made or its state was loaded.
-        """
+        """How many steps were skipped since it was made or loaded; reading waits for the device."""
         return self._engine.pending.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,7 +9,8 @@ from .lion import LION
 from .nadam import NADAM
 from .radam import RADAM
 from .rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
-from .rule import EXACT, FIRST_MOMENT, GRADIENT, SECOND_MOMENT, WEIGHTS, Rule, State, lift
+from .rule import EXACT, FIRST_MOMENT, GRADIENT, ITERATE, SECOND_MOMENT, WEIGHTS, Rule, State, lift
+from .schedule_free import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD
 from .sgd import SGD, SGD_MOMENTUM, SGD_NESTEROV
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "EXACT",
     "FIRST_MOMENT",
     "GRADIENT",
+    "ITERATE",
     "LION",
     "MUON",
     "NADAM",
@@ -34,6 +36,8 @@ __all__ = [
     "RMSPROP_CENTERED",
     "RMSPROP_CENTERED_MOMENTUM",
     "RMSPROP_MOMENTUM",
+    "SCHEDULE_FREE_ADAMW",
+    "SCHEDULE_FREE_SGD",
     "SECOND_MOMENT",
     "SGD",
     "SGD_MOMENTUM",

@@ -7,13 +7,24 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["EXACT", "FIRST_MOMENT", "GRADIENT", "SECOND_MOMENT", "WEIGHTS", "Rule", "State", "lift"]
+__all__ = [
+    "EXACT",
+    "FIRST_MOMENT",
+    "GRADIENT",
+    "ITERATE",
+    "SECOND_MOMENT",
+    "WEIGHTS",
+    "Rule",
+    "State",
+    "lift",
+]
 
 WEIGHTS = "weights"
 GRADIENT = "gradient"
 FIRST_MOMENT = "exp_avg"
 SECOND_MOMENT = "exp_avg_sq"
 EXACT = "exact"
+ITERATE = "iterate"
 
 
 @dataclass(frozen=True)
@@ -22,8 +33,9 @@ class State:
 
     Attributes:
         name: its key in ``optimizer.state[p]``, as ``torch.optim`` names it.
-        role: the recipe's role that decides its format, ``"exp_avg"`` or ``"exp_avg_sq"``, or
-            ``"exact"`` for one that is fp32 in every recipe.
+        role: the recipe's role that decides its format, ``"exp_avg"`` or ``"exp_avg_sq"``;
+            ``"exact"`` for one that is fp32 in every recipe, ``"iterate"`` for weights beside the
+            weights.
         optional: whether it may be missing after the first step, because an option that needs it
             was switched on later; it then starts at zero.
         shape: of its tensor, from the parameter's, where that is another; then it is fp32.

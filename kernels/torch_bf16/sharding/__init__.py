@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .dtensor import DTensorShard
+from .dtensor import DTensorShard, reshard
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
@@ -28,6 +28,7 @@ __all__ = [
     "no_torch_function",
     "place_like",
     "register",
+    "reshard",
     "same_memory",
     "saved_names",
     "settle_at_exit",

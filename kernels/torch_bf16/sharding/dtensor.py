@@ -19,7 +19,22 @@ from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
 
-__all__ = ["DTensorShard", "box_at"]
+__all__ = ["DTensorShard", "box_at", "reshard"]
+
+
+def reshard(parameters: Iterable[Tensor]) -> None:
+    """Have FSDP2 gather weights anew that are about to be written outside of a step.
+
+    What it gathered for its root, it keeps until a backward pass, which no validation has. A
+    DTensor does not say which module it is of, so that all modules give back what they keep.
+    """
+    if not any(map(is_dtensor, parameters)):
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module in list(_module_state_mapping):
+        if callable(give_back := getattr(module, "reshard", None)):
+            give_back()
 
 
 class DTensorShard(Shard):

@@ -29,6 +29,7 @@ SCHEMA = 1
 _NEEDED = (
     *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "alpha"),
     *("centered", "lr_decay", "initial_accumulator_value", "momentum_decay"),
+    *("k", "weight_sum", "lr_max", "train_mode", "warmup_steps", "r", "weight_lr_power"),
 )
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 

@@ -42,6 +42,7 @@ _EXPONENTS = {
     rules.FIRST_MOMENT: (113, 10),
     rules.SECOND_MOMENT: (105, 20),
     rules.EXACT: (119, 8),
+    rules.ITERATE: (121, 7),
 }
 _UNSIGNED = (rules.SECOND_MOMENT, rules.EXACT)
 _SPECIAL = np.array(
@@ -84,6 +85,12 @@ GROUP = _Group(
     lr_decay=0.1,
     clip=True,
     rate=0.05,
+    k=9,
+    warmup_steps=20,
+    r=1.0,
+    weight_lr_power=2.0,
+    weight_sum=2e-4,
+    lr_max=0.0,
     scale=0.75,
 )
 """The parameter group of a trial; ``scale`` is what its gradients are multiplied by."""

@@ -106,6 +106,13 @@ class Peer:
         return importlib.util.find_spec(self.module) is not None
 
 
+def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
+    """The package's AdamW, which steps in train mode alone and starts in the other."""
+    made = importlib.import_module("schedulefree").AdamWScheduleFree(parameters, **options)
+    made.train()
+    return made
+
+
 BASELINE = "torch fused fp32"
 
 _TORCH = (
@@ -235,6 +242,26 @@ PEERS: dict[str, Peer] = {
                 "pytorch_optimizer:FlashAdamW",
                 estimate=7.2,
                 options={"master_weight_bits": 24},
+            ),
+        ),
+    ),
+    "schedulefree": Peer(
+        "schedulefree",
+        "schedulefree",
+        (
+            Entry(
+                "schedulefree fp32",
+                "AdamWScheduleFree of the package, all fp32",
+                f"{__name__}:_schedule_free",
+                estimate=16,
+                dtype=torch.float32,
+            ),
+            Entry(
+                "schedule-free 8 bytes",
+                "ours, in bf16-stochastic",
+                "torch_bf16:AdamWScheduleFree",
+                estimate=10.1,
+                scratch=0,
             ),
         ),
     ),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_bf16 import rules
+from torch_bf16.formats import ROLES
 from torch_bf16.recipe import RECIPES, Recipe
 
 from .entries import OPTIONS, Entry, ours
@@ -27,9 +28,11 @@ RULES: dict[str, tuple[rules.Rule, str, Mapping[str, Any]]] = {
     "RAdam": (rules.RADAM, "RAdam", OPTIONS),
     "ADOPT": (rules.ADOPT, "ADOPT", OPTIONS),
     "Lion": (rules.LION, "Lion", _BETAS),
+    "Schedule-free AdamW": (rules.SCHEDULE_FREE_ADAMW, "AdamWScheduleFree", OPTIONS),
     "SGD": (rules.SGD, "SGD", _RATE),
     "SGD, momentum": (rules.SGD_MOMENTUM, "SGD", {**_RATE, "momentum": 0.9}),
     "SGD, Nesterov": (rules.SGD_NESTEROV, "SGD", {**_RATE, "momentum": 0.9, "nesterov": True}),
+    "Schedule-free SGD": (rules.SCHEDULE_FREE_SGD, "SGDScheduleFree", _RATE),
     "Adagrad": (rules.ADAGRAD, "Adagrad", _ROOT),
     "RMSprop": (rules.RMSPROP, "RMSprop", _ROOT),
     "RMSprop, momentum": (rules.RMSPROP_MOMENTUM, "RMSprop", {**_ROOT, "momentum": 0.9}),
@@ -66,7 +69,7 @@ def every_rule(backend: str | None = None) -> tuple[Entry, ...]:
     """
     found = {}
     for name, (rule, optimizer, arguments) in RULES.items():
-        roles = [state.role for state in rule.states if state.role != rules.EXACT]
+        roles = [state.role for state in rule.states if state.role in ROLES]
         for size, recipe in FORMATS.items():
             # One without second moments, say, has fewer formats than there are recipes.
             stored = (name, recipe.weights, *(getattr(recipe, role) for role in roles))

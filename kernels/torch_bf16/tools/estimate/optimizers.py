@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_bf16 import rules
-from torch_bf16.optim import adam, sgd
+from torch_bf16.optim import adam, schedule_free, sgd
 from torch_bf16.rules import Rule
 
 from .live import LiveBytes
@@ -20,6 +20,7 @@ __all__ = ["OPTIMIZERS", "PLAIN", "Stepped", "measured", "stepped"]
 _CLASSES = (
     *(adam.AdamW, adam.Adam, adam.NAdam, adam.RAdam, adam.ADOPT),
     *(sgd.SGD, sgd.Lion, sgd.RMSprop, sgd.Adagrad),
+    *(schedule_free.AdamWScheduleFree, schedule_free.SGDScheduleFree),
 )
 OPTIMIZERS = {each.__name__: each for each in _CLASSES}
 # Rule and scratch without options. Making an optimizer imports all of torch's compiler.
@@ -33,6 +34,8 @@ PLAIN: dict[str, tuple[Rule, float | None]] = {
     "Lion": (rules.LION, None),
     "RMSprop": (rules.RMSPROP, 1.0),
     "Adagrad": (rules.ADAGRAD, 2.0),
+    "AdamWScheduleFree": (rules.SCHEDULE_FREE_ADAMW, None),
+    "SGDScheduleFree": (rules.SCHEDULE_FREE_SGD, None),
 }
 _PROBE = (512, 512)
 

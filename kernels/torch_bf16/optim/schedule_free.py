@@ -1,0 +1,238 @@
+"""Schedule-free AdamW and SGD, with the signatures of the package ``schedulefree``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16 import rules
+from torch_bf16.argument_checks import check_ranges
+from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.engine.member import Snapshot
+from torch_bf16.engine.setting import Setting
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import ITERATE, Rule, State
+from torch_bf16.rules.schedule_free import average_weight, interpolation
+from torch_bf16.sharding import Shard, local, reshard, shard_of
+from torch_bf16.states.completion import complete_state
+from torch_bf16.states.recoding import Changes
+
+from .optimizer import BF16Optimizer
+
+__all__ = ["AdamWScheduleFree", "SGDScheduleFree"]
+
+# What a group counts: the average's weights depend on all learning rates so far.
+_COUNTS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0, "train_mode": True}
+_ASIDE = State("y", ITERATE, optional=True)
+
+
+class _ScheduleFree(BF16Optimizer):
+    """Weights are ``y`` in train mode and the average ``x`` in eval mode."""
+
+    def _construct_counting(self, given: dict[str, Any], **checked: Any) -> None:
+        check_ranges(**checked)
+        beta1 = interpolation(given)
+        if not 0.0 < beta1 < 1.0:
+            name = "betas[0]" if "betas" in given else "momentum"
+            raise ValueError(
+                f"{name}={beta1} must lie between 0 and 1: it is the share of the average in the "
+                "weights that gradients are taken at"
+            )
+        self._construct({**given, **_COUNTS}, defaults=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch, in the mode that the others are in."""
+        if self.param_groups:
+            mode = self.param_groups[0]["train_mode"]
+            param_group = {"train_mode": mode, **param_group}
+        super().add_param_group(param_group)
+
+    def train(self, mode: bool = True) -> None:
+        """Let the weights be ``y``, at which gradients are taken; nothing where they are.
+
+        Those that :meth:`eval` put aside come back to the bit. Where something else wrote a weight
+        in between, a checkpoint, say, that is taken for the average, as in the package.
+
+        Args:
+            mode: False for :meth:`eval`.
+        """
+        with torch.no_grad():
+            for group in self.param_groups:
+                if group["train_mode"] != mode:
+                    reshard(group["params"])
+                    for parameter in group["params"]:
+                        if "z" in dict.get(self.state, parameter, ()):
+                            self._swap(parameter, interpolation(group), mode)
+                    group["train_mode"] = mode
+
+    def eval(self) -> None:
+        """Let the weights be the average ``x``, rounded once, for validation, export and use.
+
+        ``y`` is put aside, in the weights' format or in fp32 where they have a master, until
+        :meth:`train`. A state dict holds it.
+        """
+        self.train(False)
+
+    def _swap(self, parameter: Tensor, beta1: float, mode: bool) -> None:
+        shard, state = shard_of(parameter), dict.get(self.state, parameter, {})
+        snapshot = self._engine.snapshots.setdefault(parameter, Snapshot.of(shard))
+        now, z = local(self.exact_weight(parameter)).contiguous(), local(state["z"]).float()
+        aside = state.pop("y", None)
+        if mode and aside is not None and snapshot.version == shard.version():
+            value = local(aside).float()
+        else:
+            value = now + (z - now) * (1.0 - beta1 if mode else 1.0 - 1.0 / beta1)
+        format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
+        if not mode:
+            kept = self.recipe.format_of(ITERATE, shard.shape, parameter.dtype)
+            aside = shard.place(now.to(kept.planes[0].dtype, copy=True))
+        if len(format_.planes) > 1:
+            self.set_exact_weight(parameter, shard.place(value))
+        else:
+            local(parameter).copy_(value)
+        if not mode:
+            dict.get(self.state, parameter, {})["y"] = aside
+        # By which train() sees whether something else wrote it since.
+        snapshot.version = shard.version()
+
+    def _complete(
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+    ) -> dict[str, Any]:
+        rule = self.rule_of(group)
+        if not group["train_mode"] and state.get("y") is not None:
+            rule = replace(rule, states=(*rule.states, _ASIDE))
+        if state.get("z") is not None and state.get("step") is None:
+            # The package counts in the group alone.
+            state = {**state, "step": float(group["k"])}
+        return complete_state(state, shard, rule, self.recipe, label, changes)
+
+    def _setting(self) -> Setting:
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError(
+                f"{type(self).__name__} is in eval mode: the weights are the average, which is for "
+                "validation, and gradients must be taken at those of train mode. Call "
+                "optimizer.train() before the forward pass. Nothing was updated"
+            )
+        firsts = (p for group in self.param_groups for p in group["params"][:1])
+        if cuda_graphs.capturing(p.device for p in firsts):
+            raise RuntimeError(
+                f"a step of {type(self).__name__} cannot be captured in a CUDA graph of your own: "
+                "its parameter groups count on the host, and replays would repeat this step's "
+                "share of the average. Use optimizer.graphed(), which counts"
+            )
+        return super()._setting()
+
+    def _count(self, told: StepInputs) -> None:
+        super()._count(told)
+        if told.found_inf is not None and float(told.found_inf) != 0.0:
+            return
+        for group in self.param_groups:
+            lr, highest, weight = average_weight(group)
+            group["scheduled_lr"], group["lr_max"] = lr, highest
+            group["weight_sum"] += weight
+            group["k"] += 1
+
+
+class AdamWScheduleFree(_ScheduleFree):
+    """Schedule-free AdamW (Defazio et al., 2024): no learning rate schedule, and no end to know.
+
+    Weights are trained at a point between an iterate and its running average, and used as the
+    average. See :mod:`torch_bf16.rules.schedule_free` for the equations. It keeps the iterate ``z``
+    in the place of a first moment: in the format of the weights, or in fp32 where these have a
+    master, so that it takes AdamW's bytes in both named recipes.
+
+    Call ``optimizer.eval()`` before validation, saving and use of the weights and
+    ``optimizer.train()`` before training goes on; both plugins do it. :func:`torch_bf16.follow`
+    lets ``model.eval()`` and ``model.train()`` do it.
+
+    Differs from the package ``schedulefree``: it starts in train mode; ``train()`` gives back the
+    bits that ``eval()`` found, so that validation leaves a run as it was; the bias is corrected by
+    the steps that a parameter took; ``lr`` as a tensor is read on the host, and so is what
+    ``GradScaler`` found; ``foreach`` is no argument. In fp32 the results differ by rounding: torch
+    adds products with one rounding, and a kernel here rounds each.
+
+    Args:
+        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        lr: learning rate, 1 to 10 times that of AdamW with a schedule; constant.
+        betas: share of the average where gradients are taken, and decay rate of the second moment.
+        weight_decay: decoupled decay, at the point where gradients are taken.
+        warmup_steps: over which the learning rate rises to ``lr``.
+        r: exponent of the step's number in the weights of the average.
+        weight_lr_power: exponent of the highest learning rate so far in them.
+
+    Raises:
+        ValueError: ``betas[0]`` is not between 0 and 1.
+
+    Example:
+        >>> optimizer = torch_bf16.AdamWScheduleFree(model.parameters(), lr=2.5e-3, warmup_steps=2)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.eval()
+        >>> prediction = model(torch.ones(1, 4))
+        >>> optimizer.train()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        checked = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._construct_counting(
+            {k: v for k, v in locals().items() if k != "checked"},
+            **checked, warmup_steps=warmup_steps, r=r, weight_lr_power=weight_lr_power,
+        )  # fmt: skip
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.SCHEDULE_FREE_ADAMW
+
+
+class SGDScheduleFree(_ScheduleFree):
+    """Schedule-free SGD (Defazio et al., 2024), for which all of :class:`AdamWScheduleFree` holds.
+
+    Args:
+        params: as for :class:`AdamWScheduleFree`, like all errors, and all arguments but these:
+        lr: learning rate, 10 to 50 times that of SGD with momentum and a schedule.
+        momentum: share of the average where gradients are taken.
+        weight_decay: multiplied by the weight and added to the gradient.
+
+    Example:
+        >>> optimizer = torch_bf16.SGDScheduleFree(model.parameters(), lr=1.0, momentum=0.9)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        recipe: str | Recipe = "bf16-stochastic",
+        backend: str | None = None,
+    ) -> None:
+        checked = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self._construct_counting(
+            {k: v for k, v in locals().items() if k != "checked"},
+            **checked, warmup_steps=warmup_steps, r=r, weight_lr_power=weight_lr_power,
+        )  # fmt: skip
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return rules.SCHEDULE_FREE_SGD

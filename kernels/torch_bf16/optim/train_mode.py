@@ -1,0 +1,108 @@
+"""Optimizers with modes of their own, switched by a block of code or by the model's modes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from torch_bf16.argument_checks import check_module
+
+__all__ = ["averaged", "follow"]
+
+
+@contextmanager
+def averaged(*given: Any) -> Iterator[list[Any]]:
+    """Within the context, weights of schedule-free optimizers are the averages.
+
+    Those in train mode are put into eval mode and back; all others are left as they are.
+
+    Args:
+        given: optimizers, and modules for those that :func:`follow` them; anything else is ignored.
+
+    Yields:
+        The optimizers that were in train mode.
+
+    Example:
+        >>> with torch_bf16.averaged(optimizer):
+        ...     weights = torch_bf16.fp32_state_dict(model, optimizer)
+    """
+    found = [o for each in given for o in (_followers(each) if _is_module(each) else [each])]
+    switched = [each for each in _unique(found) if _trains(each)]
+    try:
+        for each in switched:
+            each.eval()
+        yield switched
+    finally:
+        for each in switched:
+            each.train()
+
+
+def follow(model: nn.Module, *optimizers: Any) -> None:
+    """Let schedule-free optimizers follow ``model.train()`` and ``model.eval()``, and be as it is.
+
+    From now on ``model.eval()`` makes the weights the averages and ``model.train()`` those that are
+    trained, whatever wraps the model. Modes of parts of the model switch nothing. Optimizers
+    without modes are left out. A copy of the model is followed by none.
+
+    Args:
+        model: the module as it is called, or the one in a wrapper; its attribute ``train`` is set.
+        optimizers: which follow, beside those that do already; these are put into its mode again.
+
+    Raises:
+        ValueError: ``model`` is no module.
+
+    Example:
+        >>> torch_bf16.follow(model, optimizer)
+        >>> model = model.eval()
+    """
+    check_module("follow", model)
+    known = model.__dict__.get("train")
+    found = [each for each in optimizers if callable(getattr(each, "eval", None))]
+    if found and not isinstance(known, _Train):
+        known = model.__dict__["train"] = _Train(model)
+    if isinstance(known, _Train):
+        known.optimizers.update(found)
+        known.switch(model.training)
+
+
+class _Train:
+    """``train`` of one module, as an attribute of the instance."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        model: Any = self._model()
+        type(model).train(model, mode)
+        self.switch(mode)
+        return model
+
+    def switch(self, mode: bool) -> None:
+        for each in self.optimizers:
+            each.train() if mode else each.eval()
+
+    def __reduce__(self) -> Any:
+        return _Train, (self._model(),)
+
+
+def _is_module(given: Any) -> bool:
+    return isinstance(given, nn.Module)
+
+
+def _followers(model: nn.Module) -> list[Any]:
+    methods = (each.__dict__.get("train") for each in model.modules())
+    return [o for each in methods if isinstance(each, _Train) for o in each.optimizers]
+
+
+def _trains(given: Any) -> bool:
+    groups = getattr(given, "param_groups", ())
+    return callable(getattr(given, "eval", None)) and any(g.get("train_mode") for g in groups)
+
+
+def _unique(given: list[Any]) -> list[Any]:
+    return list({id(each): each for each in given}.values())

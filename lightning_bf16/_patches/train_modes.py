@@ -1,0 +1,31 @@
+"""A Trainer whose optimizers have modes switches them, and saves averages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch_bf16
+from lightning_bf16.train_modes import TrainModesBody
+
+__all__ = ["switch_modes"]
+
+
+def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesBody]) -> None:
+    """Give a Trainer the callback that switches, and let its checkpoints hold averages.
+
+    Args:
+        trainer: mutated, where an optimizer has modes.
+        optimizers: of this fit.
+        kind: the callback's class.
+    """
+    if not any(callable(getattr(each, "eval", None)) for each in optimizers):
+        return
+    if not any(isinstance(each, TrainModesBody) for each in trainer.callbacks):
+        trainer.callbacks.insert(0, kind())
+        trainer.save_checkpoint = functools.partial(_save, trainer)
+
+
+def _save(trainer: Any, *args: Any, **options: Any) -> None:
+    with torch_bf16.averaged(*trainer.optimizers):
+        type(trainer).save_checkpoint(trainer, *args, **options)
