@@ -23,8 +23,10 @@ from .model.averaging import EMA, ema_multi_avg_fn
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.residuals import sync_masters
+from .model.vector_groups import separate_vectors
 from .optim.adafactor import Adafactor
 from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
+from .optim.attach import attach
 from .optim.exact_weights import exact_weights
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
@@ -32,6 +34,7 @@ from .optim.sgd import SGD, Adagrad, Lion, RMSprop
 from .optim.unconverted import warn_unconverted
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
+from .sharding import complete_config as deepspeed_config
 from .tools.describe import Description, describe
 from .tools.monitor import LayerUpdate, UpdateMonitor
 
@@ -61,10 +64,12 @@ __all__ = [
     "StateMismatchError",
     "UpdateMonitor",
     "accumulate_gradients",
+    "attach",
     "cast_model",
     "clip_grad_norm_",
     "clip_next_step",
     "convert",
+    "deepspeed_config",
     "describe",
     "ema_multi_avg_fn",
     "exact_weights",
@@ -77,6 +82,7 @@ __all__ = [
     "prepare",
     "release_gradients",
     "save_checkpoint",
+    "separate_vectors",
     "sync_masters",
     "total_norm",
     "warn_unconverted",

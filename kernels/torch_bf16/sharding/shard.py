@@ -34,6 +34,8 @@ class Shard:
         takes_parts: whether states also come as this rank's part alone, of the memory's shape.
         takes_part_without_gradient: whether a rank that holds nothing of it has no gradient, and
             is waited for all the same where its group sums something up.
+        loads_states_first: whether a checkpoint's states come before the weights that they are of.
+        mixed: why it cannot hold numbers of several formats, if it is made of several tensors.
     """
 
     sharded: ClassVar[bool] = False
@@ -41,6 +43,8 @@ class Shard:
     can_gather: ClassVar[bool] = True
     takes_parts: ClassVar[bool] = False
     takes_part_without_gradient: ClassVar[bool] = False
+    loads_states_first: ClassVar[bool] = False
+    mixed: ClassVar[str] = ""
 
     def __init__(self, parameter: Tensor, name: str = "") -> None:
         self.parameter, self.name = parameter, name
@@ -68,6 +72,16 @@ class Shard:
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The same as :attr:`span`, of each of the whole tensors that the memory holds parts of."""
+        return (self.span,)
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of the whole tensors; the same on every rank."""
+        return (self.shape,)
 
     def obstacle(self) -> str | None:
         """Why it cannot be trained, or None where it can."""
