@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from zero_cases import CASES, bits, everything
+from zero_ranks import WITH_DEEPSPEED, on_fresh_ranks
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="DeepSpeed is not installed (DS_BUILD_OPS=0 pip install torch-bf16[deepspeed])",
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = WITH_DEEPSPEED
 
 
 @pytest.fixture(scope="module")
-def zero_ranks(tmp_path_factory):
-    """``ranks`` of processes that DeepSpeed has for itself: it keeps their first group."""
-    from ranks import Ranks
-
-    pool = Ranks(tmp_path_factory.mktemp("zero"))
-
-    def run(*arguments):
-        try:
-            return pool(*arguments, seconds=300, timeout=120)
-        finally:
-            pool.close()
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def found(zero_ranks, tmp_path_factory):
+def found(tmp_path_factory):
     """What each of two ranks has found."""
-    return zero_ranks(2, everything, tmp_path_factory.mktemp("checkpoints"))
+    folder = tmp_path_factory.mktemp("zero")
+    return on_fresh_ranks(folder, 2, everything, folder)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,9 +22,10 @@ def test_zero_gives_the_bits_of_plain_training(found, case):
         assert rank["bits"][case] == rank["bits"]["plain"]
 
 
-@pytest.mark.parametrize(("world", "names"), [(1, ["ZeRO-1", "ZeRO-3"]), (4, ["ZeRO-1", "ZeRO-3"])])
-def test_so_it_does_on_one_rank_and_on_four(zero_ranks, world, names):
-    for rank in zero_ranks(world, bits, {name: CASES[name] for name in names}, world == 4):
+@pytest.mark.parametrize(("world", "names"), [(1, ["ZeRO-1", "ZeRO-3"]), (4, ["sub-groups"])])
+def test_so_it_does_on_one_rank_and_on_four(tmp_path, world, names):
+    cases = {name: CASES[name] for name in names}
+    for rank in on_fresh_ranks(tmp_path, world, bits, cases, world == 4):
         assert {rank[name] for name in names} == {rank["plain"]}
 
 
