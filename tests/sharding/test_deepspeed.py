@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from zero_cases import CASES, bits, everything
+from zero_cases import alone as run_alone
 from zero_ranks import WITH_DEEPSPEED, on_fresh_ranks
 
 pytestmark = WITH_DEEPSPEED
@@ -22,11 +23,27 @@ def test_zero_gives_the_bits_of_plain_training(found, case):
         assert rank["bits"][case] == rank["bits"]["plain"]
 
 
-@pytest.mark.parametrize(("world", "names"), [(1, ["ZeRO-1", "ZeRO-3"]), (4, ["sub-groups"])])
-def test_so_it_does_on_one_rank_and_on_four(tmp_path, world, names):
-    cases = {name: CASES[name] for name in names}
-    for rank in on_fresh_ranks(tmp_path, world, bits, cases, world == 4):
-        assert {rank[name] for name in names} == {rank["plain"]}
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one rank has found."""
+    (found,) = on_fresh_ranks(tmp_path_factory.mktemp("alone"), 1, run_alone)
+    return found
+
+
+def test_so_it_does_on_one_rank(alone):
+    assert len({*alone["bits"].values()}) == 1
+
+
+def test_so_it_does_on_four(tmp_path):
+    cases = {"sub-groups": CASES["sub-groups"]}
+    for rank in on_fresh_ranks(tmp_path, 4, bits, cases, True):
+        assert rank["sub-groups"] == rank["plain"]
+
+
+def test_small_steps_move_the_weights_as_with_fp32_masters(alone):
+    moved = alone["moved"]
+    assert moved["bf16 to nearest"] < 0.1
+    assert moved["ours"] > 0.7 * moved["fp32 masters"]
 
 
 def test_vectors_can_share_a_group_with_matrices_where_they_are_treated_alike(found):

@@ -67,6 +67,37 @@ def bits(cases: dict[str, Any], alike: bool = False, steps: int = 5) -> dict[str
     return found
 
 
+def moved(steps: int = 100) -> dict[str, float]:
+    """The share of matrix elements that small steps have moved, in three ways to store them."""
+    right, shares = torch_bf16.deepspeed_config(config(1)), {}
+    ways: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
+        "fp32 masters": (config(1), lambda each: torch.optim.AdamW(each.parameters(), lr=1e-5)),
+        "bf16 to nearest": (right, lambda each: torch.optim.AdamW(each.parameters(), lr=1e-5)),
+        "ours": (right, lambda each: optimizer_of(each, "bf16-stochastic", lr=1e-5)),
+    }
+    for name, (settings, make) in ways.items():
+        module = model()
+        first = {key: each.detach().bfloat16().clone() for key, each in module.named_parameters()}
+        engine, *_ = start().initialize(
+            model=module,
+            optimizer=make(module),
+            config={"zero_allow_untested_optimizer": True, **settings},
+        )
+        if name == "ours":
+            torch_bf16.attach(engine)
+        train(engine, range(steps))
+        last = {key: each for key, each in weights(engine).items() if each.ndim > 1}
+        changed = torch.cat([(each != first[key]).view(-1) for key, each in last.items()])
+        shares[name] = changed.float().mean().item()
+    return shares
+
+
+def alone() -> dict[str, Any]:
+    """What is asked on one rank."""
+    names = ("ZeRO-1", "ZeRO-3")
+    return {"bits": bits({name: CASES[name] for name in names}), "moved": moved()}
+
+
 def resumed(stage: int, recipe: Any, folder: Any) -> list[tuple[str, str]]:
     """Weights and states after 6 steps: in one run, and in two with a checkpoint in between."""
     found = []

@@ -56,20 +56,18 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
-def optimizer_of(module: nn.Module, recipe: Any, **options: Any) -> Any:
-    optimizer = torch_bf16.AdamW(module.parameters(), recipe=recipe, lr=LR, **options)
+def optimizer_of(module: nn.Module, recipe: Any, lr: float = LR) -> Any:
+    optimizer = torch_bf16.AdamW(module.parameters(), recipe=recipe, lr=lr)
     if torch_bf16.get_recipe(recipe).vectors == "exact":
         torch_bf16.separate_vectors(optimizer)
     return optimizer
 
 
-def engine_of(
-    settings: dict[str, Any], recipe: Any = "bf16-stochastic", module: Any = None, **options: Any
-) -> Any:
+def engine_of(settings: dict[str, Any], recipe: Any = "bf16-stochastic", module: Any = None) -> Any:
     """An attached engine."""
     deepspeed = start()
     module = module or model()
-    made = optimizer_of(module, recipe, **options)
+    made = optimizer_of(module, recipe)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=made, config=torch_bf16.deepspeed_config(settings)
     )
@@ -114,12 +112,11 @@ def plain(
     ranks: int,
     recipe: Any = "bf16-stochastic",
     initial: dict[str, torch.Tensor] | None = None,
-    **options: Any,
 ) -> str:
     """Bits of the weights that one process ends with, without DeepSpeed."""
     module = model().bfloat16()
     module.load_state_dict(initial or {}, strict=bool(initial))
-    optimizer = torch_bf16.AdamW(module.named_parameters(), recipe=recipe, lr=LR, **options)
+    optimizer = torch_bf16.AdamW(module.named_parameters(), recipe=recipe, lr=LR)
     for step in steps:
         sums: list[torch.Tensor] = []
         for rank in range(ranks):
@@ -131,13 +128,3 @@ def plain(
             p.grad = grad
         optimizer.step()
     return digest(dict(module.named_parameters()))
-
-
-def ways(cases: dict[str, dict[str, Any]], alike: bool = False) -> dict[str, str]:
-    """For each case, of :func:`config`, the bits that 5 steps end with."""
-    found = {}
-    for name, case in cases.items():
-        engine = engine_of(config(**case))
-        train(engine, range(5), alike=alike)
-        found[name] = digest(weights(engine))
-    return found
