@@ -34,7 +34,7 @@ from .optim.sgd import SGD, Adagrad, Lion, RMSprop
 from .optim.unconverted import warn_unconverted
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
-from .sharding import complete_config as deepspeed_config
+from .sharding import deepspeed_config
 from .tools.describe import Description, describe
 from .tools.monitor import LayerUpdate, UpdateMonitor
 

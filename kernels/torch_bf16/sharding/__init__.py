@@ -12,7 +12,7 @@ from .deepspeed import (
     is_partitioned,
     register_flats,
 )
-from .deepspeed_engine import check_engine, complete_config
+from .deepspeed_engine import check_engine, deepspeed_config
 from .dtensor import DTensorShard
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
@@ -32,7 +32,7 @@ __all__ = [
     "all_same",
     "bare_name",
     "check_engine",
-    "complete_config",
+    "deepspeed_config",
     "is_dtensor",
     "is_flat",
     "is_whole",

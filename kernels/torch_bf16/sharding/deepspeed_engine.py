@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["FLAGS", "check_engine", "complete_config"]
+__all__ = ["FLAGS", "check_engine", "deepspeed_config"]
 
 FLAGS = {
     "enabled": True,
@@ -67,16 +67,32 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def deepspeed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration of DeepSpeed with what these optimizers need.
 
+    That is the section ``bf16`` with its masters and states in bf16, and leave for an optimizer
+    that DeepSpeed does not know. For ``deepspeed.initialize``; see :func:`torch_bf16.attach`.
+
     Args:
-        config: as ``deepspeed.initialize`` takes it; only read.
+        config: as ``deepspeed.initialize`` takes it, with ``"auto"`` where a host fills it in; only
+            read.
+
+    Returns:
+        A new one.
 
     Raises:
-        ValueError: a line says otherwise.
+        ValueError: a line says otherwise, or no ZeRO stage is set.
         NotImplementedError: a line asks for what cannot be trained, or was not tried.
+
+    Example:
+        >>> deepspeed_config({"zero_optimization": {"stage": 2}})["bf16"]["bf16_optimizer_states"]
+        True
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"deepspeed_config takes a dict, not {config!r}; read a file first: "
+            "deepspeed_config(json.load(open(path)))"
+        )
     config = copy.deepcopy(dict(config))
     for path, harmless, why in _REFUSED:
         found = _get(config, path)
@@ -91,7 +107,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{_ZERO}.stage {found} in DeepSpeed's configuration, and these optimizers train with "
             f'ZeRO: write "{_ZERO}": {{"stage": 1}}, 2 or 3. Without ZeRO use DDP and no DeepSpeed'
         )
-    section = config.setdefault("bf16", {})
+    section = config["bf16"] = config.get("bf16") or {}
     for name, value in FLAGS.items():
         if section.get(name, "auto") not in (value, "auto"):
             raise ValueError(
@@ -125,7 +141,7 @@ def check_engine(engine: Any) -> Any:
             "attach was given a PipelineEngine: pipeline parallelism was not tried with these "
             "optimizers. Give deepspeed.initialize a plain module"
         )
-    complete_config(engine._config._param_dict)
+    deepspeed_config(engine._config._param_dict)
     zero, section = engine.optimizer, engine._config.bfloat16_config
     missing = [f'"{name}": true' for name in FLAGS if not getattr(section, name)]
     if missing:
