@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zero_cases import flats, inner, message, state_digest
-from zero_training import digest, start, weights
+from deepspeed_cases import flats, inner, message, state_digest
+from deepspeed_training import digest, start, weights
 
 MODE = "bf16-stochastic"
 

@@ -6,7 +6,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed_on_ranks import everything, trainer
-from zero_ranks import WITH_DEEPSPEED, on_fresh_ranks
+from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
 
 pytestmark = WITH_DEEPSPEED
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from zero_ranks import WITH_DEEPSPEED, on_fresh_ranks
-from zero_strategy import everything
+from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
+from deepspeed_strategy_on_ranks import everything
 
 pytestmark = WITH_DEEPSPEED
 

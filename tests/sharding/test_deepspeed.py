@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from zero_cases import CASES, bits, everything
-from zero_cases import alone as run_alone
-from zero_ranks import WITH_DEEPSPEED, on_fresh_ranks
+from deepspeed_cases import CASES, bits, everything
+from deepspeed_cases import alone as run_alone
+from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
 
 pytestmark = WITH_DEEPSPEED
 

@@ -1,130 +1,147 @@
-"""DeepSpeed's ZeRO beside plain training: what each rank of ``ranks`` runs.
-
-A process that has had an engine cannot have one in another group, so callers close it afterwards.
-"""
+"""Runs of ZeroRedundancyOptimizer beside those of DDP by itself."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from typing import Any
+import copy
+import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from sharded_models import EVEN, make_model
+from sharded_training import RECIPES, everywhere, gradient
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-LR = 1e-4
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of functional optimizers, which it imports
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+BACKWARD = 5
+NOT_FUSED = type("NotFused", (torch.optim.Adadelta,), {})
 
 
-def model() -> nn.Module:
-    """Matrices and vectors, of which one is cut in the middle and one is smaller than the ranks."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(24, 32), nn.LayerNorm(32), nn.Linear(32, 40), nn.GELU(), nn.Linear(40, 1)
-    )
+def groups_of(model):
+    """Matrices, and the rest at another rate: a share of ZeRO's is in another order."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return [
+        {"params": matrices},
+        {"params": [p for p in model.parameters() if p.ndim != 2], "lr": 0.02},
+    ]
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
-    """The inputs of a rank, bf16 ``[8, 24]``."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 24, generator=generator).bfloat16()
+def converted(params, recipe, zero, model):
+    make = torch.optim.AdamW
+    made = make(params, lr=0.01) if zero is None else zero(params, make, lr=0.01)
+    return torch_bf16.convert(made, recipe)
 
 
-def start() -> Any:
-    """DeepSpeed, in the group of this process."""
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-    }
-    import deepspeed
-
-    # Else its first import compiles a transport for CPUs, which takes a minute and a compiler.
-    deepspeed.ops.__compatible_ops__ = {}
-    return deepspeed
+def named(params, recipe, zero, model):
+    make = torch.optim.SGD
+    options = {"lr": 0.01, "momentum": 0.9}
+    made = make(params, **options) if zero is None else zero(params, make, **options)
+    return torch_bf16.convert(made, recipe, model=model)
 
 
-def config(stage: int, **zero: Any) -> dict[str, Any]:
-    """A configuration as a user writes it."""
-    return {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": stage, **zero},
-        "bf16": {"enabled": True},
-    }
+def own_step(params, recipe, zero, model):
+    made = NOT_FUSED(params, lr=0.5) if zero is None else zero(params, NOT_FUSED, lr=0.5)
+    return torch_bf16.convert(made, recipe)
 
 
-def optimizer_of(module: nn.Module, recipe: Any, lr: float = LR) -> Any:
-    optimizer = torch_bf16.AdamW(module.parameters(), recipe=recipe, lr=lr)
-    if torch_bf16.get_recipe(recipe).vectors == "exact":
-        torch_bf16.separate_vectors(optimizer)
-    return optimizer
+def as_bucket_views(params, kind, **options):
+    return ZeroRedundancyOptimizer(params, kind, parameters_as_bucket_view=True, **options)
 
 
-def engine_of(settings: dict[str, Any], recipe: Any = "bf16-stochastic", module: Any = None) -> Any:
-    """An attached engine."""
-    deepspeed = start()
-    module = module or model()
-    made = optimizer_of(module, recipe)
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=made, config=torch_bf16.deepspeed_config(settings)
-    )
-    torch_bf16.attach(engine)
-    return engine
+WAYS = {
+    "converted": (converted, ZeroRedundancyOptimizer),
+    "bucket views": (converted, as_bucket_views),
+    "named": (named, ZeroRedundancyOptimizer),
+    "own step": (own_step, ZeroRedundancyOptimizer),
+}
 
 
-def train(engine: Any, steps: range, *, alike: bool = False) -> None:
-    """Some steps.
+def make_run(way, recipe, sharded):
+    make, zero = WAYS[way]
+    model = DistributedDataParallel(torch_bf16.cast_model(make_model(EVEN), recipe))
+    torch_bf16.sync_masters(model)
+    optimizer = make(groups_of(model), recipe, zero if sharded else None, model)
+    return model, optimizer
 
-    Args:
-        engine: mutated.
-        steps: their numbers.
-        alike: whether all ranks have the same batches.
-    """
+
+def train(model, optimizer, steps):
+    """On real gradients at first; later on given ones, as a new DDP sums in another order."""
     for step in steps:
-        loss = engine(batch(step, 0 if alike else dist.get_rank())).square().mean()
-        engine.backward(loss)
-        engine.step()
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole weights, on every rank."""
-    deepspeed = start()
-    found = {}
-    for name, each in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([each]):
-            found[name] = each.detach().clone()
-    return found
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Of all bits."""
-    joined = b"".join(
-        each.contiguous().view(torch.int16).numpy().tobytes() for _, each in sorted(tensors.items())
-    )
-    return hashlib.sha256(joined).hexdigest()[:12]
-
-
-def plain(
-    steps: range,
-    ranks: int,
-    recipe: Any = "bf16-stochastic",
-    initial: dict[str, torch.Tensor] | None = None,
-) -> str:
-    """Bits of the weights that one process ends with, without DeepSpeed."""
-    module = model().bfloat16()
-    module.load_state_dict(initial or {}, strict=bool(initial))
-    optimizer = torch_bf16.AdamW(module.named_parameters(), recipe=recipe, lr=LR)
-    for step in steps:
-        sums: list[torch.Tensor] = []
-        for rank in range(ranks):
-            module.zero_grad()
-            module(batch(step, rank)).square().mean().backward()
-            scaled = [p.grad / ranks for p in module.parameters()]
-            sums = [a + b for a, b in zip(sums, scaled, strict=True)] if sums else scaled
-        for p, grad in zip(module.parameters(), sums, strict=True):
-            p.grad = grad
+        torch.manual_seed(100 * step + dist.get_rank())
+        if step < BACKWARD:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(6, EVEN[0])).float().square().mean()
+            loss.backward()
+        else:
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
+        torch_bf16.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    return digest(dict(module.named_parameters()))
+        optimizer.zero_grad()
+
+
+def bits(tensor):
+    return tensor.detach().reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_same(model, expected, context):
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert bits(one) == bits(other), (context, name)
+        replicas = everywhere(bits(one), None)
+        assert all(each == replicas[0] for each in replicas), (context, name)
+
+
+def assert_same_states(found, expected, context):
+    assert found.keys() == expected.keys(), (context, found.keys() ^ expected.keys())
+    for number, state in expected.items():
+        for key, value in state.items():
+            other = found[number][key]
+            same = bits(value) == bits(other) if torch.is_tensor(value) else value == other
+            assert same, (context, number, key)
+
+
+def run(way, recipe):
+    """As DDP by itself; consolidated, loaded into a new run and into the one that goes on."""
+    expected, plain = make_run(way, recipe, sharded=False)
+    model, zero = make_run(way, recipe, sharded=True)
+    assert len(zero.optim.state) == 0
+    train(expected, plain, range(BACKWARD))
+    train(model, zero, range(BACKWARD))
+    assert_same(model, expected, (way, recipe))
+    held = sum(p.numel() for group in zero.optim.param_groups for p in group["params"])
+    assert held < sum(p.numel() for p in model.parameters())
+    zero.consolidate_state_dict(to=0)
+    saved = [zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    # On rank 0 it holds the live tensors, and loading empties what it is given.
+    saved = copy.deepcopy(saved[0])
+    assert_same_states(saved["state"], plain.state_dict()["state"], (way, recipe))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    train(expected, plain, range(BACKWARD, 9))
+
+    again, other = make_run(way, recipe, sharded=True)
+    train(model, zero, range(2))
+    for its, optimizer in ((again, other), (model, zero)):
+        its.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        train(its, optimizer, range(BACKWARD, 9))
+        assert_same(its, expected, (way, recipe, "resumed"))
+
+
+def refusals():
+    model = torch_bf16.cast_model(make_model(EVEN))
+    bare = list(model.parameters())
+    with pytest.raises(ValueError, match="no supported functional optimizer"):
+        ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, overlap_with_ddp=True, lr=0.01)
+    overlapping = ZeroRedundancyOptimizer(bare, torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+    with pytest.raises(NotImplementedError, match="overlap_with_ddp=False"):
+        torch_bf16.convert(overlapping)
+    with pytest.raises(ValueError, match=r"make that one with a class of torch.optim and call"):
+        ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, lr=0.01, recipe=RECIPES[0])
+    with pytest.raises(ValueError, match="does not see the parameters of other ranks"):
+        torch_bf16.convert(ZeroRedundancyOptimizer(bare, torch_bf16.AdamW, lr=0.01))

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed_cases import inner, message, state_digest
+from deepspeed_training import digest, start, weights
 from torch.utils.data import DataLoader, TensorDataset
-from zero_cases import inner, message, state_digest
-from zero_training import digest, start, weights
 
 MODE = "bf16-stochastic"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from zero_training import (
+from deepspeed_training import (
     config,
     digest,
     engine_of,
