@@ -144,8 +144,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             In all cases nothing has been updated. Any other error, such as one of memory, ends with
             how many parameters were updated; the steps of those are counted and of no others.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         engine, groups = self._engine, self.param_groups
         if engine.host is not None:
             engine.select(groups)
