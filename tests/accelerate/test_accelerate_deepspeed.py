@@ -54,15 +54,15 @@ def test_a_configuration_file_with_auto_values_is_filled_in(found):
 @pytest.mark.parametrize(
     ("case", "line"),
     [
-        ("contradiction", '"bf16_optimizer_states": False (in bf16)'),
-        ("disabled", '"enabled": False (in bf16)'),
+        ("contradiction", '"bf16_optimizer_states": false (in bf16)'),
+        ("disabled", '"enabled": false (in bf16)'),
         ("fp32 sums", '"grad_accum_dtype": "fp32" (in data_types)'),
         ("offload", '"device": "cpu" (in zero_optimization.offload_optimizer)'),
         ("offloaded weights", '"device": "nvme" (in zero_optimization.offload_param)'),
         ("optimizer", '"optimizer": {...}'),
         ("no ZeRO", "zero_optimization.stage is 0"),
         ("tensor parallelism", '"autotp_size": 2 (in tensor_parallel)'),
-        ("ZeRO++", '"zero_quantized_weights": True (in zero_optimization)'),
+        ("ZeRO++", '"zero_quantized_weights": true (in zero_optimization)'),
         ("keep_fp32", "keeps 2 parameters in float32 ('1.bias'"),
         ("released", "release_gradients=True cannot be combined"),
     ],

@@ -48,7 +48,7 @@ def test_a_fit_that_was_resumed_ends_with_the_bits_of_one_that_was_not(found):
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("flags", '"enabled": False (in bf16)'),
+        ("flags", '"enabled": false (in bf16)'),
         ("keep_fp32", "keeps 2 parameters in float32 ('network.1.bias'"),
         ("no ZeRO", "zero_optimization.stage is 0"),
         ("offload", '"device": "cpu" (in zero_optimization.offload_optimizer)'),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["FLAGS", "check_engine", "deepspeed_config"]
@@ -16,7 +17,7 @@ FLAGS = {
 """What the section ``bf16`` of a configuration has to say."""
 
 _ZERO = "zero_optimization"
-_SECTIONS = '"bf16": ' + str(FLAGS).replace("'", '"').replace("True", "true")
+_SECTIONS = f'"bf16": {json.dumps(FLAGS)}'
 
 # Path of an option, the values with which it changes nothing, and what works instead.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -108,6 +109,8 @@ def deepspeed_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f'ZeRO: write "{_ZERO}": {{"stage": 1}}, 2 or 3. Without ZeRO use DDP and no DeepSpeed'
         )
     section = config["bf16"] = config.get("bf16") or {}
+    if not isinstance(section, dict):
+        raise ValueError(_line("bf16", section) + f" must be a section: write {_SECTIONS}")
     for name, value in FLAGS.items():
         if section.get(name, "auto") not in (value, "auto"):
             raise ValueError(
@@ -179,12 +182,7 @@ def _get(config: Mapping[str, Any], path: str) -> Any:
 
 def _line(path: str, value: Any) -> str:
     """How messages call a line of the configuration."""
-    names: Sequence[str] = path.split(".")
-    shown = str(value) if not isinstance(value, str) else f'"{value}"'
-    if isinstance(value, Mapping):
-        shown = "{...}"
-    return (
-        f'"{names[-1]}": {shown}'
-        + (f" (in {'.'.join(names[:-1])})" if names[1:] else "")
-        + " of DeepSpeed's configuration"
-    )
+    *sections, name = path.split(".")
+    shown = "{...}" if isinstance(value, Mapping) else json.dumps(value, default=str)
+    where = f" (in {'.'.join(sections)})" if sections else ""
+    return f'"{name}": {shown}{where} of DeepSpeed\'s configuration'
