@@ -35,9 +35,11 @@ def attach(engine: Any) -> None:
 
     Example:
         >>> optimizer = torch_bf16.AdamW(torch_bf16.param_groups(model), lr=1e-4)
-        >>> config = torch_bf16.deepspeed_config(config)
-        >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        >>> torch_bf16.attach(engine)
+        >>> config = torch_bf16.deepspeed_config({"zero_optimization": {"stage": 2}})
+        >>> engine, *_ = deepspeed.initialize(  # doctest: +SKIP
+        ...     model=model, optimizer=optimizer, config=config
+        ... )
+        >>> torch_bf16.attach(engine)  # doctest: +SKIP
     """
     zero = check_engine(engine)
     optimizer = zero.optimizer

@@ -2,7 +2,8 @@
 
 :class:`Shard` is the contract, and what holds of a parameter that nobody has sharded.
 :mod:`.dtensor` has it for ``fully_shard`` (FSDP2) and tensor parallelism, :mod:`.fsdp1` for
-``FullyShardedDataParallel``. A shard is made when a step is planned, and asked from then on.
+``FullyShardedDataParallel``, :mod:`.deepspeed` for ZeRO's flat tensors, which hold parts of many. A
+shard is made when a step is planned, and asked from then on.
 """
 
 from __future__ import annotations
