@@ -17,7 +17,7 @@ from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
 from .optimizers import inner, ours, owns
 from .recipe_options import BF16RecipeKwargs, from_environment
-from .refusals import refuse_accumulation, refuse_wrapped
+from .refusals import refuse_accumulation, refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
 
 __all__ = ["Preparation"]
@@ -49,6 +49,7 @@ class Preparation:
         self._converted: list[Any] = []
         self._adapted: list[nn.Module] = []
         self._recipes: dict[int, torch_bf16.Recipe] = {}
+        self._engines: list[Any] = []
 
     def run(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """Convert optimizers and cast models, in place. What was done before is not done again.
@@ -90,6 +91,30 @@ class Preparation:
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 
+    def get_ready_for_deepspeed(
+        self, new_models: Iterable[nn.Module], schedulers: Iterable[Any]
+    ) -> None:
+        """Let the groups of what was converted be flattened, or refuse what cannot be.
+
+        Args:
+            new_models: only read; DeepSpeed casts them.
+            schedulers: of the optimizers; they learn of new groups.
+        """
+        fp32: dict[str, Any] = {}
+        for model in new_models:
+            keep = (*self._recipe.keep_fp32, *fp32_parts(model))
+            recipe = torch_bf16.get_recipe(self._recipe, keep_fp32=keep)
+            fp32 |= torch_bf16.fp32_parameters(model, recipe)
+        refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
+        for optimizer in self._optimizers:
+            if optimizer.recipe.vectors == "exact":
+                torch_bf16.separate_vectors(optimizer, schedulers)
+
+    def note_engine(self, engine: Any) -> None:
+        """Report an engine that was attached; its optimizer has DeepSpeed's parameters now."""
+        self._engines.append(engine)
+        self._optimizers, self._converted = [], []
+
     def fp32_groups(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
         """The modules of unsharded models that FSDP2 shall shard by themselves."""
         found = []
@@ -128,6 +153,13 @@ class Preparation:
 
     def report(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""
+        for engine in self._engines:
+            described = torch_bf16.describe(engine.module, engine.optimizer.optimizer)
+            yield (
+                f"{self._line(described)}; ZeRO-{engine.zero_optimization_stage()} divides that "
+                f"among {engine.dp_world_size} processes, and DeepSpeed adds up and clips "
+                "gradients in bfloat16"
+            )
         silent = [each for each in self._cast if any(True for _ in each.parameters())]
         for optimizer, trained in self._news():
             silent = [each for each in silent if each not in trained]

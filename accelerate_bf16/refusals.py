@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from .modes import LAUNCHED, MEANT
 
 _ENGINES = {
-    "DEEPSPEED": "DeepSpeed brings an optimizer of its own for fp16 and bf16 only, so that "
-    "it would train in fp32 under this name",
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
     "only, so that it would train in fp32 under this name",
     "XLA": "the updates have no XLA backend",
@@ -89,6 +87,22 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
             f"mixed_precision={mode!r} was given a model that is already wrapped in "
             "DistributedDataParallel; its gradient hooks would not survive the cast to bf16. Pass "
             "the bare model: prepare wraps it"
+        )
+
+
+def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None) -> None:
+    """Raise if parameters shall stay in fp32, or gradients be released, under DeepSpeed."""
+    if names := sorted(fp32):
+        raise NotImplementedError(
+            f"mixed_precision={mode!r} keeps {len(names)} parameters in float32 ({names[0]!r}; "
+            "keep_fp32, batch norm, _keep_in_fp32_modules_strict), and DeepSpeed casts all to "
+            "bfloat16. Train this model with FSDP2, fsdp_version=2, or DDP. Nothing was prepared"
+        )
+    if release:
+        raise NotImplementedError(
+            f"release_gradients=True cannot be combined with mixed_precision={mode!r} under "
+            "DeepSpeed, which reduces gradients and takes the step: leave it out (BF16_RELEASE_"
+            "GRADIENTS in the environment). Nothing was prepared"
         )
 
 

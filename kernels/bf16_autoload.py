@@ -41,11 +41,15 @@ _ACCELERATE = "accelerate_bf16._patches"
 TARGETS: dict[str, str] = {
     "lightning.fabric.connector": _LIGHTNING,
     "lightning.fabric.fabric": _LIGHTNING,
+    "lightning.fabric.strategies.deepspeed": _LIGHTNING,
     "lightning.pytorch.callbacks.weight_averaging": _LIGHTNING,
+    "lightning.pytorch.strategies.deepspeed": _LIGHTNING,
     "lightning.pytorch.trainer.connectors.accelerator_connector": _LIGHTNING,
     "lightning_fabric.connector": _LIGHTNING,
     "lightning_fabric.fabric": _LIGHTNING,
+    "lightning_fabric.strategies.deepspeed": _LIGHTNING,
     "pytorch_lightning.callbacks.weight_averaging": _LIGHTNING,
+    "pytorch_lightning.strategies.deepspeed": _LIGHTNING,
     "pytorch_lightning.trainer.connectors.accelerator_connector": _LIGHTNING,
     "accelerate.accelerator": _ACCELERATE,
     "accelerate.commands.config.config_utils": _ACCELERATE,
@@ -58,6 +62,7 @@ TARGETS: dict[str, str] = {
     "accelerate.utils.dataclasses": _ACCELERATE,
     "accelerate.utils.fsdp_utils": _ACCELERATE,
     "accelerate.utils.launch": _ACCELERATE,
+    "transformers.integrations.deepspeed": _ACCELERATE,
     "transformers.trainer": _ACCELERATE,
     "transformers.training_args": _ACCELERATE,
 }

@@ -52,6 +52,8 @@ class PrecisionBody(_Base):
         seed: seed of the rounding noise, the same on every rank.
         backend: what takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``; None for the best
             that works.
+        vectors: ``"like_matrices"`` keeps parameters of one dimension in the formats of the others,
+            which DeepSpeed may need.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             on a single device, without accumulation and without ``gradient_clip_val``.
         release_max_norm: how gradients that are released are clipped; None does not clip.
@@ -79,6 +81,7 @@ class PrecisionBody(_Base):
         keep_fp32: Sequence[Any] = (),
         seed: int | None = None,
         backend: str | None = None,
+        vectors: str | None = None,
         release_gradients: bool = False,
         release_max_norm: float | None = None,
         release_norm: str = "parameter",
@@ -87,7 +90,7 @@ class PrecisionBody(_Base):
         if compute not in _COMPUTE:
             raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(_COMPUTE)}")
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        others = {"accumulate": accumulate, "seed": seed, "backend": backend}
+        others = {"accumulate": accumulate, "seed": seed, "backend": backend, "vectors": vectors}
         given: dict[str, Any] = {**formats, **others}
         overrides = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
@@ -108,13 +111,21 @@ class PrecisionBody(_Base):
 
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
-        torch_bf16.cast_model(module, self.recipe)
-        torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
+        self.cast(module)
+        self.carry(module)
         if all(ref() is not module for ref in self._modules):
             _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice))
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
         self._modules.append(weakref.ref(module))
         return module
+
+    def cast(self, module: Module) -> None:
+        """The first half of :meth:`convert_module`."""
+        torch_bf16.cast_model(module, self.recipe)
+
+    def carry(self, module: Module) -> None:
+        """Let a module that was cast work wherever it is called."""
+        torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:

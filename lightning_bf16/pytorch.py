@@ -1,13 +1,14 @@
 """The plugin and the callback for the Trainer of ``lightning.pytorch``."""
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
 
+from .deepspeed import DeepSpeedBody
 from .monitor import MonitorBody
 from .train_modes import TrainModesBody
 from .trainer import TrainerBody
 
-__all__ = ["BF16Monitor", "BF16Precision"]
+__all__ = ["BF16DeepSpeedPrecision", "BF16Monitor", "BF16Precision"]
 
 
 class _TrainModes(TrainModesBody, Callback):
@@ -17,6 +18,10 @@ class _TrainModes(TrainModesBody, Callback):
 class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
     __doc__ = TrainerBody.__doc__
     _train_modes = _TrainModes
+
+
+class BF16DeepSpeedPrecision(DeepSpeedBody, TrainerBody, DeepSpeedPrecision):
+    """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""
 
 
 class BF16Monitor(MonitorBody, Callback):

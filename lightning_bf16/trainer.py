@@ -45,7 +45,7 @@ class TrainerBody(PrecisionBody):
         trainer = _trainer_of(module)
         stage = None if trainer is None or trainer.state.fn is None else trainer.state.fn.value
         before = [p.dtype for p in module.parameters()]
-        self._outputs = Fp32Outputs(module)
+        self._outputs = Fp32Outputs(module, getattr(self, "engine_context", nullcontext))
         self._trainer = trainer if stage == "fit" else None
         super().convert_module(module)
         if trainer is not None:

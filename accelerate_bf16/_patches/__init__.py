@@ -48,8 +48,12 @@ REPLACED: dict[str, dict[str, Any]] = {
     "accelerate.utils.launch": {
         "prepare_multi_gpu_env": commands.mean_it,
         "prepare_simple_launcher_cmd_env": commands.mean_it,
+        "prepare_deepspeed_cmd_env": commands.mean_it,
     },
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
+    "transformers.integrations.deepspeed": {
+        "HfTrainerDeepSpeedConfig.trainer_config_process": trainer.trainer_config_process
+    },
     "transformers.trainer": {
         "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
         "Trainer.get_optimizer_cls_and_kwargs": trainer.get_optimizer_cls_and_kwargs,

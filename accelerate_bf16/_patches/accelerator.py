@@ -14,6 +14,7 @@ from accelerate_bf16 import refusals
 from accelerate_bf16.modes import MODES, ModeName, canonical
 from bf16_autoload import Patches
 
+from .deepspeed import attach, schedulers, uses_deepspeed
 from .fsdp import separate_groups
 
 if TYPE_CHECKING:
@@ -23,19 +24,25 @@ _current: Preparation | None = None
 """The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
 
 
-def _in_our_modes(ours: Callable[..., Any]) -> Callable[[Any], Any]:
+def _in_our_modes(
+    ours: Callable[..., Any], *, under_deepspeed: bool = True
+) -> Callable[[Any], Any]:
     """``ours(original, accelerator, mode, ...)`` in our modes, the original in Accelerate's."""
 
     def make(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             mode = _current.mode if _current is not None else canonical(self.state._mixed_precision)
-            if mode is None:
+            if mode is None or (not under_deepspeed and uses_deepspeed(self)):
                 return original(self, *args, **kwargs)
             return ours(original, self, mode, *args, **kwargs)
 
         return method
 
     return make
+
+
+# DeepSpeed casts the model, and clips by itself.
+_without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
 
 
 def init(original: Any) -> Any:
@@ -70,8 +77,9 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
 
     @functools.wraps(stock.fget)
     def mixed_precision(self: Any) -> Any:
-        name = stock.fget(self)
-        return name if canonical(name) is None else ModeName(name)
+        # Under DeepSpeed Accelerate says "bf16", as its configuration does.
+        mode = canonical(self.state._mixed_precision)
+        return stock.fget(self) if mode is None else ModeName(mode)
 
     mixed_precision._replaced_by = patches  # pyright: ignore[reportAttributeAccessIssue]
     patches.set(module.Accelerator, "mixed_precision", property(mixed_precision))
@@ -89,6 +97,16 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         # Also those that an Accelerator has prepared: it may have been one without our mode.
         given = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
+        if uses_deepspeed(accelerator):
+            if not optimizers:
+                return original(accelerator, *args, **kwargs)
+            preparation.convert(given, optimizers)
+            preparation.get_ready_for_deepspeed(given, schedulers(args))
+            for model in given:
+                models.wrap_forward(model, models.autocast(accelerator))
+            result = original(accelerator, *args, **kwargs)
+            preparation.note_engine(attach(accelerator))
+            return result
         if _fsdp_version(accelerator) != 2:
             preparation.run(given, optimizers)
             return original(accelerator, *args, **kwargs)
@@ -109,7 +127,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         return result
 
 
-@_in_our_modes
+@_without_deepspeed
 def prepare_model(
     original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -134,7 +152,7 @@ def prepare_model(
         return prepared
 
 
-@_in_our_modes
+@_without_deepspeed
 def prepare_optimizer(
     original: Any, accelerator: Any, mode: str, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -144,7 +162,7 @@ def prepare_optimizer(
         return original(accelerator, optimizer, *args, **kwargs)
 
 
-@_in_our_modes
+@_without_deepspeed
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
     """The context of the wrapped forward, for modules that are called outside it."""
     from accelerate_bf16 import models
@@ -152,7 +170,7 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
     return models.autocast(accelerator, autocast_handler)
 
 
-@_in_our_modes
+@_without_deepspeed
 def clip_grad_norm_(
     original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> Any:
@@ -169,7 +187,7 @@ def clip_grad_norm_(
     return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
 
 
-@_in_our_modes
+@_without_deepspeed
 def clip_grad_value_(
     original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
 ) -> Any:

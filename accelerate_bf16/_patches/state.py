@@ -10,6 +10,7 @@ from accelerate_bf16.refusals import refuse_engine, refuse_scripts_mode
 from accelerate_bf16.report import show
 from bf16_autoload import Patches
 
+from .deepspeed import complete_configs
 from .enums import add_member
 
 
@@ -57,9 +58,9 @@ def init(original: Any) -> Any:
             if first and line and self.is_main_process:
                 show(line)
             return
-        for engine in ("DEEPSPEED", "MEGATRON_LM"):
-            if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
-                refuse_engine(mode, engine)
+        if os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false").lower() == "true":
+            refuse_engine(mode, "MEGATRON_LM")
+        complete_configs(kwargs.get("deepspeed_plugin"))
         plugin = kwargs.get("fsdp_plugin")
         own = getattr(plugin, "mixed_precision_policy", None)
         # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.

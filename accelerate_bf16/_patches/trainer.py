@@ -30,12 +30,24 @@ def get_optimizer_cls_and_kwargs(original: Any) -> Any:
     """Let the Trainer make AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
 
     def get_optimizer_cls_and_kwargs(args: Any, *further: Any, **named: Any) -> Any:
-        if str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS:
+        if _name(args.optim) in OPTIMIZERS:
             args = copy.copy(args)
             args.optim = type(args.optim)("adamw_torch")
         return original(args, *further, **named)
 
     return get_optimizer_cls_and_kwargs
+
+
+def trainer_config_process(original: Any) -> Any:
+    """Let ``"auto"`` for bf16 in DeepSpeed's configuration mean what the mode needs."""
+
+    def trainer_config_process(self: Any, args: Any, *further: Any, **named: Any) -> Any:
+        if _mode_of(args, launched()) is not None:
+            args = copy.copy(args)
+            args.bf16 = True
+        return original(self, args, *further, **named)
+
+    return trainer_config_process
 
 
 def get_reporting_integration_callbacks(original: Any) -> Any:
@@ -73,9 +85,8 @@ def post_init(original: Any) -> Any:
             del os.environ[LAUNCHED]
         asked = launched()
         original(self)
-        optimizer = str(getattr(self.optim, "value", self.optim))
         own = getattr(self, "mixed_precision", None)
-        mode = OPTIMIZERS.get(optimizer) or asked or canonical(own)
+        mode = _mode_of(self, asked)
         if mode is None:
             return
         refuse_arguments(mode, self, asked)
@@ -90,3 +101,13 @@ def post_init(original: Any) -> Any:
         self.bf16_full_eval = False
 
     return __post_init__
+
+
+def _mode_of(arguments: Any, asked: str | None) -> str | None:
+    """The mode that arguments name, or the launcher."""
+    own = canonical(getattr(arguments, "mixed_precision", None))
+    return OPTIMIZERS.get(_name(arguments.optim)) or asked or own
+
+
+def _name(optimizer: Any) -> str:
+    return str(getattr(optimizer, "value", optimizer))

@@ -24,8 +24,10 @@ from .model.carried_autocast import carry_autocast, inside_step
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.residuals import sync_masters
+from .model.vector_groups import separate_vectors
 from .optim.adafactor import Adafactor
 from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam
+from .optim.attach import attach
 from .optim.exact_weights import exact_weights
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
@@ -35,6 +37,7 @@ from .optim.train_mode import averaged, follow
 from .optim.unconverted import warn_unconverted
 from .prepare import prepare
 from .recipe import RECIPES, Recipe, get_recipe
+from .sharding import deepspeed_config
 from .tools.describe import Description, describe
 from .tools.monitor import LayerUpdate, UpdateMonitor
 
@@ -66,12 +69,14 @@ __all__ = [
     "StateMismatchError",
     "UpdateMonitor",
     "accumulate_gradients",
+    "attach",
     "averaged",
     "carry_autocast",
     "cast_model",
     "clip_grad_norm_",
     "clip_next_step",
     "convert",
+    "deepspeed_config",
     "describe",
     "ema_multi_avg_fn",
     "exact_weights",
@@ -86,6 +91,7 @@ __all__ = [
     "prepare",
     "release_gradients",
     "save_checkpoint",
+    "separate_vectors",
     "sync_masters",
     "total_norm",
     "warn_unconverted",

@@ -12,11 +12,13 @@ import torch
 from .argument_checks import check_backend
 from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
-__all__ = ["ACCUMULATIONS", "RECIPES", "Recipe", "get_recipe"]
+__all__ = ["ACCUMULATIONS", "RECIPES", "VECTORS", "Recipe", "get_recipe"]
 
 ACCUMULATIONS = ("bf16_nearest", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
 
+VECTORS = ("exact", "like_matrices")
+"""How bf16 parameters with at most one dimension can be kept."""
 
 _FAULTS = {
     "is a format for weights": list(ROLES["weights"]),
@@ -31,7 +33,8 @@ class Recipe:
     A recipe speaks of bf16 parameters with two or more dimensions. Two kinds of parameters are
     never compressed: fp32 ones keep everything in fp32, and bf16 ones with at most one dimension
     (norm gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and fp32 moments,
-    because near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that.
+    because near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that; ``vectors``
+    changes the latter.
 
     Attributes:
         name: shown to users and stored in checkpoints.
@@ -51,6 +54,8 @@ class Recipe:
         keep_fp32: modules whose parameters ``cast_model`` leaves in fp32: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
             parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
+        vectors: ``exact``, or ``like_matrices`` for bf16 parameters with at most one dimension in
+            the formats of the others, for a host that keeps both in one tensor (DeepSpeed's ZeRO).
         seed: seed of the rounding noise. The same on every replica.
         backend: name of the backend that takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``;
             None for what ``TORCH_BF16_BACKEND`` says, else the best that works. An optimizer's own
@@ -70,6 +75,7 @@ class Recipe:
     seed: int = 0
     accumulate: str = "bf16_nearest"
     backend: str | None = field(default=None, compare=False)
+    vectors: str = "exact"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -83,6 +89,11 @@ class Recipe:
             raise ValueError(
                 f"accumulate={self.accumulate!r} is no format for a sum of gradients; use one of "
                 + ", ".join(ACCUMULATIONS)
+            )
+        if self.vectors not in VECTORS:
+            raise ValueError(
+                f"vectors={self.vectors!r} is no way to keep parameters of one dimension; use one "
+                f"of {', '.join(VECTORS)}"
             )
         if isinstance(self.keep_fp32, (str, type)):
             raise ValueError(
@@ -133,7 +144,7 @@ class Recipe:
             weights = self.format_of("weights", shape)
             return weights if len(weights.planes) == 1 else FP32
         chosen = ROLES[role][getattr(self, role)]
-        if len(shape) > 1:
+        if len(shape) > 1 or self.vectors == "like_matrices":
             return chosen.fitting(shape)
         if role != "weights":
             return FP32

@@ -9,7 +9,7 @@ from typing import Any
 import torch_bf16
 from bf16_autoload import Patches
 
-from . import connectors, fabric_methods, weight_averaging
+from . import connectors, deepspeed_strategy, fabric_methods, weight_averaging
 
 __all__ = ["REPLACED", "on_import", "patches"]
 
@@ -23,6 +23,10 @@ _fabric = functools.partial(connectors.choose, "_precision_input", "_precision_i
 REPLACED: dict[str, dict[str, Any]] = {
     "accelerator_connector": {"_AcceleratorConnector._check_and_init_precision": _trainer},
     "connector": {"_Connector._check_and_init_precision": _fabric},
+    "deepspeed": {
+        "DeepSpeedStrategy._initialize_engine": deepspeed_strategy.make_engine,
+        "DeepSpeedStrategy._setup_model_and_optimizer": deepspeed_strategy.make_engine,
+    },
     "fabric": {
         "Fabric.setup": fabric_methods.setup,
         "Fabric.setup_module": fabric_methods.setup_module,
@@ -43,7 +47,9 @@ def on_import(module: ModuleType) -> None:
     """Patch one of the host modules that ``bf16_autoload.TARGETS`` lists for this plugin."""
     name = module.__name__.rpartition(".")[2]
     for path, make in REPLACED[name].items():
-        patches.replace(module, path, make)
+        # Fabric's strategy has one of two names, the Trainer's the other.
+        if name != "deepspeed" or hasattr(module.DeepSpeedStrategy, path.rpartition(".")[2]):
+            patches.replace(module, path, make)
     if name == "connector":
         # One object in all packages, and every module has imported it: it grows where it is.
         precisions: Any = vars(module)["_PRECISION_INPUT_STR"]

@@ -13,7 +13,6 @@ __all__ = ["choose"]
 
 _XLA = "the fused optimizer step does not run on XLA devices"
 _REFUSED = {
-    "DeepSpeedStrategy": "DeepSpeed's engine owns the optimizer and its own fp32 masters",
     "SingleDeviceXLAStrategy": _XLA,
     "XLAStrategy": _XLA,
     "XLAFSDPStrategy": _XLA,
@@ -34,7 +33,8 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
         named = given is None and isinstance(name, str) and name in torch_bf16.RECIPES
         if not named and not isinstance(given, PrecisionBody):
             return original(connector)
-        own = importlib.import_module(f"lightning_bf16.{family[-1]}").BF16Precision
+        host = importlib.import_module(f"lightning_bf16.{family[-1]}")
+        own = host.BF16Precision
         plugin: Any = own(name) if named else given
         strategy = type(connector.strategy)
         for kind in strategy.__mro__:
@@ -44,7 +44,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                     f"{_REFUSED[kind.__name__]}. Use strategy='ddp', FSDP2 or tensor parallelism "
                     "through ModelParallelStrategy, or precision='bf16-true'"
                 )
-        if not isinstance(plugin, own):
+        if not isinstance(plugin, (own, host.BF16DeepSpeedPrecision)):
             # Fabric, say, takes a Trainer's plugin and never calls its connect.
             kind = type(plugin)
             raise TypeError(
@@ -52,6 +52,20 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                 f"calls other methods of it. Use {own.__module__}.BF16Precision with the same "
                 "options"
             )
+        if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
+            return _under_deepspeed(plugin, host.BF16DeepSpeedPrecision, connector.strategy.config)
         return plugin
 
     return _check_and_init_precision
+
+
+def _under_deepspeed(plugin: Any, kind: type, config: Any) -> Any:
+    """The plugin with the same options for DeepSpeed's engine, whose configuration is checked."""
+    if plugin.release is not None:
+        raise NotImplementedError(
+            "release_gradients=True cannot be used with DeepSpeedStrategy, which reduces gradients "
+            "and takes the step: leave it out"
+        )
+    if isinstance(config, dict):
+        torch_bf16.deepspeed_config(config)
+    return kind(plugin.recipe, compute=plugin.compute)

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from torch.nn import Module
 
 import torch_bf16
+from lightning_bf16.deepspeed import DeepSpeedBody
 from lightning_bf16.precision import PrecisionBody
 
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
@@ -24,7 +25,8 @@ def _with_our_plugins(ours: Callable[..., Any]) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         def method(fabric: Any, *args: Any, **options: Any) -> Any:
             plugin = fabric.strategy.precision
-            if not isinstance(plugin, PrecisionBody):
+            # DeepSpeed's engine gets its optimizer from the strategy.
+            if not isinstance(plugin, PrecisionBody) or isinstance(plugin, DeepSpeedBody):
                 return original(fabric, *args, **options)
             return ours(partial(original, fabric), fabric, plugin, *args, **options)
 

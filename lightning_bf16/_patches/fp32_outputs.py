@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,8 +44,10 @@ class Fp32Outputs:
     the strategies, also those that redirect a step through DDP's forward, look up by name.
     """
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    def __init__(
+        self, module: Module, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self.module, self._context = module, context
         # By method and kept: a new one at each step would make a compiled module compile again.
         self._wrappers: dict[Any, Callable[..., Any]] = {}
 
@@ -63,7 +65,8 @@ class Fp32Outputs:
 
             @functools.wraps(method)
             def call(*args: Any, **kwargs: Any) -> Any:
-                return to_fp32(method(*args, **kwargs))
+                with self._context():
+                    return to_fp32(method(*args, **kwargs))
 
             self._wrappers[method] = call
         return self._wrappers[method]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,7 @@ class Engine:
         captured: plans that CUDA graphs refer to as long as they live.
         accumulation: how gradients are summed, where not by torch.
         release: of gradients inside the backward pass.
+        host: who takes a step by several calls, each with some of the groups; None for nobody.
         data_writes_named: whether the user was told what a write through ``.data`` loses.
     """
 
@@ -66,6 +67,7 @@ class Engine:
         self.captured: list[Plan] = []
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
+        self.host: str | None = None
         self.data_writes_named = False
         self.invalidate()
 
@@ -76,13 +78,27 @@ class Engine:
             else_: what a user is told who tells it something where that comes too late.
 
         Raises:
-            NotImplementedError: gradients are released, and the step was taken within backward().
+            NotImplementedError: gradients are released, and the step was taken within backward(),
+                or a host takes it by several calls.
         """
+        self.check_host()
         if self.release is not None:
             raise NotImplementedError(
                 f"gradients are released, so that the step runs inside backward() and {else_}"
             )
         return self.pending
+
+    def check_host(self) -> None:
+        """Refuse to tell the next step anything where that is not one step of ours.
+
+        Raises:
+            NotImplementedError: a host takes it by several calls.
+        """
+        if self.host is not None:
+            raise NotImplementedError(
+                f"{self.host} steps by several calls and clips by itself, so that its step cannot "
+                "be told anything here: set gradient_clipping in its configuration"
+            )
 
     def invalidate(self) -> None:
         """Drop what was derived from the tensors of the last step."""
@@ -90,6 +106,16 @@ class Engine:
         self.plan: Plan | None = None
         self.setting: Setting | None = None
         self.snapshots: dict[Tensor, Snapshot] = {}
+        self._shown: tuple[int, ...] = ()
+        self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
+
+    def select(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take up the plan of the parameters that a host shows now, and keep that of the last."""
+        shown = tuple(id(each) for group in groups for each in group["params"])
+        if shown != self._shown:
+            self._others[self._shown] = self.setting, self.plan
+            self.setting, self.plan = self._others.pop(shown, (None, None))
+            self._shown = shown
 
     def __getstate__(self) -> dict[str, Any]:
         return {"names": self.names}

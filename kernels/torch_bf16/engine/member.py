@@ -99,11 +99,17 @@ def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:
     """The formats of a parameter's weight and of each of the rule's states.
 
     Raises:
-        NotImplementedError: the parameter is cut within the blocks of one of them.
+        NotImplementedError: the parameter is cut within the blocks of one of them, or is made of
+            tensors of several formats.
     """
     dtype = shard.parameter.dtype
     roles = ("weights", *(state.role for state in rule.states))
-    formats = tuple(recipe.format_of(role, shard.shape, dtype) for role in roles)
-    for each in formats:
+    found = {
+        tuple(recipe.format_of(role, shape, dtype) for role in roles) for shape in shard.shapes
+    }
+    for each in {each for formats in found for each in formats}:
         shard.check_blocks(each.block)
+    formats, *others = found
+    if others:
+        raise NotImplementedError(shard.mixed)
     return formats

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_bf16.sharding import bare_name
+from torch_bf16.sharding import bare_name, is_flat
 from torch_bf16.sharding.zero import Whole
 
 __all__ = ["ParameterNames"]
@@ -51,6 +51,8 @@ class ParameterNames:
         )
 
     def _known(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str | None:
+        if is_flat(groups[group]["params"][position]):
+            return None
         if self.whole is not None and (group, position) not in self.given:
             name = self.whole.name(groups[group]["params"][position])
             if name is not None:

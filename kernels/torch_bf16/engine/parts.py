@@ -81,7 +81,7 @@ class Part:
         self.batch, self.rows = Batch([row.job for row in rows], seed, backend), rows
         self._seed = seed
         self.numbers = np.array([row.number for row in rows], np.int64)
-        self._whole = all(row.job.span.numel == row.member.shard.span.numel for row in rows)
+        self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
         self.copied = not rows[0].member.shard.memory.is_contiguous()
         self.directed = rows[0].member.direction is not None
         self.direct = self._whole and not self.copied and not self.directed

@@ -60,7 +60,8 @@ class Plan:
         rows = [
             Row.of(number, member, piece)
             for number, member in enumerate(members)
-            for piece in member.shard.span.pieces()
+            for span in member.shard.spans
+            for piece in span.pieces()
         ]
         one_batch = alike(rows, lambda row: (row.job.variant, row.alone))
         self._parts = [Part(some, seed, backend) for some in one_batch]

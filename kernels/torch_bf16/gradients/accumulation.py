@@ -90,6 +90,11 @@ def accumulate_gradients(
             f"the parameters cannot be accumulated in {format!r}: their gradients are released "
             "inside backward(), so that nothing adds up. remove() the release first"
         )
+    if engine.host is not None:
+        raise NotImplementedError(
+            f"the parameters cannot be accumulated in {format!r}: {engine.host} adds micro-batches "
+            "up by itself, in bf16. Take larger ones"
+        )
     return GradientAccumulation(optimizer, format, model)
 
 

@@ -153,6 +153,8 @@ def clip_next_step(
         each: [p for group in each.param_groups for p in group["params"]]
         for each in _listed(optimizers, Optimizer, _NO_OPTIMIZER)
     }
+    for engine in filter(None, map(engine_of, owned)):
+        engine.check_host()
     told: dict[Any, Pending] = {
         each: pending for each in owned if (pending := pending_of(each)) is not None
     }

@@ -101,6 +101,8 @@ def release_gradients(
             "FSDP1 reduces them together, into the gradient of a flat parameter. Shard the model "
             "with fully_shard, whose gradients can be released, or step after the backward pass"
         )
+    elif engine.host is not None:
+        why = f"{engine.host} reduces them, and takes the step. Leave that to it"
     elif (sums := engine.accumulation) is not None and sums.format != "bf16_nearest":
         why = (
             f"they are accumulated in {sums.format!r}, and a released gradient is gone after one "

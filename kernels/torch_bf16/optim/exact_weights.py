@@ -119,10 +119,11 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     step = int(state.get(COUNTER, state.get("step", 0)) or 0)
     count = snapshot.writes[1] + 1 if snapshot.writes[0] == step else 0
     snapshot.writes = step, count
-    span = replace(shard.span, name=f"{shard.name}/exact weight {count}")
     planes = [local(parameter).detach(), *(local(state[k]) for k in format_.plane_names("")[1:])]
     encoder = Encoder()
-    encoder.add(format_, planes, taken, span, step + 1)
+    for span in shard.spans:
+        span = replace(span, name=f"{span.name}/exact weight {count}")
+        encoder.add(format_, planes, taken, span, step + 1)
     encoder.run(optimizer.recipe.seed, optimizer.backend)
     # The kernels write through addresses, which autograd does not see.
     torch.autograd.graph.increment_version(parameter)

@@ -162,6 +162,8 @@ class GraphedStep:
         optimizer = self._optimizer
         if optimizer._engine.release is not None:
             raise self._refused("gradients are released: its steps run inside backward()")
+        if (host := optimizer._engine.host) is not None:
+            raise self._refused(f"{host} takes its steps, by several calls each")
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise self._refused(
                 "hooks are registered on its step, and replays would not run them. Remove them, "

@@ -144,11 +144,10 @@ class BF16Optimizer(torch.optim.Optimizer):
             In all cases nothing has been updated. Any other error, such as one of memory, ends with
             how many parameters were updated; the steps of those are counted and of no others.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         engine, groups = self._engine, self.param_groups
+        if engine.host is not None:
+            engine.select(groups)
         # Here and not in _update, which released gradients call once for each parameter.
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(groups):

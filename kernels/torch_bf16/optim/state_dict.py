@@ -194,9 +194,10 @@ def _read(
         for position, key in enumerate(its["params"]):
             if state := state_dict["state"].get(key):
                 parameter, label = group["params"][position], optimizer.label(number, position)
+                shard, options = shard_of(parameter), {**group, **its}
                 if header is None:
                     formats = [
-                        optimizer.recipe.format_of(role, parameter.shape, parameter.dtype)
+                        optimizer.recipe.format_of(role, shard.shape, parameter.dtype)
                         for role in (FIRST_MOMENT, SECOND_MOMENT)
                     ]
                     state = without_stale_rests(state, formats, changes)
@@ -207,7 +208,6 @@ def _read(
                         "its parameters, and load the weights, then the state dict"
                     )
                 state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
-                shard, options = shard_of(parameter), {**group, **its}
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors
-from torch_bf16.sharding import Shard, missing_memory, shard_of
+from torch_bf16.sharding import Shard, is_flat, missing_memory, shard_of
 
 __all__ = [
     "FULLY_DECOUPLED",
@@ -227,7 +227,9 @@ def check_replaced(
         StateMismatchError: one of them seems to have replaced another.
     """
     current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    orphans = [p for p in optimizer.state if isinstance(p, Tensor) and p not in current]
+    known = (p for p in optimizer.state if isinstance(p, Tensor) and p not in current)
+    # DeepSpeed shows one of its flat tensors at a time.
+    orphans = [p for p in known if not is_flat(p)]
     states = optimizer.state
     stateless = [label for each, label in labels.items() if not dict.get(states, each)]
     if orphans and stateless:

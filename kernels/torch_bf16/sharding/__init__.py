@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .deepspeed import (
+    FlatShard,
+    PartitionedShard,
+    alias_masters,
+    is_flat,
+    is_partitioned,
+    register_flats,
+)
+from .deepspeed_engine import check_engine, deepspeed_config
 from .dtensor import DTensorShard, reshard
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
@@ -19,15 +28,20 @@ __all__ = [
     "Parameters",
     "Shard",
     "Span",
+    "alias_masters",
     "all_same",
     "bare_name",
+    "check_engine",
+    "deepspeed_config",
     "is_dtensor",
+    "is_flat",
     "is_whole",
     "local",
     "missing_memory",
     "no_torch_function",
     "place_like",
     "register",
+    "register_flats",
     "reshard",
     "same_memory",
     "saved_names",
@@ -48,6 +62,8 @@ def is_whole(parameter: Tensor) -> bool:
         type(parameter) in PLAIN
         and (parameter.grad is None or type(parameter.grad) is Tensor)
         and not is_part(parameter)
+        and not is_flat(parameter)
+        and not is_partitioned(parameter)
     )
 
 
@@ -55,11 +71,18 @@ def shard_of(parameter: Tensor, name: str = "") -> Shard:
     """What this rank holds of a parameter, whoever has sharded it.
 
     Args:
-        parameter: plain, a DTensor, or what FSDP1 has left of one.
+        parameter: plain, a DTensor, what FSDP1 or ZeRO-3 has left of one, or a flat tensor of
+            DeepSpeed.
         name: what keys its noise.
     """
-    kind = DTensorShard if is_dtensor(parameter) else Fsdp1Shard if is_part(parameter) else None
-    if kind is None:
-        return Shard(parameter, name)
-    settle_at_exit()
-    return kind(parameter, name)
+    kinds = (
+        (is_dtensor, DTensorShard),
+        (is_part, Fsdp1Shard),
+        (is_flat, FlatShard),
+        (is_partitioned, PartitionedShard),
+    )
+    for applies, kind in kinds:
+        if applies(parameter):
+            settle_at_exit()
+            return kind(parameter, name)
+    return Shard(parameter, name)

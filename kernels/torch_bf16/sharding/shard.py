@@ -2,7 +2,8 @@
 
 :class:`Shard` is the contract, and what holds of a parameter that nobody has sharded.
 :mod:`.dtensor` has it for ``fully_shard`` (FSDP2) and tensor parallelism, :mod:`.fsdp1` for
-``FullyShardedDataParallel``. A shard is made when a step is planned, and asked from then on.
+``FullyShardedDataParallel``, :mod:`.deepspeed` for ZeRO's flat tensors, which hold parts of many. A
+shard is made when a step is planned, and asked from then on.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Shard:
         takes_parts: whether states also come as this rank's part alone, of the memory's shape.
         takes_part_without_gradient: whether a rank that holds nothing of it has no gradient, and
             is waited for all the same where its group sums something up.
+        loads_states_first: whether a checkpoint's states come before the weights that they are of.
+        mixed: why it cannot hold numbers of several formats, if it is made of several tensors.
     """
 
     sharded: ClassVar[bool] = False
@@ -41,6 +44,8 @@ class Shard:
     can_gather: ClassVar[bool] = True
     takes_parts: ClassVar[bool] = False
     takes_part_without_gradient: ClassVar[bool] = False
+    loads_states_first: ClassVar[bool] = False
+    mixed: ClassVar[str] = ""
 
     def __init__(self, parameter: Tensor, name: str = "") -> None:
         self.parameter, self.name = parameter, name
@@ -68,6 +73,16 @@ class Shard:
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The same as :attr:`span`, of each of the whole tensors that the memory holds parts of."""
+        return (self.span,)
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes of the whole tensors; the same on every rank."""
+        return (self.shape,)
 
     def obstacle(self) -> str | None:
         """Why it cannot be trained, or None where it can."""

@@ -144,6 +144,12 @@ def complete_master(
             "export the checkpoint to fp32: torch_bf16.fp32_state_dict"
         )
     source = stored_format(saved, "")
+    if shard.loads_states_first and source != weights:
+        raise StateMismatchError(
+            f"the state of {label} has {', '.join(saved)}, and weights={weights.name!r} of recipe "
+            f"{recipe.name!r} are kept in another format: DeepSpeed loads states before the "
+            "weights that they belong to. Resume with the recipe that was saved"
+        )
     if source is None or len(source.planes) != len(saved) + 1:
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(

@@ -1,0 +1,85 @@
+"""An optimizer of ours inside DeepSpeed's engine: what its flat tensors are made of, and checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bf16.engine.member import formats_of
+from torch_bf16.rules import STORE
+from torch_bf16.sharding import alias_masters, check_engine, register_flats, shard_of
+
+from .optimizer import BF16Optimizer
+
+__all__ = ["attach"]
+
+
+def attach(engine: Any) -> None:
+    """Let the optimizer inside a DeepSpeed engine know what its flat tensors are made of.
+
+    ZeRO 1, 2 and 3 lay parameters end to end and hand the optimizer this rank's part of the row;
+    formats follow from each parameter's shape, and noise from its name. The bf16 master copy that
+    DeepSpeed keeps becomes an alias of the weights, which saves 2 bytes per parameter and rank.
+    Call it after ``deepspeed.initialize``, before the first step and before ``load_checkpoint``;
+    again is harmless. See ``docs/deepspeed.md``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first; its optimizer's memory is changed.
+
+    Raises:
+        ValueError: the optimizer inside is none of ours, or DeepSpeed was configured in another
+            way than :func:`deepspeed_config` does.
+        NotImplementedError: the engine, the optimizer or its recipe has what cannot be trained
+            under ZeRO. In both cases nothing has been changed.
+
+    Example:
+        >>> optimizer = torch_bf16.AdamW(torch_bf16.param_groups(model), lr=1e-4)
+        >>> config = torch_bf16.deepspeed_config({"zero_optimization": {"stage": 2}})
+        >>> engine, *_ = deepspeed.initialize(  # doctest: +SKIP
+        ...     model=model, optimizer=optimizer, config=config
+        ... )
+        >>> torch_bf16.attach(engine)  # doctest: +SKIP
+    """
+    zero = check_engine(engine)
+    optimizer = zero.optimizer
+    _check_optimizer(optimizer)
+    flats = register_flats(zero)
+    for group in optimizer.param_groups:
+        for flat in flats:
+            formats_of(shard_of(flat), optimizer.rule_of(group), optimizer.recipe)
+    alias_masters(zero)
+    optimizer._engine.host = "DeepSpeed"
+    optimizer._engine.invalidate()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    name, convert = type(optimizer).__name__, "torch_bf16.convert(optimizer, recipe, model=model)"
+    if not isinstance(optimizer, BF16Optimizer):
+        raise ValueError(
+            f"attach found a {name} inside of DeepSpeed's engine, which is none of torch_bf16: "
+            f"give deepspeed.initialize(optimizer=...) torch_bf16.AdamW(...), or call {convert} "
+            "before it"
+        )
+    recipe = optimizer.recipe
+    rules = [optimizer.rule_of(group) for group in optimizer.param_groups]
+    if any(rule is STORE or rule.stage_states for rule in rules):
+        raise NotImplementedError(
+            f"{name} cannot step under DeepSpeed: it looks at whole matrices, or has a step of its "
+            "own, and ZeRO cuts them anywhere. Use AdamW, Adam, Lion or SGD, or FSDP2"
+        )
+    if recipe.keep_fp32:
+        raise NotImplementedError(
+            f"recipe {recipe.name!r} has keep_fp32={recipe.keep_fp32}, and DeepSpeed casts every "
+            "parameter to bf16. Leave keep_fp32 out; vectors are exact all the same"
+        )
+    if recipe.accumulate != "bf16_nearest":
+        raise NotImplementedError(
+            f"accumulate={recipe.accumulate!r} of recipe {recipe.name!r} has no effect under "
+            "DeepSpeed, which adds micro-batches up by itself, in bf16. Leave accumulate out"
+        )
+    if optimizer._engine.release is not None:
+        raise NotImplementedError(
+            "gradients are released inside the backward pass, and DeepSpeed reduces them first. "
+            "Call remove() on the release, or leave release_gradients out"
+        )

@@ -1,0 +1,79 @@
+"""The plugin's body where DeepSpeed's engine casts the model, takes the steps and clips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.nn import Module
+
+import torch_bf16
+
+from ._patches.carried_forward import carry
+
+if TYPE_CHECKING:
+    from .precision import PrecisionBody as _Base
+else:
+    _Base = object
+
+__all__ = ["DeepSpeedBody"]
+
+
+class DeepSpeedBody(_Base):
+    """Stands in front of a body for ``DeepSpeedStrategy``; the connectors choose it."""
+
+    def cast(self, module: Module) -> None:
+        """Nothing: the engine casts."""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Nothing: DeepSpeed switches off what is around its engine."""
+        return nullcontext()
+
+    def engine_context(self) -> AbstractContextManager[Any]:
+        """What forward passes need inside the engine."""
+        return super().forward_context()
+
+    def get_ready(
+        self, config: dict[str, Any], module: Module, optimizer: Any, scheduler: Any
+    ) -> None:
+        """Convert the optimizer, and let its groups be flattened, before the engine is made.
+
+        Args:
+            config: of DeepSpeed; mutated.
+            module: only read.
+            optimizer: mutated.
+            scheduler: of it, or None; learns of new groups.
+
+        Raises:
+            ValueError, NotImplementedError: something cannot be trained; nothing is changed.
+        """
+        complete = torch_bf16.deepspeed_config(config)
+        if names := sorted(torch_bf16.fp32_parameters(module, self.recipe)):
+            raise NotImplementedError(
+                f"precision={self.mode!r} keeps {len(names)} parameters in float32 "
+                f"({names[0]!r}; keep_fp32, batch norm), and DeepSpeed casts all to bfloat16. "
+                "Train this module with ModelParallelStrategy (FSDP2) or DDP"
+            )
+        if not isinstance(optimizer, torch_bf16.BF16Optimizer):
+            torch_bf16.convert(optimizer, self.recipe, model=module)
+        if optimizer.recipe.vectors == "exact":
+            torch_bf16.separate_vectors(optimizer, [] if scheduler is None else [scheduler])
+        config.update(complete)
+
+    def attach_engine(self, engine: Any) -> None:
+        """Attach the engine, and say in one line what is trained how."""
+        torch_bf16.attach(engine)
+        carry(engine.module, lean=self.compute == "bf16")
+        rank_zero_info(
+            f"{torch_bf16.describe(engine.module, engine.optimizer.optimizer)}; "
+            f"ZeRO-{engine.zero_optimization_stage()} divides that among {engine.dp_world_size} "
+            "processes, and DeepSpeed adds up and clips gradients in bfloat16"
+        )
+
+    def convert_optimizers(
+        self, optimizers: Iterable[Any], module: Module | None = None
+    ) -> list[torch_bf16.BF16Optimizer]:
+        """None: :meth:`get_ready` has converted the one that there is."""
+        return []

@@ -1,0 +1,101 @@
+"""DeepSpeed's ZeRO: the bits of plain training, resumed bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed_cases import CASES, bits, everything
+from deepspeed_cases import alone as run_alone
+from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
+
+pytestmark = WITH_DEEPSPEED
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks has found."""
+    folder = tmp_path_factory.mktemp("zero")
+    return on_fresh_ranks(folder, 2, everything, folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_zero_gives_the_bits_of_plain_training(found, case):
+    for rank in found:
+        assert rank["bits"][case] == rank["bits"]["plain"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one rank has found."""
+    (found,) = on_fresh_ranks(tmp_path_factory.mktemp("alone"), 1, run_alone)
+    return found
+
+
+def test_so_it_does_on_one_rank(alone):
+    assert len({*alone["bits"].values()}) == 1
+
+
+def test_so_it_does_on_four(tmp_path):
+    cases = {"sub-groups": CASES["sub-groups"]}
+    for rank in on_fresh_ranks(tmp_path, 4, bits, cases, True):
+        assert rank["sub-groups"] == rank["plain"]
+
+
+def test_small_steps_move_the_weights_as_with_fp32_masters(alone):
+    moved = alone["moved"]
+    assert moved["bf16 to nearest"] < 0.1
+    assert moved["ours"] > 0.7 * moved["fp32 masters"]
+
+
+def test_vectors_can_share_a_group_with_matrices_where_they_are_treated_alike(found):
+    zero, plain = found[0]["like matrices"]
+    assert zero == plain
+
+
+def test_a_model_that_was_made_in_shards_draws_the_same_noise(found):
+    zero, plain = found[0]["made sharded"]
+    assert zero == plain
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(found):
+    for rank in found:
+        for case, (whole, cut) in rank["resumed"].items():
+            assert cut == whole, case
+
+
+def test_states_take_four_bytes_and_the_master_none(found):
+    for rank in found:
+        for each in rank["sizes"].values():
+            assert each["bytes"] == 4 * each["elements"]
+            assert each["aliased"]
+
+
+def test_each_flat_tensor_is_planned_for_once(found):
+    for rank in found:
+        for each in rank["sizes"].values():
+            assert each["plans"] == each["flats"]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("unattached ZeRO-1", "torch_bf16.attach(engine)"),
+        ("unattached ZeRO-3", "torch_bf16.attach(engine)"),
+        ("flags", '"bf16_master_weights_and_grads": true'),
+        ("fp32 sums", '"grad_accum_dtype": "fp32" (in data_types)'),
+        ("no ZeRO", "zero_optimization.stage is 0"),
+        ("torch", "found a AdamW"),
+        ("mixed", "torch_bf16.separate_vectors(optimizer)"),
+        ("int8", "int8 moments cannot be kept under DeepSpeed"),
+        ("keep_fp32", "keep_fp32=('1',)"),
+        ("accumulate", "accumulate='fp32'"),
+        ("Adafactor", "Adafactor cannot step under DeepSpeed"),
+        ("no engine", "engine, *_ = deepspeed.initialize(...)"),
+        ("told", "gradient_clipping"),
+        ("graphed", "DeepSpeed takes its steps"),
+        ("release", "gradients cannot be released: DeepSpeed"),
+        ("sums", "cannot be accumulated in 'fp32': DeepSpeed"),
+        ("right", "nothing was refused"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(found, case, said):
+    assert said in found[0]["refusals"][case]

@@ -1,0 +1,72 @@
+"""DeepSpeed's configuration: completed, or refused by the line; nothing of DeepSpeed is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+import torch_bf16
+
+
+def test_it_gets_what_is_needed_and_the_one_given_stays():
+    given = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "fp16": {}}
+    found = torch_bf16.deepspeed_config(given)
+    assert given["bf16"] == {"enabled": "auto"}
+    assert "zero_allow_untested_optimizer" not in given
+    assert found["zero_allow_untested_optimizer"]
+    assert found["bf16"] == {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
+    assert torch_bf16.deepspeed_config(found) == found
+
+
+@pytest.mark.parametrize("section", [None, {}, {"immediate_grad_update": True}])
+def test_what_else_its_section_says_stays(section):
+    given = {"zero_optimization": {"stage": 3}, "bf16": section}
+    assert torch_bf16.deepspeed_config(given)["bf16"].items() >= (section or {}).items()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ({"optimizer": {"type": "Adam"}}, '"optimizer": {...}'),
+        ({"fp16": {"enabled": True}}, '"enabled": true (in fp16)'),
+        ({"torch_autocast": {"enabled": True}}, '"enabled": true (in torch_autocast)'),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, '"grad_accum_dtype": "fp32"'),
+        ({"bf16": {"bf16_optimizer_states": False}}, '"bf16_optimizer_states": false (in bf16)'),
+        ({"zero_optimization": {}}, "zero_optimization.stage is not set"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0"),
+        ({"zero_optimization": True}, "zero_optimization.stage is not set"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, '"cpu_offload": true'),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow": {...}'),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "hpz_partition_size"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, '"mics_shard_size": 2'),
+        ({"tensor_parallel": {"autotp_size": 4}}, '"autotp_size": 4 (in tensor_parallel)'),
+        ({"compile": {"deepcompile": True}}, '"deepcompile": true (in compile)'),
+    ],
+)
+def test_a_line_that_cannot_be_is_named(lines, said):
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        torch_bf16.deepspeed_config({"zero_optimization": {"stage": 1}, **lines})
+    assert said in f"{error.value}"
+
+
+@pytest.mark.parametrize("given", ["ds.json", None, 3])
+def test_what_is_no_configuration_is_refused(given):
+    with pytest.raises(ValueError, match="deepspeed_config takes a dict, not"):
+        torch_bf16.deepspeed_config(given)
+
+
+@pytest.mark.parametrize("section", ["yes", True])
+def test_a_section_that_is_none_is_refused(section):
+    with pytest.raises(ValueError, match="bf16"):
+        torch_bf16.deepspeed_config({"zero_optimization": {"stage": 1}, "bf16": section})
+
+
+def test_vectors_can_be_kept_like_matrices():
+    recipe = torch_bf16.get_recipe("bf16-stochastic", vectors="like_matrices")
+    for role in ("weights", "exp_avg", "exp_avg_sq"):
+        assert recipe.format_of(role, (8,)) == recipe.format_of(role, (8, 8))
+    with pytest.raises(ValueError, match="vectors='some' is no way"):
+        torch_bf16.get_recipe(recipe, vectors="some")
