@@ -11,8 +11,6 @@ from torch.nn import Module
 
 import torch_bf16
 
-from ._patches.carried_forward import carry
-
 if TYPE_CHECKING:
     from .precision import PrecisionBody as _Base
 else:
@@ -65,7 +63,7 @@ class DeepSpeedBody(_Base):
     def attach_engine(self, engine: Any) -> None:
         """Attach the engine, and say in one line what is trained how."""
         torch_bf16.attach(engine)
-        carry(engine.module, lean=self.compute == "bf16")
+        self.carry(engine.module)
         rank_zero_info(
             f"{torch_bf16.describe(engine.module, engine.optimizer.optimizer)}; "
             f"ZeRO-{engine.zero_optimization_stage()} divides that among {engine.dp_world_size} "

@@ -102,10 +102,11 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
                 return original(accelerator, *args, **kwargs)
             preparation.convert(given, optimizers)
             preparation.get_ready_for_deepspeed(given, schedulers(args))
-            for model in given:
-                models.wrap_forward(model, models.autocast(accelerator))
             result = original(accelerator, *args, **kwargs)
             preparation.note_engine(attach(accelerator))
+            # Only now: the engine casts.
+            for model in given:
+                models.carry_autocast(model, accelerator)
             return result
         if _fsdp_version(accelerator) != 2:
             preparation.run(given, optimizers)
