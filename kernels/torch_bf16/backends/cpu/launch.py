@@ -16,7 +16,7 @@ from torch_bf16.backends.pieces import pieces
 
 from . import squares as sums_of_squares
 from . import threads
-from .job import new_job
+from .job import Work, new_job
 from .kernel import CHUNK, KINDS, compile_step
 
 __all__ = ["CpuKernel", "squares"]
@@ -43,13 +43,12 @@ class CpuKernel:
         self._chunks, self._addresses, self._runs = _tables(bucket)
         useful = -(-int(bucket.numels.sum()) // _WORTH_A_THREAD)
         self._max_threads = min(-(-len(self._chunks) // _TURN), useful)
-        self._compiled: Any = None
+        self._work: Work | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
         scalars, bucket = inputs.scalars, self._bucket
-        if self._compiled is None:
-            self.compile(scalars.table.shape[1])
+        work = self._work = self._work or self._compiled(scalars.table.shape[1])
         self._addresses[:, 0] = inputs.addresses
         arrays: Any = (
             self._chunks,
@@ -62,12 +61,15 @@ class CpuKernel:
             scalars.table,
         )
         job = new_job(KINDS, arrays, len(self._chunks), _TURN)
-        threads.run(self._compiled, job, self._max_threads)
+        threads.run(work, job, self._max_threads)
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Numba's cache."""
+        self._work = self._compiled(n_scalars)
+
+    def _compiled(self, n_scalars: int) -> Work:
         # One kernel serves strided tensors and all others.
-        self._compiled = compile_step(replace(self._bucket.variant, strided=False), n_scalars)
+        return compile_step(replace(self._bucket.variant, strided=False), n_scalars)
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
