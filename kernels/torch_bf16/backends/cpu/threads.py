@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -52,7 +53,8 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
 @functools.cache
 def _torchs_team() -> Callable[..., None] | None:
     """``GOMP_parallel(function, argument, threads, flags)`` of the library that torch runs on."""
-    if not torch.backends.openmp.is_available():
+    # Only tried on Linux.
+    if sys.platform != "linux" or not torch.backends.openmp.is_available():
         return None
     # The order in which torch itself finds it: what was preloaded, then what it is linked to.
     for library in (None, torch._C.__file__):
