@@ -2,6 +2,7 @@
 
 import re
 
+import numba
 import pytest
 import torch
 from bucket_cases import (
@@ -21,13 +22,13 @@ from torch_bf16.backends.cpu import kernel
 @pytest.fixture(params=["stochastic", "bf16+8", "int8"])
 def compiled(request, monkeypatch):
     """AdamW's kernel as LLVM's text; one read from the cache would have none."""
-    without_cache = kernel._jit()
-    monkeypatch.setattr(kernel, "_jit", lambda **_: without_cache)
+    njit = numba.njit
+    monkeypatch.setattr(numba, "njit", lambda *given, cache=False, **how: njit(*given, **how))
     sizes = sizes_of(request.param)
     variant = make_case("adamw", request.param, torch.bfloat16, [0] * len(sizes))[0].variant
     n_scalars = len(variant.rule.scalars(variant.rule.options(HYPER), 1, 1.0))
     run = kernel.compile_step.__wrapped__(variant, n_scalars)
-    (text,) = run.inspect_llvm().values()
+    (text,) = run.compiled.inspect_llvm().values()
     return text
 
 

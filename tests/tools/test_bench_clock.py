@@ -84,6 +84,16 @@ def test_a_cpu_step_is_timed_on_its_own():
     assert 0 < seconds == host
 
 
+def test_on_a_cpu_a_step_is_also_timed_right_after_a_product(log, monkeypatch):
+    order, product = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **b: (order.append("product"), product(*a, **b)))
+    seconds = CpuClock(torch.device("cpu")).time_after_product(lambda: order.append("step"))
+    assert order == ["product", "step"]
+    assert seconds > 0
+    assert CudaClock(GPU).time_after_product(lambda: order.append("step")) is None
+    assert len(order) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, and pytest -m gpu"

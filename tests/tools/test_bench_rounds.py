@@ -1,5 +1,6 @@
 """Rounds of entries: in turn, each by itself, and none that fails takes others along."""
 
+import itertools
 import signal
 import time
 import warnings
@@ -29,8 +30,8 @@ def failures_of(*entries, rounds=2, **options):
 
 def test_entries_take_turns_within_every_round():
     measured = measure([entry("a"), entry("b")], SHAPES, CPU, 3)
-    # What comes first finds the copy in the caches.
-    assert "".join(Signs.log) == "aaabbb" + "ab" + "ba" + "ab" + "ba" + "ab"
+    # What comes first finds the copy in the caches. Each steps once more, after a product.
+    assert "".join(Signs.log) == "aaabbb" + "aabb" + "bbaa" + "aabb" + "bbaa" + "aabb"
     assert [each.entry.name for each in measured.results] == ["a", "b"]
     assert all(len(each.seconds) == len(each.host_seconds) == 3 for each in measured.results)
     assert len(measured.copy_rates) == 3
@@ -43,11 +44,15 @@ def test_ratios_are_taken_round_by_round(monkeypatch):
     drift = np.array([0.0, 0.0, 1.0, 10.0, 100.0])
     times = iter((drift[:, None] * of_copy_and_both).ravel())
     monkeypatch.setattr(CpuClock, "time", lambda self, step: (float(next(times)), 0.25))
+    after_product = itertools.cycle([1.0, 3.0, 6.0, 2.0])
+    monkeypatch.setattr(CpuClock, "time_after_product", lambda self, step: next(after_product))
     base, other = measure([entry("base"), entry("other")], SHAPES, CPU, 3).results
     assert base.seconds.tolist() == [2, 20, 200]
     assert base.ratios.tolist() == [1, 1, 1]
     assert other.ratios.tolist() == [1.5, 1.5, 1.5]
     assert other.host_seconds.tolist() == [0.25] * 3
+    assert base.seconds_after_product.tolist() == [1, 2, 1]
+    assert other.ratios_after_product.tolist() == [3, 3, 3]
     assert other.interleaved
 
 
@@ -145,6 +150,7 @@ def test_those_that_do_not_fit_together_run_in_groups_beside_the_baseline():
 def test_one_that_fits_only_alone_is_compared_with_the_baselines_median(monkeypatch):
     times = iter([0, 0, 0, 0, 0, 2, 0, 4, 0, 6, *[0] * 4, 0, 8, 0, 8, 0, 12])
     monkeypatch.setattr(CpuClock, "time", lambda self, step: (max(next(times), 1e-9), 0.0))
+    monkeypatch.setattr(CpuClock, "time_after_product", lambda self, step: 2.0)
     fakes = [entry("base", estimate=2.0), entry("other", estimate=2.0)]
     measured = measure(fakes, SHAPES, CPU, 3, available=3 * PARAMETERS)
     assert measured.groups == [["base"], ["other"]]
@@ -152,6 +158,7 @@ def test_one_that_fits_only_alone_is_compared_with_the_baselines_median(monkeypa
     assert base.interleaved
     assert not other.interleaved
     assert other.ratios.tolist() == [2, 2, 3]
+    assert other.ratios_after_product.tolist() == [1, 1, 1]
 
 
 def test_one_that_does_not_fit_at_all_is_refused_with_both_sizes():

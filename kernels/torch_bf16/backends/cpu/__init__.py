@@ -6,6 +6,7 @@ Numba is imported when the first step is planned, never by ``import torch_bf16``
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +17,10 @@ from torch_bf16.backends.backend import Kernel
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.host_scalars import HostScalars
 
-__all__ = ["CpuBackend"]
+__all__ = ["PROCESS", "CpuBackend"]
+
+PROCESS = os.getpid()
+"""The process that imported this package: another one is forked from it."""
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import functools
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
@@ -21,13 +20,27 @@ from torch_bf16.rules import lift
 
 from . import codegen
 from .bits import add32, and32, inlined, low32, mul32, no_effect, shl32, shr32, xor32
-from .compiler import ARITHMETIC, Compiler, carray, source_hash
-from .llvm_hints import SCRATCH, TILE, no_alias, scratch_on_stack, wide_vectors
+from .compiler import ARITHMETIC, Compiler, carray
+from .job import ARRAYS, EACH, Work, compile_job, finish, take
+from .llvm_hints import (
+    SCRATCH,
+    TILE,
+    address_as_pointer,
+    no_alias,
+    scratch_on_stack,
+    wide_vectors,
+)
 
-__all__ = ["CHUNK", "compile_step"]
+__all__ = ["CHUNK", "KINDS", "compile_step"]
 
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
+
+KINDS = [
+    *((np.int64, 2), (np.int64, 2), (np.int64, 1), (np.int64, 2)),
+    *((np.uint32, 3), (np.int64, 1), (np.int64, 1), (np.float32, 2)),
+]
+"""Of chunks, addresses, numels, runs, bases, steps, rows and scalars."""
 
 # Elements that are prefetched together where no format is in blocks, and how far ahead: a
 # processor's own prefetching ends with each page of memory, which is 2048 numbers in bf16.
@@ -38,20 +51,6 @@ _ONE = _u32(1)
 _S15, _S16 = _u32(15), _u32(16)
 _M1, _M2 = _u32(0x7FEB352D), _u32(0x846CA68B)
 _STEP, _BLOCK = _u32(0x9E3779B9), _u32(0x85EBCA6B)
-
-_SIGNATURE = numba.void(
-    numba.int64[:, ::1],
-    numba.int64[:, ::1],
-    numba.int64[::1],
-    numba.int64[:, ::1],
-    numba.uint32[:, :, ::1],
-    numba.int64[::1],
-    numba.int64[::1],
-    numba.float32[:, ::1],
-    numba.int64,
-    numba.int64,
-)
-_jit: Any = functools.partial(numba.njit, _SIGNATURE, error_model="numpy", nogil=True)
 
 
 @inlined
@@ -116,47 +115,70 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
         parts.update_one(planes, scalars, keys, np.uintp(i), add32(index, low32(i)))
 
 
-def _run_chunks(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last):
-    for chunk in range(first, last):
-        tensor, start = chunks[chunk, 0], chunks[chunk, 1]
-        # Column 0 is the gradient's: 0 where there is none, and then nothing is to be done.
-        stop = min(start + CHUNK, numels[tensor]) if addresses[tensor, 0] else start
-        while start < stop:
-            offset, width, pitch = runs[tensor]
-            run = start // width
-            index = offset + run * pitch + start - run * width
-            # A slice has consecutive indices in one block of 2**17, as `word_pair` needs, and so
-            # in one block of 2**32, for which noise keys hold.
-            n = min(stop, (run + 1) * width) - start
-            n = min(n, 131072 - (index & 131071))
-            keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
-            parts.update_slice(
-                parts.arrays(addresses[tensor], start, n),
-                parts.take_scalars(scalars[rows[tensor]]),
-                parts.take_keys(keys),
-                low32(index),
-                addresses[tensor],
-                start,
-                numels[tensor],
-            )
-            start += n
+def _run(job):
+    numbers = carray(job, (ARRAYS + 8 * EACH,), np.int64)
+    at = ARRAYS
+    chunks = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 2), np.int64)
+    at += EACH
+    shape = (numbers[at + 1], numbers[at + 2])
+    addresses = carray(address_as_pointer(numbers[at]), shape, np.int64)
+    at += EACH
+    numels = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    at += EACH
+    runs = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 3), np.int64)
+    at += EACH
+    shape = (numbers[at + 1], numbers[at + 2])
+    bases = carray(address_as_pointer(numbers[at]), (*shape, 2), np.uint32)
+    at += EACH
+    steps = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    at += EACH
+    rows = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    at += EACH
+    shape = (numbers[at + 1], numbers[at + 2])
+    scalars = carray(address_as_pointer(numbers[at]), shape, np.float32)
+    while True:
+        first, last = take(numbers)
+        if first == last:
+            break
+        for chunk in range(first, last):
+            tensor, start = chunks[chunk, 0], chunks[chunk, 1]
+            # Column 0 is the gradient's: 0 where there is none, and then nothing is to be done.
+            stop = min(start + CHUNK, numels[tensor]) if addresses[tensor, 0] else start
+            while start < stop:
+                offset, width, pitch = runs[tensor]
+                run = start // width
+                index = offset + run * pitch + start - run * width
+                # A slice has consecutive indices in one block of 2**17, as `word_pair` needs, and
+                # so in one block of 2**32, for which noise keys hold.
+                n = min(stop, (run + 1) * width) - start
+                n = min(n, 131072 - (index & 131071))
+                keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
+                parts.update_slice(
+                    parts.arrays(addresses[tensor], start, n),
+                    parts.take_scalars(scalars[rows[tensor]]),
+                    parts.take_keys(keys),
+                    low32(index),
+                    addresses[tensor],
+                    start,
+                    numels[tensor],
+                )
+                start += n
+        finish(numbers, last - first)
 
 
 @functools.cache
-def compile_step(variant: Variant, n_scalars: int):
+def compile_step(variant: Variant, n_scalars: int) -> Work:
     """The kernel of a variant, whose rule takes ``n_scalars`` scalars.
 
     Compiled once on a machine, then read from Numba's cache.
 
     Returns:
-        ``run(chunks, addresses, numels, runs, bases, steps, rows, scalars, first, last)``:
-        updates chunks ``first .. last - 1`` in place. ``chunks`` is int64 ``[chunks, 2]`` of
-        (tensor, first element); ``addresses`` int64 ``[n, columns]`` holds for each tensor the
-        addresses of the gradient, the weight's planes and each state's planes, and without a
-        gradient, 0, nothing is updated; ``runs`` int64
-        ``[n, 3]`` offset, width and pitch; the others are as in ``Bucket`` and ``ScalarRows``. It
-        releases the GIL, allocates nothing that grows with the tensors, and may run in several
-        threads over different chunks.
+        What takes a job of chunks over arrays and updates the chunks in place: ``chunks``, int64
+        ``[chunks, 2]`` of (tensor, first element); ``addresses``, int64 ``[n, columns]``, of the
+        gradient, the weight's planes and each state's planes, and without a gradient, 0, nothing
+        is updated; ``numels``; ``runs``, int64 ``[n, 3]``, offset, width and pitch; ``bases``;
+        ``steps``, ``rows`` and ``scalars``, as in ``Bucket`` and ``ScalarRows``. It allocates
+        nothing that grows with the tensors.
     """
     compiler = Compiler(variant)
     formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
@@ -184,15 +206,7 @@ def compile_step(variant: Variant, n_scalars: int):
     built.take_keys = compiler.take(2 * len(variant.formats))
     built.update_one = no_effect if in_blocks else compiler.compile(_of(built, _update_one))
     built.update_slice = compiler.compile(_of(built, _update_slice))
-    run = _of(built, _run_chunks)
-    # Numba's cache is keyed by the function's name and its source file's age. It sees neither the
-    # parts that reach the kernel as globals nor their sources, so the name stands for both.
-    run.__qualname__ = f"run_{variant.name}_{source_hash()}"
-    try:
-        return _jit(cache=True)(run)
-    except (RuntimeError, OSError):
-        # No directory for a cache can be written: compile again in every process.
-        return _jit()(run)
+    return compile_job(_of(built, _run), f"run_{variant.name}", error_model="numpy")
 
 
 def _of(built, function):

@@ -16,6 +16,8 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
 # Steps in a row of which a device's time is taken. In a training step the host is ahead of the
 # device; one step alone on an idle device would be charged for the way there.
 _IN_A_ROW = 5
+# Rows of a matrix whose square takes a CPU some milliseconds.
+_PRODUCT = 1024
 
 
 class Clock:
@@ -33,6 +35,10 @@ class Clock:
     def time(self, step: Callable[[], object]) -> tuple[float, float]:
         """Seconds per step, and seconds until the call of a step returns to the host."""
         raise NotImplementedError
+
+    def time_after_product(self, step: Callable[[], object]) -> float | None:
+        """Seconds of a step right after a matrix product; None where nothing differs there."""
+        return None
 
     def wait(self) -> None:
         """Return when the device has nothing left to do."""
@@ -62,6 +68,16 @@ class Clock:
 
 class CpuClock(Clock):
     """Each step on its own: the call returns when all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._factor = torch.ones(_PRODUCT, _PRODUCT)
+        self._product = torch.empty_like(self._factor)
+
+    def time_after_product(self, step: Callable[[], object]) -> float:
+        # Threads of torch spin for a while after an operation: others would wait for them.
+        torch.mm(self._factor, self._factor, out=self._product)
+        return self.time(step)[0]
 
     def time(self, step: Callable[[], object]) -> tuple[float, float]:
         start = time.perf_counter()

@@ -66,6 +66,7 @@ def _row(
 ) -> dict[str, Any]:
     median = float(np.median(result.seconds))
     rate = result.moved / median / 1e9
+    after_product = len(result.seconds_after_product) > 0
     peak = result.peak if peak is None else peak
     return {
         "name": result.entry.name,
@@ -73,6 +74,8 @@ def _row(
         "ms": _spread(result.seconds * 1e3),
         "ratio": _spread(result.ratios),
         "ratio_per_byte": _spread(result.ratios * base / result.moved),
+        "ms_after_product": _spread(result.seconds_after_product * 1e3) if after_product else None,
+        "ratio_after_product": _spread(result.ratios_after_product) if after_product else None,
         "interleaved": result.interleaved,
         "ns_per_element": median / parameters * 1e9,
         "moved_bytes_per_parameter": result.moved / parameters,

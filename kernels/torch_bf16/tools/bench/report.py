@@ -10,6 +10,7 @@ __all__ = ["LEGEND", "table"]
 _WIDTHS = {
     "ms per step": 23,
     "ratio": 22,
+    "after product": 22,
     "per byte": 10,
     "ns/elem": 9,
     "moved": 8,
@@ -17,13 +18,14 @@ _WIDTHS = {
     "of copy": 9,
     "host ms": 10,
     "launches": 10,
-    "from_view": 8,
+    "held": 8,
     "peak": 8,
 }
 
 LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
-time of {baseline!r} in the same round; per byte: that of times per byte moved. moved: bytes per
+time of {baseline!r} in the same round; after product: that of steps right after a matrix product of
+torch's, as in a training loop; per byte: that of times per byte moved. moved: bytes per
 parameter that a step must read and write (gradients read, weights and states read and written, once
 each). GB/s: moved over time, which is less than what really went through memory where temporaries
 did. of copy: GB/s as a share of a device copy in the same rounds. host ms: until the call returns.
@@ -68,6 +70,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [
         _bracket(row["ms"]),
         _bracket(row["ratio"]),
+        _bracket(after) if (after := row.get("ratio_after_product")) else "-",
         _number(per_byte["median"]) if (per_byte := row.get("ratio_per_byte")) else "-",
         _number(row["ns_per_element"], 4),
         f"{row['moved_bytes_per_parameter']:.2f}",

@@ -36,6 +36,9 @@ class Result:
         ratios: to the baseline's seconds in the same round, or to their median where both did not
             fit into memory together, ``[rounds]``.
         host_seconds: until the call of a step returned, ``[rounds]``.
+        seconds_after_product: per step right after a matrix product, ``[rounds]``, or ``[0]`` where
+            none was made.
+        ratios_after_product: likewise to the baseline's.
         first_step: seconds of the very first step, compiling included.
         held: bytes of weights, gradients and states.
         moved: bytes that a step must read and write.
@@ -48,6 +51,8 @@ class Result:
     seconds: np.ndarray
     ratios: np.ndarray
     host_seconds: np.ndarray
+    seconds_after_product: np.ndarray
+    ratios_after_product: np.ndarray
     first_step: float
     held: int
     moved: int
@@ -129,16 +134,19 @@ def measure(
         clock.release()
         beside = next((each for each in running if each.entry is baseline), None)
         if beside is not None:
-            reference = np.array(beside.seconds)
-        elif baseline.name in finished:
-            reference = np.median(finished[baseline.name].seconds)
+            references = [np.array(beside.seconds), np.array(beside.seconds_after_product)]
+        elif (found := finished.get(baseline.name)) is not None:
+            references = [found.seconds, found.seconds_after_product]
+            references = [
+                np.median(each, keepdims=True) if len(each) else each for each in references
+            ]
         else:
             raise RuntimeError(
                 f"the baseline {baseline.name!r} failed: {measured.failures[baseline.name]}"
             )
         for each in running:
             # The baseline is in several groups; the first one's figures are shown.
-            result = _result(each, reference, beside is not None)
+            result = _result(each, references, beside is not None)
             finished.setdefault(each.entry.name, result)
     measured.results = [finished[each.name] for each in entries if each.name in finished]
     if clock.counts_launches:
@@ -258,13 +266,15 @@ def _each(
             running.remove(each)
 
 
-def _result(each: Running, reference: np.ndarray | np.floating, interleaved: bool) -> Result:
-    seconds = np.array(each.seconds)
+def _result(each: Running, references: Sequence[np.ndarray], interleaved: bool) -> Result:
+    seconds, after_product = np.array(each.seconds), np.array(each.seconds_after_product)
     return Result(
         entry=each.entry,
         seconds=seconds,
-        ratios=seconds / reference,
+        ratios=seconds / references[0],
         host_seconds=np.array(each.host_seconds),
+        seconds_after_product=after_product,
+        ratios_after_product=after_product / references[1],
         first_step=each.first_step,
         held=each.held,
         moved=each.moved,

@@ -27,6 +27,8 @@ class Running:
         peak: most bytes during the second and third step; None where only the system knows.
         seconds: per step, one number for each timed round.
         host_seconds: until the call of a step returned, likewise.
+        seconds_after_product: per step right after a matrix product, likewise; empty on a device
+            that has none.
 
     Raises:
         RuntimeError: it does not do the work that is to be timed.
@@ -36,6 +38,7 @@ class Running:
         self.entry = entry
         self.seconds: list[float] = []
         self.host_seconds: list[float] = []
+        self.seconds_after_product: list[float] = []
         before = clock.allocated()
         optimizer = entry.make(shapes, clock.device)
         self._step: Callable[[], object] = stepping(optimizer, entry.way)
@@ -62,9 +65,12 @@ class Running:
     def run(self, clock: Clock, timed: bool) -> None:
         """Take a round's steps."""
         seconds, host = clock.time(self._step)
+        after_product = clock.time_after_product(self._step)
         if timed:
             self.seconds.append(seconds)
             self.host_seconds.append(host)
+            if after_product is not None:
+                self.seconds_after_product.append(after_product)
 
     def count_launches(self, clock: Clock) -> dict[str, int] | None:
         """Take one more step: the kernels, copies and fills that it gives the device."""

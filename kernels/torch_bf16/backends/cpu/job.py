@@ -1,0 +1,115 @@
+"""What threads share of one call: a counter that hands out the work, and the arrays.
+
+A compiled function takes the address of a job and nothing else, so that OpenMP can call it. Each
+thread that does takes pieces until none is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from .bits import inlined, intrinsic
+from .compiler import source_hash
+
+__all__ = ["ARRAYS", "EACH", "Work", "compile_job", "finish", "finished", "new_job", "take"]
+
+Work = Callable[[int], None]
+"""A compiled function: takes the address of a job, and releases the GIL."""
+
+ARRAYS, EACH = 24, 4
+"""Where the first array is in a job of int64, and what each takes: its address, up to 3 sizes."""
+
+# What threads write lies in cache lines of its own.
+_NEXT, _FINISHED, _COUNT, _TURN = 0, 8, 16, 17
+
+_SIGNATURE = types.void(types.voidptr)
+_WORK: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def new_job(
+    kinds: Sequence[tuple[Any, int]], arrays: Sequence[np.ndarray], count: int, turn: int
+) -> np.ndarray:
+    """A job over ``count`` pieces, of which threads take ``turn`` at a time: int64.
+
+    Args:
+        kinds: dtype and number of dimensions of each array, as the function reads them.
+        arrays: contiguous; they must outlive the job.
+        count: of pieces.
+        turn: at least 1.
+
+    Raises:
+        TypeError: an array is not of its kind.
+    """
+    job = np.zeros(ARRAYS + EACH * len(arrays), np.int64)
+    job[_COUNT], job[_TURN] = count, turn
+    for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
+        if (array.dtype, array.ndim) != kind or not array.flags.c_contiguous:
+            found = f"{array.dtype}, {array.ndim} dimensions, strides {array.strides}"
+            raise TypeError(f"array {number} of a kernel is {found}; it takes {kind}, contiguous")
+        at = ARRAYS + EACH * number
+        job[at], job[at + 1 : at + 1 + array.ndim] = array.ctypes.data, array.shape
+    return job
+
+
+def finished(job: np.ndarray) -> bool:
+    """Whether all of a job's pieces were taken and none failed."""
+    return bool(job[_FINISHED] == job[_COUNT])
+
+
+def compile_job(function: Any, name: str, **options: Any) -> Work:
+    """A function of a job, compiled once on a machine, then read from Numba's cache.
+
+    Args:
+        function: of a job's address; it calls :func:`take` until nothing is left, and
+            :func:`finish` after each piece that it took.
+        name: of the function. Numba's cache is keyed by it and its source file's age. It sees
+            neither the parts that reach the function as globals nor their sources, so this name and
+            the hash of the sources stand for both.
+        **options: of Numba's compiler.
+    """
+    function.__qualname__ = f"{name}_{source_hash()}"
+    # By way of `numba.cfunc` all would be optimised twice.
+    jit: Any = functools.partial(numba.njit, _SIGNATURE, no_cpython_wrapper=True, **options)
+    try:
+        dispatcher = jit(cache=True)(function)
+    except (RuntimeError, OSError):
+        # No directory for a cache can be written: compile again in every process.
+        dispatcher = jit()(function)
+    (compiled,) = dispatcher.overloads.values()
+    symbol = compiled.fndesc.llvm_cfunc_wrapper_name
+    work = _WORK(compiled.library.get_pointer_to_function(symbol))
+    # The code lives as long as what was compiled.
+    work.compiled = dispatcher
+    return work
+
+
+@intrinsic
+def _fetch_add(typingctx, numbers, place, n):
+    """Add ``n`` to a number, in one piece with what other threads add: what it was."""
+
+    def codegen(context, builder, signature, arguments):
+        numbers, place, n = arguments
+        data = context.make_array(signature.args[0])(context, builder, numbers).data
+        return builder.atomic_rmw("add", builder.gep(data, [place]), n, "monotonic")
+
+    return types.int64(numbers, types.int64, types.int64), codegen
+
+
+@inlined
+def take(numbers):
+    """The next pieces of a job: the first, and the one after the last. Equal at its end."""
+    first = min(_fetch_add(numbers, _NEXT, numbers[_TURN]), numbers[_COUNT])
+    return first, min(first + numbers[_TURN], numbers[_COUNT])
+
+
+@inlined
+def finish(numbers, count):
+    """Say that so many of a job's pieces are done."""
+    _fetch_add(numbers, _FINISHED, count)

@@ -1,0 +1,87 @@
+"""Running a job on as many threads as torch uses: those that torch has, where they can be had.
+
+Torch's operations run on a team of OpenMP's threads, which spin for a while after each. A second
+team would wait for them, and so a job runs on the same: ``GOMP_parallel`` is what GCC makes of
+``#pragma omp parallel``, and LLVM's and Intel's libraries have it, too. Elsewhere, and in a forked
+child, where GNU's library waits forever for the threads of its parent, the threads are Python's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import PROCESS
+from .job import Work, finished
+
+__all__ = ["run"]
+
+
+def run(work: Work, job: np.ndarray, max_threads: int) -> None:
+    """Do all of a job; return when every thread is done with it.
+
+    Args:
+        work: what each thread calls.
+        job: what it is called with.
+        max_threads: the calling one included; never more than ``torch.get_num_threads()``.
+
+    Raises:
+        RuntimeError: some of it failed; the reason was printed.
+    """
+    threads = min(torch.get_num_threads(), max_threads)
+    if threads <= 1:
+        work(job.ctypes.data)
+    elif (parallel := _torchs_team()) is not None and os.getpid() == PROCESS:
+        parallel(work, job.ctypes.data, threads, 0)
+    else:
+        _run_on_pool(work, job.ctypes.data, threads)
+    if not finished(job):
+        raise RuntimeError(
+            "a kernel of torch_bf16's cpu backend broke off, for the reason printed above: some "
+            "of its tensors are updated and some are not. Load the last checkpoint before going on"
+        )
+
+
+@functools.cache
+def _torchs_team() -> Callable[..., None] | None:
+    """``GOMP_parallel(function, argument, threads, flags)`` of the library that torch runs on."""
+    # Only tried on Linux.
+    if sys.platform != "linux" or not torch.backends.openmp.is_available():
+        return None
+    # The order in which torch itself finds it: what was preloaded, then what it is linked to.
+    for library in (None, torch._C.__file__):
+        try:
+            found: Any = ctypes.CDLL(library).GOMP_parallel
+        except (AttributeError, OSError, TypeError):
+            continue
+        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        found.restype = None
+        return found
+    return None
+
+
+def _run_on_pool(work: Work, job: int, threads: int) -> None:
+    futures = [_pool(os.getpid()).submit(work, job) for _ in range(threads - 1)]
+    try:
+        work(job)
+    finally:
+        # Kernels work on addresses: nothing may be freed while a thread still runs.
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            wait(futures)
+            raise
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process_id: int) -> ThreadPoolExecutor:
+    """One pool for a process; keyed by its id, because a forked child inherits no threads."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="torch_bf16")

@@ -1,0 +1,155 @@
+"""Whose threads the kernels run on, and that none is lost or left running."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from torch_bf16 import AdamW
+from torch_bf16.backends.cpu import threads
+from torch_bf16.backends.cpu.compiler import carray
+from torch_bf16.backends.cpu.job import ARRAYS, EACH, compile_job, finish, new_job, take
+from torch_bf16.backends.cpu.llvm_hints import address_as_pointer
+
+KINDS = [(np.int64, 1)]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["torch's", "Python's"])
+def team(request, monkeypatch):
+    if request.param == "Python's":
+        monkeypatch.setattr(threads, "_torchs_team", lambda: None)
+    elif threads._torchs_team() is None:
+        pytest.skip("torch's threads cannot be used here")
+
+
+def seen_threads(max_threads, meanwhile=lambda: time.sleep(0.02)):
+    """Native ids of the threads that run a job of Python's."""
+    job, seen = new_job([], [], 0, 1), []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def work(address):
+        seen.append(threading.get_native_id())
+        meanwhile()
+
+    threads.run(work, job, max_threads)
+    return seen
+
+
+def test_a_job_runs_on_as_many_threads_as_torch_uses_now(two_threads, team):
+    assert len(set(seen_threads(8))) == 2
+    assert seen_threads(1) == [threading.get_native_id()]
+    torch.set_num_threads(1)
+    assert seen_threads(8) == [threading.get_native_id()]
+    torch.set_num_threads(2)
+    assert len(set(seen_threads(8))) == 2
+
+
+ON_TORCHS_THREADS = """
+import os, torch
+from torch_bf16 import AdamW
+
+torch.set_num_threads(1)
+weight = torch.nn.Parameter(torch.ones(2_000_000, 1, dtype=torch.bfloat16))
+weight.grad = torch.ones_like(weight)
+optimizer = AdamW([weight], lr=0.1)
+optimizer.step()
+torch.set_num_threads(2)
+torch.ones(1024, 1024) @ torch.ones(1024, 1024)
+before = set(os.listdir("/proc/self/task"))
+optimizer.step()
+assert set(os.listdir("/proc/self/task")) == before
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists threads as Linux does")
+@pytest.mark.skipif(threads._torchs_team() is None, reason="torch's threads cannot be used here")
+def test_a_step_starts_no_thread_where_torch_has_started_its_own():
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    subprocess.run(
+        [sys.executable, "-c", ON_TORCHS_THREADS], env=environment, check=True, timeout=120
+    )
+
+
+def test_a_piece_that_fails_is_an_error_and_not_silence(two_threads, team, capfd):
+    def run(job):
+        numbers = carray(job, (ARRAYS + EACH,), np.int64)
+        written = carray(address_as_pointer(numbers[ARRAYS]), (8,), np.int64)
+        while True:
+            first, last = take(numbers)
+            if first == last:
+                break
+            if first == 3:
+                raise ValueError("the fourth piece")
+            written[first] = 1
+            finish(numbers, last - first)
+
+    work, written = compile_job(run, "fails_at_the_fourth"), np.zeros(8, np.int64)
+    hook, told = sys.unraisablehook, []
+    sys.unraisablehook = told.append
+    try:
+        with pytest.raises(RuntimeError, match="broke off, for the reason printed above"):
+            threads.run(work, new_job(KINDS, [written], 8, 1), 2)
+    finally:
+        sys.unraisablehook = hook
+    assert [str(each.exc_value) for each in told] == ["the fourth piece"]
+    assert written.sum() in (3, 7)
+
+
+def test_an_array_of_another_kind_is_refused():
+    for wrong in (np.zeros(8, np.int32), np.zeros((8, 1), np.int64), np.zeros(8, np.int64)[::2]):
+        with pytest.raises(TypeError, match="array 0 of a kernel is int"):
+            new_job(KINDS, [wrong], 8, 1)
+
+
+def test_an_interrupt_waits_for_the_threads(two_threads, team):
+    main, done = threading.get_native_id(), []
+
+    def meanwhile():
+        # Where the main thread ran Python's code the interrupt would end that, and not the job.
+        if threading.get_native_id() != main:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        seen_threads(2, meanwhile)
+    assert done
+
+
+def test_several_threads_of_python_may_step_at_once(two_threads, team):
+    torch.manual_seed(0)
+    started, gradient = torch.randn(600_001, 1).bfloat16(), torch.randn(600_001, 1).bfloat16()
+    found = []
+
+    def train():
+        weight = torch.nn.Parameter(started.clone())
+        weight.grad = gradient.clone()
+        optimizer = AdamW([weight], lr=0.1)
+        for _ in range(3):
+            optimizer.step()
+        found.append(weight.detach())
+
+    train()
+    running = [threading.Thread(target=train) for _ in range(4)]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join(60)
+    assert len(found) == 5
+    assert all(torch.equal(found[0], each) for each in found)
