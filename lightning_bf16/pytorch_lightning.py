@@ -23,6 +23,8 @@ class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
 class BF16DeepSpeedPrecision(DeepSpeedBody, TrainerBody, DeepSpeedPrecision):
     """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""
 
+    _train_modes = _TrainModes
+
 
 class BF16Monitor(MonitorBody, Callback):
     __doc__ = MonitorBody.__doc__

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -141,7 +142,10 @@ class CarriedForward:
 
     @property
     def __class__(self) -> type:
-        return type(self.__wrapped__)  # to TorchScript and inspect, which read its source
+        # To TorchScript and inspect, which read its source; torch.compile must not take it for what
+        # it has compiled, and trace this class instead.
+        compiled = hasattr(self._own, "_torchdynamo_orig_callable")
+        return MethodType if self._own is None or compiled else type(self._own)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _blank, (), {**self.__dict__, "_module": self._module()}
@@ -154,9 +158,9 @@ class CarriedForward:
         if torch.compiler.is_compiling():
             if not fp32:
                 return forward(*args, **kwargs)
-            with self._autocast():
+            with _autocast(_device(self._module()), self.autocast):
                 return self.map_tensors(_to_fp32, forward(*args, **kwargs))
-        if _calls.depth or _is_inside(self._device()):
+        if _calls.depth or _is_inside(_device(self._module())):
             outputs = forward(*args, **kwargs)
             return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
         if not _is_bf16(module := self._module()):  # pyright: ignore[reportArgumentType]
@@ -164,14 +168,19 @@ class CarriedForward:
             return forward(*args, **kwargs)
         if self.autocast is None:
             args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
-        with inside_step(), nullcontext() if self.autocast is None else self._autocast():
+        with inside_step(), _autocast(_device(self._module()), self.autocast):
             return self.map_tensors(_to_fp32, forward(*args, **kwargs))
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device(), dtype=torch.bfloat16, **self.autocast or {})
 
-    def _device(self) -> str:
-        return next(self._module().parameters()).device.type  # pyright: ignore
+# No methods: torch.compile would guard the identity of bound ones, which are others each time.
+def _device(module: Any) -> str:
+    return next(module.parameters()).device.type
+
+
+def _autocast(device: str, settings: dict[str, Any] | None) -> AbstractContextManager[Any]:
+    if settings is None:
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16, **settings)
 
 
 def _is_inside(device: str) -> bool:
