@@ -160,7 +160,7 @@ def test_weights_and_optimizer_may_be_in_two_files(tmp_path):
         assert torch.equal(read[name], expected), name
 
 
-@pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent", "damaged"])
+@pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent", "damaged", "safetensors"])
 def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, capsys):
     model, _, path = saved_run(tmp_path, kind)
     match = "says no names of parameters"
@@ -175,6 +175,12 @@ def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, cap
         data[data.index(model[0].weight.detach().view(torch.uint8).numpy().tobytes())] ^= 1
         path.write_bytes(data)
         match = "was cut short or damaged"
+    elif kind == "safetensors":
+        path = tmp_path / "half.safetensors"
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_model(model, path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        match = f"half.safetensors ({path.stat().st_size:,} bytes) was cut short or damaged"
     output = tmp_path / "out.pt"
     assert cli.main(["export", str(path), str(output)]) == 1
     assert match in capsys.readouterr().err

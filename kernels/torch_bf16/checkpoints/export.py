@@ -206,7 +206,16 @@ def export_weights(
 def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """The state dicts of the model and, if there is one, of the optimizer in a file."""
     if source.suffix == ".safetensors":
-        return _safetensors().load_file(source), None
+        torch_files = _safetensors()
+        from safetensors import SafetensorError
+
+        try:
+            return torch_files.load_file(source), None
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{source} ({source.stat().st_size:,} bytes) was cut short or damaged, or is no "
+                f"safetensors file: {error}. Download or save it again"
+            ) from None
     content = read_file(source, mmap=True)
     weights, states = _parts(content)
     if weights is None:
