@@ -17,7 +17,7 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
-from .files import read_file
+from .files import damaged_safetensors, read_file
 
 __all__ = [
     "export_file",
@@ -212,10 +212,7 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] 
         try:
             return torch_files.load_file(source), None
         except SafetensorError as error:
-            raise CheckpointError(
-                f"{source} ({source.stat().st_size:,} bytes) was cut short or damaged, or is no "
-                f"safetensors file: {error}. Download or save it again"
-            ) from None
+            raise damaged_safetensors(source, error) from None
     content = read_file(source, mmap=True)
     weights, states = _parts(content)
     if weights is None:

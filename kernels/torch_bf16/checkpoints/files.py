@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["damaged_safetensors", "load_checkpoint", "save_checkpoint"]
 
 _FOLDER = 0x10  # MS-DOS's attribute, in zip's directory
 
@@ -112,6 +112,14 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
         parts[name].load_state_dict(states.pop(name))
     return states
+
+
+def damaged_safetensors(path: Path, why: object) -> CheckpointError:
+    """What is told of a file of safetensors that cannot be read."""
+    return CheckpointError(
+        f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is no safetensors "
+        f"file: {why}. Download or save it again"
+    )
 
 
 def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:

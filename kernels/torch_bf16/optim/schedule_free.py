@@ -27,14 +27,18 @@ __all__ = ["AdamWScheduleFree", "SGDScheduleFree"]
 
 # What a group counts: the average's weights depend on all learning rates so far.
 _COUNTS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0, "train_mode": True}
+_NOT_NEGATIVE = (
+    *("lr", "betas", "momentum", "eps", "weight_decay"),
+    *("warmup_steps", "r", "weight_lr_power"),
+)
 _ASIDE = State("y", ITERATE, optional=True)
 
 
 class _ScheduleFree(BF16Optimizer):
     """Weights are ``y`` in train mode and the average ``x`` in eval mode."""
 
-    def _construct_counting(self, given: dict[str, Any], **checked: Any) -> None:
-        check_ranges(**checked)
+    def _construct_counting(self, given: dict[str, Any]) -> None:
+        check_ranges(**{name: given[name] for name in _NOT_NEGATIVE if name in given})
         beta1 = interpolation(given)
         if not 0.0 < beta1 < 1.0:
             name = "betas[0]" if "betas" in given else "momentum"
@@ -191,11 +195,7 @@ class AdamWScheduleFree(_ScheduleFree):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        checked = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._construct_counting(
-            {k: v for k, v in locals().items() if k != "checked"},
-            **checked, warmup_steps=warmup_steps, r=r, weight_lr_power=weight_lr_power,
-        )  # fmt: skip
+        self._construct_counting(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return rules.SCHEDULE_FREE_ADAMW
@@ -228,11 +228,7 @@ class SGDScheduleFree(_ScheduleFree):
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
     ) -> None:
-        checked = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        self._construct_counting(
-            {k: v for k, v in locals().items() if k != "checked"},
-            **checked, warmup_steps=warmup_steps, r=r, weight_lr_power=weight_lr_power,
-        )  # fmt: skip
+        self._construct_counting(locals())
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return rules.SCHEDULE_FREE_SGD

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.errors import CheckpointError
+from torch_bf16.checkpoints.files import damaged_safetensors
 
 from .saved import SavedTensor
 
@@ -43,7 +42,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH), "little")
         if size < _LENGTH or length > min(size - _LENGTH, _LONGEST_HEADER):
-            raise _damaged(path, size, f"its header would have {length:,} bytes")
+            raise damaged_safetensors(path, f"its header would have {length:,} bytes")
         text = file.read(length)
     try:
         header: Any = json.loads(text)
@@ -60,11 +59,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
             if start + end - begin > size:
-                raise _damaged(path, size, f"{name} would end at byte {start + end - begin:,}")
+                raise damaged_safetensors(path, f"{name} would end at byte {start + end - begin:,}")
             read = functools.partial(_read, path, start, dtype)
             found[name] = SavedTensor(shape, dtype, read)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(path, size, f"its header is not one ({error})") from None
+        raise damaged_safetensors(path, f"its header is not one ({error})") from None
     return found, unknown
 
 
@@ -75,12 +74,5 @@ def _read(path: Path, at: int, dtype: torch.dtype, start: int, stop: int) -> Ten
         file.seek(at + start * dtype.itemsize)
         # One call reads no more than 2 GB, and pieces are smaller than that.
         if file.readinto(buffer) != count:
-            raise _damaged(path, os.path.getsize(path), "it ended while it was read")
+            raise damaged_safetensors(path, "it ended while it was read")
     return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
-
-
-def _damaged(path: Path, size: int, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} ({size:,} bytes) was cut short or damaged, or is no safetensors file: {why}. "
-        "Download or save it again"
-    )
