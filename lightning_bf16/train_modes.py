@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TrainModesBody"]
+__all__ = ["TrainModesBody", "with_modes"]
 
 
 class TrainModesBody:
@@ -18,16 +18,17 @@ class TrainModesBody:
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Train mode; nothing where it is."""
-        for each in _with_modes(trainer.optimizers):
+        for each in with_modes(trainer.optimizers):
             each.train()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
         """Eval mode; nothing where it is."""
-        for each in _with_modes(trainer.optimizers):
+        for each in with_modes(trainer.optimizers):
             each.eval()
 
     on_test_start = on_predict_start = on_train_end = on_exception = on_validation_start
 
 
-def _with_modes(optimizers: Any) -> list[Any]:
+def with_modes(optimizers: Any) -> list[Any]:
+    """Those of a Trainer's optimizers that have modes."""
     return [each for each in optimizers if callable(getattr(each, "eval", None))]

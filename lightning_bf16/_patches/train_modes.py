@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch_bf16
-from lightning_bf16.train_modes import TrainModesBody
+from lightning_bf16.train_modes import TrainModesBody, with_modes
 
 __all__ = ["switch_modes"]
 
@@ -19,9 +19,8 @@ def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesBody]
         optimizers: of this fit.
         kind: the callback's class.
     """
-    if not any(callable(getattr(each, "eval", None)) for each in optimizers):
-        return
-    if not any(isinstance(each, TrainModesBody) for each in trainer.callbacks):
+    there = any(isinstance(each, TrainModesBody) for each in trainer.callbacks)
+    if with_modes(optimizers) and not there:
         trainer.callbacks.insert(0, kind())
         trainer.save_checkpoint = functools.partial(_save, trainer)
 
