@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from torch_bf16.formats import Format
+from torch_bf16.recipe import Recipe
 from torch_bf16.sharding.dtensor import box_at
 
 from .optimizers import Stepped
@@ -107,24 +108,25 @@ def memory(
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
     sums, scratch, rests = 0, 0.0, [0]
+    kinds: dict[tuple[object, ...], _Held] = {}
     for each in shapes.weights:
-        part, dtype = part_of(each.shape, ranks, rank), dtype_of(each, precision)
-        count = prod(part)
-        sizes["weights"] += count * dtype.itemsize
-        rest = count * _rest_itemsize(each, dtype, precision)
+        # Layers repeat: a few kinds are all there are among thousands of weights.
+        if (held := kinds.get(each.kind)) is None:
+            part, dtype = part_of(each.shape, ranks, rank), dtype_of(each, precision)
+            held = kinds[each.kind] = _held(each, part, dtype, precision, stepped)
+        sizes["weights"] += held.weights
         if not each.trained:
             # Kept for as long as it may still be trained.
-            sizes["master"] += rest
-            sizes["unsaved"] += rest
+            sizes["master"] += held.rest
+            sizes["unsaved"] += held.rest
             continue
-        master, moments = _planes(each, part, dtype, precision, stepped)
-        sizes["master"] += master
-        sizes["moments"] += moments
+        sizes["master"] += held.master
+        sizes["moments"] += held.moments
         # What has the master's bytes becomes the master.
-        rests.append(0 if rest == master else rest)
-        scratch += (stepped.scratch or 0.0) * count * dtype.itemsize
-        gradients[each.unit if ranks > 1 else each.name] += count * dtype.itemsize
-        sums += count * (4 if precision.sums == "fp32" else dtype.itemsize)
+        rests.append(0 if held.rest == held.master else held.rest)
+        scratch += (stepped.scratch or 0.0) * held.weights
+        gradients[each.unit if ranks > 1 else each.name] += held.weights
+        sums += held.count * 4 if precision.sums == "fp32" else held.weights
     one_at_a_time = precision.released or precision.sums is not None
     largest = max(gradients.values(), default=0)
     passing = max(rests) if precision.released else sum(rests)
@@ -139,20 +141,40 @@ def memory(
     )
 
 
-def _planes(
+@dataclass(frozen=True)
+class _Held:
+    """A rank's part of one weight: its elements, and bytes by what they hold.
+
+    ``rest`` is what the cast keeps of an fp32 weight until its first step.
+    """
+
+    count: int
+    weights: int
+    rest: int
+    master: int
+    moments: int
+
+
+def _held(
     weight: Weight,
     part: tuple[int, ...],
     dtype: torch.dtype,
     precision: Precision,
     stepped: Stepped,
-) -> tuple[int, int]:
-    """Bytes of the master and of the moments of a rank's part."""
-    recipe, states = precision.recipe, stepped.rule.states
+) -> _Held:
+    count, recipe, states = prod(part), precision.recipe, stepped.rule.states
+    weights = count * dtype.itemsize
     if recipe is None:
-        return 0, len(states) * prod(part) * dtype.itemsize
+        return _Held(count, weights, 0, 0, len(states) * weights)
     stored = recipe.format_of("weights", weight.shape, dtype)
     moments = [recipe.format_of(each.role, weight.shape, dtype) for each in states]
-    return _bytes(stored, part, 1), sum(_bytes(each, part) for each in moments)
+    return _Held(
+        count,
+        weights,
+        rest=count * _rest_itemsize(weight, dtype, recipe),
+        master=_bytes(stored, part, 1),
+        moments=sum(_bytes(each, part) for each in moments),
+    )
 
 
 def _bytes(format_: Format, part: tuple[int, ...], first: int = 0) -> int:
@@ -162,10 +184,10 @@ def _bytes(format_: Format, part: tuple[int, ...], first: int = 0) -> int:
     return sum(prod(each.shape(part)) * each.dtype.itemsize for each in format_.planes[first:])
 
 
-def _rest_itemsize(weight: Weight, dtype: torch.dtype, precision: Precision) -> int:
+def _rest_itemsize(weight: Weight, dtype: torch.dtype, recipe: Recipe) -> int:
     """Bytes per element of what the cast keeps of an fp32 weight until its first step."""
-    if precision.recipe is None or dtype != torch.bfloat16 or weight.frozen_as is not None:
+    if dtype != torch.bfloat16 or weight.frozen_as is not None:
         return 0
-    planes = precision.recipe.format_of("weights", weight.shape).planes[1:]
+    planes = recipe.format_of("weights", weight.shape).planes[1:]
     # Halves of 16 bits also where the format goes on with eight of them.
     return max(planes[0].dtype.itemsize, 2) if planes else 0

@@ -42,6 +42,11 @@ class Weight:
         return prod(self.shape)
 
     @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """What decides its bytes: all but the name."""
+        return self.shape, self.trained, self.stays_fp32, self.frozen_as
+
+    @cached_property
     def unit(self) -> str:
         """What FSDP2 gathers it with: the first numbered module it lies in, ``""`` for the root."""
         found = _NUMBERED.match(self.name)
