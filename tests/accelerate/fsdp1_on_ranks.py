@@ -6,7 +6,6 @@ torch shards by FSDP1 on GPUs only; here what asks for one is told that a CPU wi
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -22,8 +21,9 @@ from sharded_llama import (
     on_ranks,
     prepared,
     train,
+    trained_and_resumed,
 )
-from tiny_llm import llama, sequences
+from tiny_llm import llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils, _state_dict_utils
@@ -239,38 +239,8 @@ def parameters_that_are_not_the_original_ones_are_refused():
 
 @flattening()
 def the_trainer_trains_saves_and_resumes_bit_for_bit(folder):
-    from transformers import Trainer, TrainingArguments
-
-    def trainer(name):
-        torch.manual_seed(0)
-        config = {
-            "version": 1,
-            "state_dict_type": "SHARDED_STATE_DICT",
-            "sync_module_states": False,
-        }
-        options = {"save_steps": 4, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
-        arguments = TrainingArguments(
-            *(f"{folder}/{name}",),
-            **options,
-            max_steps=8,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-2,
-            use_cpu=True,
-            fsdp=True,
-            fsdp_config=config,
-        )
-        return Trainer(llama(), arguments, train_dataset=sequences())
-
-    mode = os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16-stochastic"
-    accelerator("no")  # and with it a state that shards
-    first = trainer("first")
-    first.train()
+    config = {"version": 1, "sync_module_states": False}
+    first, second = trained_and_resumed(folder, config, gradient_accumulation_steps=2)
     assert not first.accelerator.is_fsdp2
     assert isinstance(first.model_wrapped, FullyShardedDataParallel)
-    assert first.accelerator.mixed_precision == mode
-    second = trainer("second")
-    second.train(resume_from_checkpoint=f"{folder}/first/checkpoint-4")
     assert_same(weights(second.model_wrapped), weights(first.model_wrapped))
-    losses = [each["loss"] for each in first.state.log_history if "loss" in each]
-    assert losses[-1] < losses[0] - 0.5, losses

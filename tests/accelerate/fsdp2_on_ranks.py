@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
@@ -18,10 +17,11 @@ from sharded_llama import (
     on_ranks,
     prepared,
     train,
+    trained_and_resumed,
     whole,
 )
 from small_model import Counter, Model
-from tiny_llm import llama, sequences
+from tiny_llm import llama
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -325,34 +325,8 @@ def tensor_parallelism_trains_the_same_on_every_rank(mode, folder):
 
 @on_ranks()
 def the_trainer_trains_saves_and_resumes_bit_for_bit(folder):
-    from transformers import Trainer, TrainingArguments
-
-    def trainer(name):
-        torch.manual_seed(0)
-        config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
-        options = {"save_steps": 4, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
-        arguments = TrainingArguments(
-            *(f"{folder}/{name}",),
-            **options,
-            max_steps=8,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            use_cpu=True,
-            fsdp=True,
-            fsdp_config=config,
-        )
-        return Trainer(llama(), arguments, train_dataset=sequences())
-
-    mode = os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16-stochastic"
-    accelerator("no")  # and with it a state that shards
-    first = trainer("first")
-    first.train()
+    first, second = trained_and_resumed(folder, {"version": 2})
     assert first.accelerator.is_fsdp2
-    assert first.accelerator.mixed_precision == mode
-    second = trainer("second")
-    second.train(resume_from_checkpoint=f"{folder}/first/checkpoint-4")
     results = [contents(each.model, each.optimizer.optimizer) for each in (first, second)]
     assert_same(*results)
     assert {first.model.lm_head.weight.dtype} == {torch.bfloat16}
-    losses = [each["loss"] for each in first.state.log_history if "loss" in each]
-    assert losses[-1] < losses[0] - 0.5, losses

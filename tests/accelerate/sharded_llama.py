@@ -119,3 +119,37 @@ def assert_same(found, expected):
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+def trained_and_resumed(folder, fsdp_config, **options):
+    """A Trainer after 8 steps, and one that went on from its checkpoint of step 4."""
+    from transformers import Trainer, TrainingArguments
+
+    def trainer(name):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            f"{folder}/{name}",
+            max_steps=8,
+            save_steps=4,
+            logging_steps=1,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            fsdp=True,
+            fsdp_config=fsdp_config | {"state_dict_type": "SHARDED_STATE_DICT"},
+            **options,
+        )
+        return Trainer(llama(), arguments, train_dataset=sequences())
+
+    mode = os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16-stochastic"
+    accelerator("no")  # and with it a state that shards
+    first = trainer("first")
+    first.train()
+    assert first.accelerator.mixed_precision == mode
+    losses = [each["loss"] for each in first.state.log_history if "loss" in each]
+    assert losses[-1] < losses[0] - 0.5, losses
+    second = trainer("second")
+    second.train(resume_from_checkpoint=f"{folder}/first/checkpoint-4")
+    return first, second

@@ -115,7 +115,7 @@ def test_classes_stay_as_they_were_and_modules_are_freed(pl):
         gc.enable()
 
 
-@pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated")
 def test_scripted_traced_and_compiled_modules(fabric_package):
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, precision="bf16-stochastic")
     net = Net()

@@ -21,6 +21,7 @@ class Driver:
         self.launches: list | None = [] if notes else None
         self.utils = types.SimpleNamespace(
             load_binary=lambda *_: (self, 0, 80, 0, 1024),
+            unload_module=lambda _: None,
             get_device_properties=lambda _: {"max_shared_mem": 1 << 17},
         )
 

@@ -154,22 +154,25 @@ class CarriedForward:
         self.__dict__.update(state, _module=weakref.ref(state["_module"]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, fp32 = self.__wrapped__, self._whole and self.autocast is not None
+        module: Any = self._module()
+        # Unbound: where torch.compile breaks the graph, it takes a bound one for module.forward.
+        forward, first = (self._own, ()) if self._own else (type(module).forward, (module,))
+        fp32 = self._whole and self.autocast is not None
         if torch.compiler.is_compiling():
             if not fp32:
-                return forward(*args, **kwargs)
-            with _autocast(_device(self._module()), self.autocast):
-                return self.map_tensors(_to_fp32, forward(*args, **kwargs))
-        if _calls.depth or _is_inside(_device(self._module())):
-            outputs = forward(*args, **kwargs)
+                return forward(*first, *args, **kwargs)
+            with _autocast(_device(module), self.autocast):
+                return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
+        if _calls.depth or _is_inside(_device(module)):
+            outputs = forward(*first, *args, **kwargs)
             return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
-        if not _is_bf16(module := self._module()):  # pyright: ignore[reportArgumentType]
+        if not _is_bf16(module):
             _take_off(module)
-            return forward(*args, **kwargs)
+            return forward(*first, *args, **kwargs)
         if self.autocast is None:
             args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
-        with inside_step(), _autocast(_device(self._module()), self.autocast):
-            return self.map_tensors(_to_fp32, forward(*args, **kwargs))
+        with inside_step(), _autocast(_device(module), self.autocast):
+            return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
 
 
 # No methods: torch.compile would guard the identity of bound ones, which are others each time.

@@ -304,12 +304,13 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
         return {**exact, "num_warps": 2 if architecture.startswith("gfx9") else 4}
     sizes = {plane.dtype.itemsize for each in variant.formats for plane in each.planes}
     in_blocks = any(each.block > 1 for each in variant.formats)
-    # Where planes of two sizes meet, eight elements of each number take most registers, and from
+    # Eight elements of each number take registers, most where planes of two sizes meet; from
     # sm_100 on the assembler takes more of them.
-    mixed = len(variant.formats) + (architecture >= 100) if {2, 4} <= sizes else 0
+    numbers = len(variant.formats) + (architecture >= 100)
+    mixed = numbers if {2, 4} <= sizes else 0
     # With 80 registers six programs share a multiprocessor. What packs bytes or holds much at once
     # would spill, so it gets more, and five, four or, with blocks, three do.
-    large = 1 in sizes or mixed > 3 or n_scalars > 9
+    large = 1 in sizes or mixed > 3 or numbers > 4 or n_scalars > 9
     registers = 160 if in_blocks else 128 if mixed > 4 else 96 if large else 80
     return {**exact, "num_warps": 4, "maxnreg": registers}
 
