@@ -100,6 +100,23 @@ def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
     assert torch.allclose(net.head(net.body(X)), expected, atol=0.05)
 
 
+class Broken(Net):
+    """In two graphs."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_compiled_model_whose_graph_breaks_computes_the_same():
+    net = torch_bf16.carry_autocast(torch_bf16.cast_model(Broken()))
+    compiled: Any = torch.compile(net, backend="eager")
+    with torch.no_grad():  # torch.compile's own warnings about gradients are errors here
+        expected = net(X)["out"][0]
+        assert torch.equal(compiled(X)["out"][0], expected)
+    assert expected.dtype == torch.float32
+
+
 def test_what_is_no_model_or_no_way_to_compute_is_refused():
     with pytest.raises(ValueError, match=r"given a list and takes a torch.nn.Module"):
         torch_bf16.carry_autocast([])  # pyright: ignore

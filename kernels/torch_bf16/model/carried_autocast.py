@@ -133,7 +133,7 @@ class CarriedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         module: Any = self._module()
-        return self._own or type(module).forward.__get__(module)
+        return type(module).forward.__get__(module) if self._own is None else self._own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_own", "_module", "__wrapped__"):  # being unpickled, or the module is gone
@@ -155,8 +155,10 @@ class CarriedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        # Unbound: where torch.compile breaks the graph, it takes a bound one for module.forward.
-        forward, first = (self._own, ()) if self._own else (type(module).forward, (module,))
+        forward, first = self._own, ()
+        if forward is None:
+            # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
+            forward, first = type(module).forward, (module,)
         fp32 = self._whole and self.autocast is not None
         if torch.compiler.is_compiling():
             if not fp32:
