@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import deepspeed_stall
 import torch
-from deepspeed_cases import flats, inner, message, state_digest
+from deepspeed_cases import flats, inner, state_digest
+from deepspeed_refusals import message
+from deepspeed_saves import die
 from deepspeed_training import digest, start, weights
 
 MODE = "bf16-stochastic"
 
 
-def _accelerator(mode: str = MODE, plugin: Any = None, **options: Any) -> Any:
+def _accelerator(mode: str | None = MODE, plugin: Any = None, **options: Any) -> Any:
     start()
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -103,8 +108,29 @@ def resumed(stage: int, folder: Path) -> list[tuple[str, str]]:
     return found
 
 
+def small_steps(stage: int) -> dict[str, float]:
+    """How far steps of 1e-5 go."""
+
+    def train(way: str) -> Any:
+        mode = MODE if way == deepspeed_stall.OURS else "bf16"
+        accelerator = _accelerator(mode, deepspeed_stall.config(way, stage))
+        model = deepspeed_stall.network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=deepspeed_stall.LR)
+        loader = deepspeed_stall.loader()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            if mode == "bf16":
+                x, y = x.bfloat16(), y.bfloat16()
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    return deepspeed_stall.ways(train)
+
+
 def from_a_file(folder: Path) -> str:
-    """The mode in an engine whose configuration is a file with ``auto`` values."""
+    """The mode and a file with ``auto`` values, both named by the launcher alone."""
     path = folder / "zero.json"
     path.write_text(
         json.dumps(
@@ -117,13 +143,39 @@ def from_a_file(folder: Path) -> str:
             }
         )
     )
+    from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import DeepSpeedPlugin
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
-    start()
-    accelerator = _accelerator(MODE, DeepSpeedPlugin(hf_ds_config=str(path)))
+    own = ["--use_deepspeed", "--deepspeed_config_file", str(path), "--num_machines", "1"]
+    given = [*own, "--num_processes", "2", "--mixed_precision", MODE, "script.py"]
+    arguments = launch_command_parser().parse_args(given)
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    launched = prepare_deepspeed_cmd_env(arguments)[1]
+    with patch.dict(os.environ, {k: v for k, v in launched.items() if k.startswith("ACCELERATE_")}):
+        start()
+        accelerator = _accelerator(None, DeepSpeedPlugin())
     parts = accelerator.prepare(*_parts())
     _epochs(accelerator, parts, 1)
     return type(inner(parts[0])).__module__
+
+
+def killed(folder: Path) -> None:
+    """A run that saves its state twice into one folder, and of which a rank dies at its file."""
+    accelerator = _accelerator()
+    parts = accelerator.prepare(*_parts())
+    for number in range(2):
+        _epochs(accelerator, parts, 1)
+        if number == 1 and torch.distributed.get_rank() == 1:
+            torch.save = die
+        accelerator.save_state(str(folder))
+
+
+def after_kill(folder: Path) -> str:
+    """What is said of the folder that :func:`killed` left."""
+    accelerator = _accelerator()
+    accelerator.prepare(*_parts())
+    return message(lambda: accelerator.load_state(str(folder)))
 
 
 def _refusal(zero: dict[str, Any], **others: Any) -> str:
@@ -223,6 +275,8 @@ def everything(folder: Path) -> dict[str, Any]:
         },
         "accumulated": script(2, MODE, gradient_accumulation_steps=2),
         "resumed": {stage: resumed(stage, folder / str(stage)) for stage in (1, 3)},
+        "small steps": small_steps(2),
+        "after kill": after_kill(folder / "killed"),
         "file": from_a_file(_made(folder / f"rank{rank}")),
         "refusals": refusals(),
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
-from deepspeed_on_ranks import everything, trainer
+from deepspeed_on_ranks import everything, killed, trainer
 from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
+from deepspeed_stall import NEAREST, OURS
+from ranks import RankError
 
 pytestmark = WITH_DEEPSPEED
 
@@ -15,6 +17,8 @@ pytestmark = WITH_DEEPSPEED
 def found(tmp_path_factory):
     """What each of two ranks has found."""
     folder = tmp_path_factory.mktemp("deepspeed")
+    with pytest.raises(RankError, match="ended with -9"):
+        on_fresh_ranks(tmp_path_factory.mktemp("killed"), 2, killed, folder / "killed")
     return on_fresh_ranks(folder, 2, everything, folder)
 
 
@@ -45,6 +49,17 @@ def test_save_state_and_load_state_keep_all_bits(found):
     for rank in found:
         for stage, (whole, cut) in rank["resumed"].items():
             assert cut == whole, stage
+
+
+def test_small_steps_go_as_far_as_with_fp32_masters(found):
+    for rank in found:
+        assert abs(rank["small steps"][NEAREST]) < 0.1
+        assert rank["small steps"][OURS] == pytest.approx(1, abs=0.05)
+
+
+def test_a_state_that_was_half_saved_over_an_older_one_is_refused(found):
+    for rank in found:
+        assert "are of different steps, step 8 and step 16" in rank["after kill"]
 
 
 def test_a_configuration_file_with_auto_values_is_filled_in(found):

@@ -9,9 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed_stall
 import torch
 import torch.distributed as dist
-from deepspeed_cases import inner, message, state_digest
+from deepspeed_cases import inner, state_digest
+from deepspeed_refusals import message
 from deepspeed_training import digest, start, weights
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,7 +66,7 @@ def _network() -> torch.nn.Module:
     )
 
 
-def _module() -> Any:
+def _module(network: Any = None, lr: float = 1e-2) -> Any:
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
@@ -72,23 +74,23 @@ def _module() -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            self.network = _network()
+            self.network = network or _network()
             self.losses: list[float] = []
+            self.dtypes: set[torch.dtype] = set()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.network(x)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             x, y = batch
-            assert x.dtype == torch.float32
             loss = torch.nn.functional.mse_loss(self(x), y)
-            assert loss.dtype == torch.float32
+            self.dtypes |= {x.dtype, loss.dtype}
             self.losses.append(loss.item())
             self.log("loss", loss)
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=lr)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.97**n)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -139,9 +141,23 @@ def trainer(stage: int, folder: Path) -> dict[str, Any]:
         if cut is None:
             losses = module.losses
             found["learned"] = sum(losses[-4:]) < 0.8 * sum(losses[:4])
+            found["dtypes"] = {str(each) for each in module.dtypes}
             found["optimizer"] = type(inner(engine)).__module__
             found["decayed"] = {each["lr"] < 1e-2 for each in inner(engine).param_groups}
     return found
+
+
+def small_steps(stage: int, folder: Path) -> dict[str, float]:
+    """How far steps of 1e-5 go."""
+
+    def train(way: str) -> Any:
+        precision = MODE if way == deepspeed_stall.OURS else "bf16-true"
+        config = deepspeed_stall.config(way, stage)
+        made = _trainer(stage, 1, folder, precision, config=config)
+        made.fit(_module(deepspeed_stall.network(), deepspeed_stall.LR), deepspeed_stall.loader())
+        return made.strategy.model
+
+    return deepspeed_stall.ways(train)
 
 
 def fabric(stage: int) -> dict[str, Any]:
@@ -171,7 +187,7 @@ def fabric(stage: int) -> dict[str, Any]:
     return {
         "optimizer": type(inner(engine)).__module__,
         "learned": sum(losses[-4:]) < 0.8 * sum(losses[:4]),
-        "loss": str(loss.dtype),
+        "dtypes": {str(loss.dtype)},
         "weights": digest(weights(engine)),
     }
 
@@ -197,9 +213,19 @@ def _stage(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}}
 
 
-def everything(folder: Path) -> dict[str, Any]:
-    # Lightning finds the address of the group that exists already.
+def alone(folder: Path) -> dict[str, Any]:
+    """What is asked on one rank."""
+    _find_group()
+    return {"trainer": {1: trainer(1, folder / "fit")}, "small steps": small_steps(2, folder)}
+
+
+def _find_group() -> None:
+    """Tell Lightning the address of the group that exists already."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    _find_group()
     return {
         "trainer": {stage: trainer(stage, folder / str(stage)) for stage in (2, 3)},
         "fabric": {stage: fabric(stage) for stage in (1, 3)},

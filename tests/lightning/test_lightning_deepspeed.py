@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
+from deepspeed_stall import NEAREST, OURS
+from deepspeed_strategy_on_ranks import alone as run_alone
 from deepspeed_strategy_on_ranks import everything
 
 pytestmark = WITH_DEEPSPEED
@@ -14,6 +16,13 @@ def found(tmp_path_factory):
     """What each of two ranks has found."""
     folder = tmp_path_factory.mktemp("deepspeed")
     return on_fresh_ranks(folder, 2, everything, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one rank has found."""
+    folder = tmp_path_factory.mktemp("alone")
+    return on_fresh_ranks(folder, 1, run_alone, folder)[0]
 
 
 @pytest.mark.parametrize("host", ["trainer", "fabric"])
@@ -28,8 +37,9 @@ def test_its_scheduler_knows_the_groups_that_were_made_for_vectors(found):
     assert all(its["decayed"] == {True} for its in found[0]["trainer"].values())
 
 
-def test_losses_of_fabric_are_fp32(found):
-    assert {its["loss"] for its in found[0]["fabric"].values()} == {"torch.float32"}
+@pytest.mark.parametrize("host", ["trainer", "fabric"])
+def test_inputs_and_losses_stay_fp32(found, host):
+    assert all(its["dtypes"] == {"torch.float32"} for its in found[0][host].values())
 
 
 @pytest.mark.parametrize("host", ["trainer", "fabric"])
@@ -38,11 +48,16 @@ def test_stages_and_ranks_end_with_the_same_bits(found, host):
     assert len({str(each) for each in every}) == 1
 
 
-def test_a_fit_that_was_resumed_ends_with_the_bits_of_one_that_was_not(found):
-    for rank in found:
+def test_a_fit_that_was_resumed_ends_with_the_bits_of_one_that_was_not(found, alone):
+    for rank in [*found, alone]:
         for its in rank["trainer"].values():
             assert its["weights"][0] == its["weights"][1]
             assert its["states"][0] == its["states"][1]
+
+
+def test_small_steps_go_as_far_as_with_fp32_masters(alone):
+    assert abs(alone["small steps"][NEAREST]) < 0.1
+    assert alone["small steps"][OURS] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def test_what_else_its_section_says_stays(section):
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow": {...}'),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "hpz_partition_size"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, '"mics_shard_size": 2'),
+        (
+            {"zero_optimization": {"stage": 3, "pipeline_loading_checkpoint": True}},
+            '"pipeline_loading_checkpoint": true (in zero_optimization)',
+        ),
         ({"tensor_parallel": {"autotp_size": 4}}, '"autotp_size": 4 (in tensor_parallel)'),
         ({"compile": {"deepcompile": True}}, '"deepcompile": true (in compile)'),
     ],

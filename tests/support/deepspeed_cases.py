@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
+import deepspeed_stall
 import torch
+from deepspeed_refusals import changed_recipe, parallel_refusals, refusals
 from deepspeed_training import (
     config,
     digest,
@@ -67,35 +68,25 @@ def bits(cases: dict[str, Any], alike: bool = False, steps: int = 5) -> dict[str
     return found
 
 
-def moved(steps: int = 100) -> dict[str, float]:
-    """The share of matrix elements that small steps have moved, in three ways to store them."""
-    right, shares = torch_bf16.deepspeed_config(config(1)), {}
-    ways: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
-        "fp32 masters": (config(1), lambda each: torch.optim.AdamW(each.parameters(), lr=1e-5)),
-        "bf16 to nearest": (right, lambda each: torch.optim.AdamW(each.parameters(), lr=1e-5)),
-        "ours": (right, lambda each: optimizer_of(each, "bf16-stochastic", lr=1e-5)),
-    }
-    for name, (settings, make) in ways.items():
-        module = model()
-        first = {key: each.detach().bfloat16().clone() for key, each in module.named_parameters()}
-        engine, *_ = start().initialize(
-            model=module,
-            optimizer=make(module),
-            config={"zero_allow_untested_optimizer": True, **settings},
-        )
-        if name == "ours":
+def small_steps() -> dict[str, float]:
+    """How far steps of 1e-5 go in a bare engine."""
+
+    def train(way: str) -> Any:
+        module, settings = deepspeed_stall.network(), deepspeed_stall.config(way, 1)
+        if way == deepspeed_stall.OURS:
+            made: Any = optimizer_of(module, way, lr=deepspeed_stall.LR)
+            settings = torch_bf16.deepspeed_config(settings)
+        else:
+            made = torch.optim.AdamW(module.parameters(), lr=deepspeed_stall.LR)
+        engine, *_ = start().initialize(model=module, optimizer=made, config=settings)
+        if way == deepspeed_stall.OURS:
             torch_bf16.attach(engine)
-        train(engine, range(steps))
-        last = {key: each for key, each in weights(engine).items() if each.ndim > 1}
-        changed = torch.cat([(each != first[key]).view(-1) for key, each in last.items()])
-        shares[name] = changed.float().mean().item()
-    return shares
+        for x, y in deepspeed_stall.loader():
+            engine.backward(torch.nn.functional.mse_loss(engine(x.bfloat16()), y.bfloat16()))
+            engine.step()
+        return engine
 
-
-def alone() -> dict[str, Any]:
-    """What is asked on one rank."""
-    names = ("ZeRO-1", "ZeRO-3")
-    return {"bits": bits({name: CASES[name] for name in names}), "moved": moved()}
+    return deepspeed_stall.ways(train)
 
 
 def resumed(stage: int, recipe: Any, folder: Any) -> list[tuple[str, str]]:
@@ -111,6 +102,29 @@ def resumed(stage: int, recipe: Any, folder: Any) -> list[tuple[str, str]]:
             train(engine, range(cut, 6))
         found.append((digest(weights(engine)), state_digest(engine)))
     return found
+
+
+def kept(stage: int) -> int:
+    """Bytes of weights and states on this rank, between two steps."""
+    whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    engine = engine_of(config(stage, **whole))
+    train(engine, range(1))
+    tensors = [*engine.module.parameters(), *flats(engine)]
+    tensors += [each.ds_tensor for each in engine.module.parameters() if stage == 3]
+    for state in inner(engine).state.values():
+        tensors += [each for key, each in state.items() if key != "step"]
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def alone(folder: Any) -> dict[str, Any]:
+    """What is asked on one rank."""
+    names, mode = ("ZeRO-1", "ZeRO-3"), "bf16-stochastic"
+    return {
+        "bits": bits({name: CASES[name] for name in names}),
+        "small steps": small_steps(),
+        "resumed": {f"ZeRO-{n}": resumed(n, mode, folder / f"{n}") for n in (2, 3)},
+    }
 
 
 def sizes(stage: int, recipe: Any) -> dict[str, Any]:
@@ -151,70 +165,6 @@ def made_sharded() -> list[str]:
     return [digest(weights(engine)), without]
 
 
-def message(function: Callable[[], Any]) -> str:
-    """What is said where something is refused."""
-    try:
-        function()
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
-
-
-def unattached(stage: int) -> str:
-    deepspeed, module = start(), model()
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=optimizer_of(module, "bf16-stochastic"),
-        config=torch_bf16.deepspeed_config(config(stage)),
-    )
-    return message(lambda: train(engine, range(1)))
-
-
-def refused(
-    settings: dict[str, Any], make: Callable[[Any], torch.optim.Optimizer], module: Any = None
-) -> str:
-    """What ``attach`` says of an engine that was set up in another way than is right."""
-    deepspeed, module = start(), module or model()
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=make(module),
-        config={"zero_allow_untested_optimizer": True, **settings},
-    )
-    return message(lambda: torch_bf16.attach(engine))
-
-
-def _with(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    recipe = torch_bf16.get_recipe("bf16-stochastic", **options)
-    return lambda module: optimizer_of(module, recipe)
-
-
-def refusals() -> dict[str, str]:
-    right = torch_bf16.deepspeed_config(config(1))
-    fp32 = {**right, "data_types": {"grad_accum_dtype": "fp32"}}
-    found = {
-        "unattached ZeRO-1": unattached(1),
-        "unattached ZeRO-3": unattached(3),
-        "flags": refused(config(1), _with()),
-        "fp32 sums": refused(fp32, _with()),
-        "no ZeRO": refused({**right, "zero_optimization": {"stage": 0}, "bf16": {}}, _with()),
-        "torch": refused(right, lambda module: torch.optim.AdamW(module.parameters())),
-        "mixed": refused(right, lambda module: torch_bf16.AdamW(module.parameters())),
-        "int8": refused(right, _with(exp_avg="int8"), torch.nn.Linear(64, 4)),
-        "keep_fp32": refused(right, _with(keep_fp32=("1",))),
-        "accumulate": refused(right, _with(accumulate="fp32")),
-        "Adafactor": refused(right, lambda module: torch_bf16.Adafactor(module.parameters())),
-        "no engine": message(lambda: torch_bf16.attach(model())),
-    }
-    engine = engine_of(right)
-    found["told"] = message(lambda: torch_bf16.clip_next_step(inner(engine), 1.0))
-    found["graphed"] = message(inner(engine).graphed)
-    release, add = torch_bf16.release_gradients, torch_bf16.accumulate_gradients
-    found["release"] = message(lambda: release(engine.module, inner(engine)))
-    found["sums"] = message(lambda: add(engine.module, inner(engine), "fp32"))
-    found["right"] = message(lambda: torch_bf16.attach(engine))
-    return found
-
-
 def everything(folder: Any) -> dict[str, Any]:
     """All that is asked on two ranks."""
     exact = torch_bf16.RECIPES["bf16-fp32-master"]
@@ -230,5 +180,11 @@ def everything(folder: Any) -> dict[str, Any]:
             for stage, recipe in ((1, LIKE_MATRICES), (3, exact), (1, exact))
         },
         "sizes": {stage: sizes(stage, LIKE_MATRICES) for stage in (1, 3)},
-        "refusals": refusals(),
+        "kept": {stage: kept(stage) for stage in (1, 2, 3)},
+        "refusals": {
+            **refusals(),
+            "recipe": changed_recipe(folder),
+            # Last, because DeepSpeed keeps what it was told of parallelism.
+            **parallel_refusals(),
+        },
     }

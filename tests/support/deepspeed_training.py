@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def start() -> Any:
     import deepspeed
 
     # Else its first import compiles a transport for CPUs, which takes a minute and a compiler.
-    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     return deepspeed
 
 

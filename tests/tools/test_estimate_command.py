@@ -56,6 +56,31 @@ def test_a_number_is_multiplied_by_the_bytes_of_each_recipe(text, count, capsys)
     assert "a number has no shapes" in found["notes"][0]
 
 
+def test_what_deepspeed_keeps_is_divided_by_its_stages(capsys):
+    _, found, _ = estimate(capsys, "8B", "--ranks", "4")
+    rows = {each["precision"]: each for each in found["zero"]}
+    for name, whole, cut in (
+        ("DeepSpeed, fp32 masters", 2 + 12 / 4, 14 / 4),
+        ("DeepSpeed, bf16 states", 2 + 6 / 4, 8 / 4),
+        ("bf16-fp32-master", 2 + 10 / 4, 12 / 4),
+        ("bf16-stochastic", 2 + 4 / 4, 6 / 4),
+    ):
+        sizes = [rows[name][f"stage_{stage}"] for stage in (1, 2, 3)]
+        assert sizes == pytest.approx([8e9 * whole, 8e9 * whole, 8e9 * cut], rel=1e-6)
+    assert [name for name, each in rows.items() if each["loses_updates"]] == [
+        "DeepSpeed, bf16 states"
+    ]
+    assert not any("int8" in name for name in rows)
+
+
+def test_recipes_that_deepspeed_cannot_train_have_no_row_there(capsys, factories):
+    _, found, _ = estimate(capsys, "mine_to_estimate:make")
+    assert all(each["precision"].startswith("DeepSpeed") for each in found["zero"])
+    assert any("batch norm stays in fp32, which DeepSpeed casts" in n for n in found["notes"])
+    for options in (["--ranks", "1"], ["--optimizer", "AdamWScheduleFree"]):
+        assert estimate(capsys, "8B", *options)[1]["zero"] == []
+
+
 def test_fits_follows_from_the_peak(capsys):
     _, found, _ = estimate(capsys, "8B", "--ranks", "4")
     for row in found["rows"]:
@@ -252,6 +277,7 @@ def test_people_see_tables_and_scripts_a_file(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "GB (10^9 bytes) on one device" in out
     assert "GB on each of 8 ranks of fully_shard" in out
+    assert "GB of weights and states on each of 8 ranks of DeepSpeed" in out
     assert "activations are not counted: --batch" in out
     assert json.loads((tmp_path / "found.json").read_text())["kind"] == "estimate"
 

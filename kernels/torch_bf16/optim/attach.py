@@ -7,8 +7,14 @@ from typing import Any
 import torch
 
 from torch_bf16.engine.member import formats_of
-from torch_bf16.rules import STORE
-from torch_bf16.sharding import alias_masters, check_engine, register_flats, shard_of
+from torch_bf16.rules import ITERATE, STORE
+from torch_bf16.sharding import (
+    alias_masters,
+    check_engine,
+    register_flats,
+    shard_of,
+    watch_files,
+)
 
 from .optimizer import BF16Optimizer
 
@@ -49,6 +55,8 @@ def attach(engine: Any) -> None:
         for flat in flats:
             formats_of(shard_of(flat), optimizer.rule_of(group), optimizer.recipe)
     alias_masters(zero)
+    if optimizer._engine.host is None:
+        watch_files(engine)
     optimizer._engine.host = "DeepSpeed"
     optimizer._engine.invalidate()
 
@@ -67,6 +75,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise NotImplementedError(
             f"{name} cannot step under DeepSpeed: it looks at whole matrices, or has a step of its "
             "own, and ZeRO cuts them anywhere. Use AdamW, Adam, Lion or SGD, or FSDP2"
+        )
+    if any(state.role == ITERATE for rule in rules for state in rule.states):
+        raise NotImplementedError(
+            f"{name} cannot be evaluated under DeepSpeed: eval() puts the averages where the "
+            "weights are, and this rank has but a part of them. Use AdamW, or FSDP2"
         )
     if recipe.keep_fp32:
         raise NotImplementedError(

@@ -13,6 +13,7 @@ from .deepspeed import (
     register_flats,
 )
 from .deepspeed_engine import check_engine, deepspeed_config
+from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, reshard
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
@@ -51,6 +52,7 @@ __all__ = [
     "unit_shapes",
     "unlike_memory",
     "version_of",
+    "watch_files",
     "whole",
     "without_wrappers",
 ]

@@ -58,6 +58,11 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
             ("mics_shard_size", (None, -1)),
         )
     ),
+    (
+        f"{_ZERO}.pipeline_loading_checkpoint",
+        (None, False),
+        "ranks compare what they load, at the same time. Delete the line",
+    ),
     ("tensor_parallel.autotp_size", (None, 0, 1), "it was not tried. Delete the section"),
     ("compile.deepcompile", (None, False), "it was not tried. Delete the section"),
     (

@@ -17,6 +17,7 @@ from .report import row, show
 from .shapes import ModelShapes
 from .sharded import traffic
 from .sources import KINDS, model_shapes
+from .zero import zero_rows
 
 __all__ = ["add_estimate_arguments", "estimate"]
 
@@ -28,7 +29,11 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("model", metavar="MODEL", help=KINDS)
     parser.add_argument(
-        "--ranks", type=_ranks, default=8, metavar="N", help="of FSDP2 (default: 8; 1 for none)"
+        "--ranks",
+        type=_ranks,
+        default=8,
+        metavar="N",
+        help="of FSDP2, or of DeepSpeed (default: 8; 1 for none)",
     )
     parser.add_argument(
         "--optimizer",
@@ -90,6 +95,8 @@ def estimate(options: argparse.Namespace) -> int:
         part = memory(shapes, precision, optimizer, options.ranks) if options.ranks > 1 else None
         sent = traffic(shapes, precision, options.ranks) if part is not None else None
         rows.append(row(precision, alone, live, part, sent))
+    zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate))]
+    zero = zero if options.ranks > 1 else []
     found = {
         "schema": 1,
         "kind": "estimate",
@@ -101,7 +108,11 @@ def estimate(options: argparse.Namespace) -> int:
         "accumulate": options.accumulate,
         "batch": _batch_text(options),
         "rows": rows,
-        "notes": _notes(shapes, optimizer.scratch, options),
+        "zero": [each.record(options.ranks) for each in zero],
+        "notes": [
+            *_notes(shapes, optimizer.scratch, options),
+            *(_zero_notes(shapes, options) if zero else ()),
+        ],
     }
     if options.json:
         write_json(found, options.json)
@@ -137,6 +148,18 @@ def _notes(shapes: ModelShapes, scratch: float | None, options: argparse.Namespa
             "at the peak of a rank, the root's weights and two layers' are whole and one layer's "
             "gradients are reduced, in fp32; a numbered module is a layer, and gathered twice"
         )
+    return notes
+
+
+def _zero_notes(shapes: ModelShapes, options: argparse.Namespace) -> list[str]:
+    notes = [
+        "ZeRO: without gradients, DeepSpeed's buckets for messages (reduce_bucket_size), and what "
+        "ZeRO-3 leaves whole (stage3_param_persistence_threshold)"
+    ]
+    if any(each.stays_fp32 for each in shapes.weights):
+        notes.append("batch norm stays in fp32, which DeepSpeed casts: no recipe trains there")
+    elif options.accumulate != "bf16_nearest":
+        notes.append("DeepSpeed adds micro-batches up by itself: no --accumulate there")
     return notes
 
 

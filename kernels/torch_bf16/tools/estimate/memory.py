@@ -17,7 +17,7 @@ from .optimizers import Stepped
 from .precisions import Precision
 from .shapes import ModelShapes, Weight
 
-__all__ = ["Memory", "dtype_of", "memory", "part_of"]
+__all__ = ["Held", "Memory", "dtype_of", "held_of", "memory", "part_of"]
 
 # FSDP2's placement, without importing what defines it, which takes longer than all else here.
 _ROWS = SimpleNamespace(dim=0, is_replicate=lambda: False, is_partial=lambda: False)
@@ -108,12 +108,12 @@ def memory(
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
     sums, scratch, rests = 0, 0.0, [0]
-    kinds: dict[tuple[object, ...], _Held] = {}
+    kinds: dict[tuple[object, ...], Held] = {}
     for each in shapes.weights:
         # Layers repeat: a few kinds are all there are among thousands of weights.
         if (held := kinds.get(each.kind)) is None:
             part, dtype = part_of(each.shape, ranks, rank), dtype_of(each, precision)
-            held = kinds[each.kind] = _held(each, part, dtype, precision, stepped)
+            held = kinds[each.kind] = held_of(each, part, dtype, precision, stepped)
         sizes["weights"] += held.weights
         if not each.trained:
             # Kept for as long as it may still be trained.
@@ -142,7 +142,7 @@ def memory(
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """A rank's part of one weight: its elements, and bytes by what they hold.
 
     ``rest`` is what the cast keeps of an fp32 weight until its first step.
@@ -155,20 +155,21 @@ class _Held:
     moments: int
 
 
-def _held(
+def held_of(
     weight: Weight,
     part: tuple[int, ...],
     dtype: torch.dtype,
     precision: Precision,
     stepped: Stepped,
-) -> _Held:
+) -> Held:
+    """What a rank holds of a weight, of which it has a part of that shape."""
     count, recipe, states = prod(part), precision.recipe, stepped.rule.states
     weights = count * dtype.itemsize
     if recipe is None:
-        return _Held(count, weights, 0, 0, len(states) * weights)
+        return Held(count, weights, 0, 0, len(states) * weights)
     stored = recipe.format_of("weights", weight.shape, dtype)
     moments = [recipe.format_of(each.role, weight.shape, dtype) for each in states]
-    return _Held(
+    return Held(
         count,
         weights,
         rest=count * _rest_itemsize(weight, dtype, recipe),

@@ -93,6 +93,13 @@ def show(found: Mapping[str, Any]) -> None:
             table.append([*cells, _device(rank["fits"]), shown(rank["sent_per_step"])])
         columns = ("precision", "states", "and gradients", "peak", "fits", "sent per step")
         print_table(f"{unit} on each of {ranks} ranks of fully_shard", columns, table)
+    if found["zero"]:
+        table = [
+            [_label(each), shown(each["stage_1"]), shown(each["stage_3"])] for each in found["zero"]
+        ]
+        columns = ("precision", "ZeRO-1 and 2", "ZeRO-3")
+        title = f"{unit} of weights and states on each of {ranks} ranks of DeepSpeed"
+        print_table(title, columns, table)
     print()
     for note in found["notes"]:
         print(f"- {note}")
@@ -100,7 +107,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 def _label(each: Mapping[str, Any]) -> str:
     # Under the row of the same recipe.
-    if each["released"]:
+    if each.get("released"):
         return "  gradients released"
     return f"{each['precision']} (loses updates)" if each["loses_updates"] else each["precision"]
 
