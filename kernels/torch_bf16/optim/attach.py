@@ -56,7 +56,7 @@ def attach(engine: Any) -> None:
             formats_of(shard_of(flat), optimizer.rule_of(group), optimizer.recipe)
     alias_masters(zero)
     if optimizer._engine.host is None:
-        watch_files(engine)
+        watch_files(engine, flats[0].device)
     optimizer._engine.host = "DeepSpeed"
     optimizer._engine.invalidate()
 

@@ -21,7 +21,7 @@ __all__ = ["watch_files"]
 _ENTRY, _STEP = "deepspeed", "global_steps"
 
 
-def watch_files(engine: Any) -> None:
+def watch_files(engine: Any, device: torch.device) -> None:
     """Have an optimizer's state dict say at which of its engine's steps it was saved.
 
     One that is loaded is then compared with what the engine has read from its other files, on all
@@ -29,9 +29,11 @@ def watch_files(engine: Any) -> None:
 
     Args:
         engine: DeepSpeed's; the optimizer inside gets hooks.
+        device: where its ranks reduce numbers.
     """
     # The engine owns the optimizer, and this its hooks.
-    known, zero = weakref.ref(engine), engine.optimizer
+    known, group = weakref.ref(engine), engine.optimizer.dp_process_group
+    optimizer = engine.optimizer.optimizer
 
     def note(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {**state_dict, _ENTRY: {_STEP: _step_of(known)}}
@@ -41,10 +43,10 @@ def watch_files(engine: Any) -> None:
         saved = entry.get(_STEP) if isinstance(entry, Mapping) else None
         # Another optimizer's, of which nothing is known, has none on any rank.
         found = [-1, -1] if saved is None else [int(saved), _step_of(known)]
-        _check_steps(found, zero.optimizer.param_groups[0]["params"][0].device, zero)
+        _check_steps(found, device, group)
 
-    zero.optimizer.register_state_dict_post_hook(note)
-    zero.optimizer.register_load_state_dict_pre_hook(compare, prepend=True)
+    optimizer.register_state_dict_post_hook(note)
+    optimizer.register_load_state_dict_pre_hook(compare, prepend=True)
 
 
 def _step_of(engine: weakref.ref[Any]) -> int:
@@ -52,10 +54,10 @@ def _step_of(engine: weakref.ref[Any]) -> int:
     return found.global_steps
 
 
-def _check_steps(found: list[int], device: torch.device, zero: Any) -> None:
+def _check_steps(found: list[int], device: torch.device, group: Any) -> None:
     """Raise on all ranks where one has read files of different steps, or of another than others."""
     ends = torch.tensor([*found, *(-each for each in found)], device=device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, zero.dp_process_group)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
     steps = {*ends[:2].tolist(), *(-ends[2:]).tolist()}
     if len(steps) > 1:
         first, last = min(steps), max(steps)
