@@ -23,7 +23,7 @@ _SLOW = 2.0
 
 @functools.cache
 def bf16_product_ratio() -> float:
-    """Time of bf16 matrix products on this CPU over that of fp32 ones, measured once in 20 ms.
+    """Time of bf16 matrix products on this CPU over that of fp32 ones, measured once (200 ms).
 
     The three products of a linear layer: its output, and the gradients of input and weight.
     """
@@ -47,7 +47,13 @@ def warn_slow_products() -> None:
 
 def _seconds(dtype: torch.dtype) -> float:
     a = torch.ones(_ROWS, _ROWS, dtype=dtype)
-    return sum(_best(*pair) for pair in ((a, a.t()), (a, a), (a.t(), a)))
+    threads = torch.get_num_threads()
+    # A process that has used several can no longer be forked: torch's operations hang there.
+    torch.set_num_threads(1)
+    try:
+        return sum(_best(*pair) for pair in ((a, a.t()), (a, a), (a.t(), a)))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _best(a: Tensor, b: Tensor) -> float:
