@@ -145,6 +145,7 @@ def _let_checkpoints_enter() -> None:
         torch.autocast.__init__ = functools.wraps(_original)(_init)
 
 
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _init(
     self: Any,
     device_type: str,
