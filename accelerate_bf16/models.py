@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from accelerate.utils import AutocastKwargs, recursively_apply
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -32,20 +32,23 @@ def is_wrapped(model: nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False) and bare(model) is not model
 
 
-def autocast(accelerator: Any, handler: AutocastKwargs | None = None) -> torch.autocast:
+def autocast(
+    accelerator: Any, compute: str, handler: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
     """The context in which bf16 weights compute; the user's own settings win."""
     settings = _settings(handler or accelerator.autocast_handler)
-    return torch.autocast(accelerator.device.type, dtype=torch.bfloat16, **settings)
+    return torch_bf16.arithmetic(accelerator.device.type, compute, **settings)
 
 
-def carry_autocast(model: nn.Module, accelerator: Any) -> None:
+def carry_autocast(model: nn.Module, accelerator: Any, compute: str) -> None:
     """Let a cast model compute so wherever it is called, unwrapped too, and return fp32."""
     settings = _settings(accelerator.autocast_handler)
-    torch_bf16.carry_autocast(bare(model), map_tensors=recursively_apply, **settings)
+    torch_bf16.carry_autocast(
+        bare(model), compute=compute, map_tensors=recursively_apply, **settings
+    )
 
 
 def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:
-    # Weights are bf16 already: the cache of cast weights would only hold on to memory.
     return {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
 
 

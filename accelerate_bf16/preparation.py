@@ -16,7 +16,7 @@ from ._patches import patches
 from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
 from .optimizers import inner, ours, owns
-from .recipe_options import BF16RecipeKwargs, from_environment
+from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_accumulation, refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
 
@@ -30,7 +30,7 @@ class Preparation:
         mode: a name from :data:`accelerate_bf16.MODES`.
         prepared_models: those that were prepared before, whose parameters a new optimizer may own.
         prepared_optimizers: likewise, which may own those of a new model.
-        options: win over the environment's.
+        options: replace fields of the mode's recipe.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Preparation:
         options: BF16RecipeKwargs | None = None,
     ) -> None:
         self.mode = mode
-        self._options = (options or BF16RecipeKwargs()).over(from_environment())
+        self._options = options or BF16RecipeKwargs()
         self._recipe = self._options.recipe(mode)
         self._models = _unique(map(bare, prepared_models))
         self._optimizers: list[Any] = _unique(map(inner, prepared_optimizers))
@@ -126,6 +126,10 @@ class Preparation:
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """Those that update a parameter of a model."""
         return [each for each in self._optimizers if owns(each, model)]
+
+    def compute_for(self, model: nn.Module) -> str:
+        """What a model computes in."""
+        return self._recipe_for(bare(model)).compute
 
     def attach(self, wrapped: Sequence[nn.Module], steps: int) -> None:
         """Let gradients of what is new be summed or released as asked, and modes follow the model.

@@ -12,7 +12,7 @@ from accelerate.utils import KwargsHandler
 
 import torch_bf16
 
-__all__ = ["ENVIRONMENT", "BF16RecipeKwargs", "from_environment"]
+__all__ = ["ENVIRONMENT", "BF16RecipeKwargs", "from_environment", "options_of"]
 
 
 @dataclass
@@ -22,8 +22,8 @@ class BF16RecipeKwargs(KwargsHandler):
     What is None is the mode's own, or what the environment says: see :data:`ENVIRONMENT`.
 
     Args:
-        weights, exp_avg, exp_avg_sq, accumulate, keep_fp32, seed, backend, vectors: replace fields
-            of the mode's recipe, which :class:`torch_bf16.Recipe` explains.
+        weights, exp_avg, exp_avg_sq, accumulate, keep_fp32, seed, backend, vectors, compute:
+            replace fields of the mode's recipe, which :class:`torch_bf16.Recipe` explains.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             in one process, without gradient accumulation, ``clip_grad_norm_`` and
             ``clip_grad_value_``.
@@ -47,6 +47,7 @@ class BF16RecipeKwargs(KwargsHandler):
     seed: int | None = None
     backend: str | None = None
     vectors: str | None = None
+    compute: str | None = None
     release_gradients: bool | None = None
     release_max_norm: float | None = None
     release_norm: str | None = None
@@ -116,6 +117,12 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeK
         if text:
             options[name] = _parsed(variable, name, text)
     return BF16RecipeKwargs(**options)
+
+
+def options_of(accelerator: Any) -> BF16RecipeKwargs:
+    """The options that an Accelerator was given, and the environment's where they are None."""
+    given = getattr(accelerator, "_bf16_recipe_options", None)
+    return (given or BF16RecipeKwargs()).over(from_environment())
 
 
 def _parsed(variable: str, name: str, text: str) -> Any:

@@ -20,7 +20,6 @@ from ._patches.private_attributes import is_placeholder, syncs_module_states
 
 __all__ = ["PrecisionBody"]
 
-_COMPUTE = ("autocast", "bf16")
 _NORMS = ("parameter", "last_step")
 
 if TYPE_CHECKING:
@@ -41,10 +40,12 @@ class PrecisionBody(_Base):
         recipe: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
         compute: ``"autocast"`` runs the forward pass in autocast over bf16 weights: inputs,
             buffers, losses and metrics stay fp32, and so do norms and softmax where torch's
-            autocast says so. ``"bf16"`` is the lean option: floating-point inputs are cast to bf16
-            and every operation runs in the dtype of what it is given; losses are then computed in
-            bf16 unless the module upcasts its logits.
-        weights: format of the weights; None for the recipe's, as for all that follow.
+            autocast says so. ``"fp32"`` computes everything in fp32 over the same bf16 weights, for
+            CPUs whose bf16 products are slow. ``"bf16"`` is the lean option: floating-point inputs
+            are cast to bf16 and every operation runs in the dtype of what it is given; losses are
+            then computed in bf16 unless the module upcasts its logits. None for the recipe's, which
+            is autocast unless it says otherwise, as for all that follow.
+        weights: format of the weights.
         exp_avg: format of first moments.
         exp_avg_sq: format of second moments.
         accumulate: format of the sum of gradients over ``accumulate_grad_batches``.
@@ -73,7 +74,7 @@ class PrecisionBody(_Base):
         self,
         recipe: str | torch_bf16.Recipe = "bf16-stochastic",
         *,
-        compute: str = "autocast",
+        compute: str | None = None,
         weights: str | None = None,
         exp_avg: str | None = None,
         exp_avg_sq: str | None = None,
@@ -87,16 +88,14 @@ class PrecisionBody(_Base):
         release_norm: str = "parameter",
     ) -> None:
         super().__init__("bf16-true")
-        if compute not in _COMPUTE:
-            raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(_COMPUTE)}")
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         others = {"accumulate": accumulate, "seed": seed, "backend": backend, "vectors": vectors}
-        given: dict[str, Any] = {**formats, **others}
+        given: dict[str, Any] = {"compute": compute, **formats, **others}
         overrides = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.recipe = torch_bf16.get_recipe(recipe, **overrides)
-        self.compute = compute
+        self.compute = self.recipe.compute
         _check_release(self.recipe, release_gradients, release_max_norm, release_norm)
         clip: dict[str, Any] = {"max_norm": release_max_norm, "norm": release_norm}
         self.release = clip if release_gradients else None
@@ -146,12 +145,8 @@ class PrecisionBody(_Base):
     module_init_context = tensor_init_context
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on the device of the module; nothing for ``compute="bf16"``."""
-        if self.compute == "bf16":
-            return nullcontext()
-        # The cache holds casts of fp32 weights; there are none worth it, and it would keep stale
-        # copies of the modules in keep_fp32.
-        return torch.autocast(self._device_type(), dtype=torch.bfloat16, cache_enabled=False)
+        """What :func:`torch_bf16.arithmetic` gives for the device of the module."""
+        return torch_bf16.arithmetic(self._device_type(), self.compute)
 
     def convert_input(self, data: Any) -> Any:
         """Inputs as they are; their floats in bf16 for ``compute="bf16"``."""

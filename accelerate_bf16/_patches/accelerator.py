@@ -106,7 +106,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
             preparation.note_engine(attach(accelerator))
             # Only now: the engine casts.
             for model in given:
-                models.carry_autocast(model, accelerator)
+                models.carry_autocast(model, accelerator, preparation.compute_for(model))
             return result
         if _fsdp_version(accelerator) != 2:
             preparation.run(given, optimizers)
@@ -123,7 +123,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         prepared = [each for each in accelerator._models if each not in wrapped]
         preparation.cast(map(models.bare, prepared))
         for model in prepared:
-            models.carry_autocast(model, accelerator)
+            models.carry_autocast(model, accelerator, preparation.compute_for(model))
         wrapped.update(prepared)
         return result
 
@@ -139,7 +139,7 @@ def prepare_model(
         preparation.run([model], [])
         if models.is_wrapped(model):
             return original(accelerator, model, *args, **kwargs)
-        models.carry_autocast(model, accelerator)
+        models.carry_autocast(model, accelerator, preparation.compute_for(model))
         trained_by = preparation.optimizers_of(model)
         try:
             prepared = original(accelerator, model, *args, **kwargs)
@@ -167,8 +167,10 @@ def prepare_optimizer(
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
     """The context of the wrapped forward, for modules that are called outside it."""
     from accelerate_bf16 import models
+    from accelerate_bf16.recipe_options import options_of
 
-    return models.autocast(accelerator, autocast_handler)
+    compute = options_of(accelerator).recipe(mode).compute
+    return models.autocast(accelerator, compute, autocast_handler)
 
 
 @_without_deepspeed
@@ -256,11 +258,13 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         return
     from accelerate_bf16.monitoring import watch
     from accelerate_bf16.preparation import Preparation
+    from accelerate_bf16.recipe_options import options_of
     from accelerate_bf16.report import show
 
     _refuse(accelerator, mode)
-    options = getattr(accelerator, "_bf16_recipe_options", None)
-    _current = Preparation(mode, accelerator._models, accelerator._optimizers, options)
+    _current = Preparation(
+        mode, accelerator._models, accelerator._optimizers, options_of(accelerator)
+    )
     try:
         with Patches() as patches:
             patches.set(accelerator.state, "_mixed_precision", "no")

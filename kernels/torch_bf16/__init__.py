@@ -19,6 +19,7 @@ from .gradients.accumulation import accumulate_gradients
 from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
 from .gradients.scaler import GradScaler
+from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
 from .model.casting import cast_model, fp32_parameters
@@ -69,6 +70,7 @@ __all__ = [
     "StateMismatchError",
     "UpdateMonitor",
     "accumulate_gradients",
+    "arithmetic",
     "attach",
     "averaged",
     "carry_autocast",

@@ -7,10 +7,21 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["BACKENDS", "check_backend", "check_max_norm", "check_module", "check_ranges"]
+__all__ = [
+    "BACKENDS",
+    "COMPUTES",
+    "check_backend",
+    "check_compute",
+    "check_max_norm",
+    "check_module",
+    "check_ranges",
+]
 
 BACKENDS = ("cpu", "eager", "triton")
 """Names of the backends that can be asked for."""
+
+COMPUTES = ("autocast", "fp32", "bf16")
+"""What the operations of a model can compute in."""
 
 
 def check_backend(name: Any) -> None:
@@ -21,6 +32,16 @@ def check_backend(name: Any) -> None:
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known backends: {', '.join(BACKENDS)}")
+
+
+def check_compute(compute: Any) -> None:
+    """Refuse what is no way for a model to compute.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if compute not in COMPUTES:
+        raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(COMPUTES)}")
 
 
 def check_module(function: str, module: Any) -> None:

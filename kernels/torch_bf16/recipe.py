@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .argument_checks import check_backend
+from .argument_checks import check_backend, check_compute
 from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
 __all__ = ["ACCUMULATIONS", "RECIPES", "VECTORS", "Recipe", "get_recipe"]
@@ -61,6 +61,10 @@ class Recipe:
             None for what ``TORCH_BF16_BACKEND`` says, else the best that works. An optimizer's own
             ``backend=`` wins. It changes no bit, so recipes that differ in it are equal, and state
             dicts do not hold it.
+        compute: what the model computes in: ``"autocast"`` to bf16; ``"fp32"``, over the same bf16
+            weights, for CPUs whose bf16 products are slow; or ``"bf16"`` throughout. See
+            :func:`torch_bf16.arithmetic`. It changes nothing that is stored, so recipes that differ
+            in it are equal, too.
 
     Example:
         >>> Recipe("mine", weights="bf16+16", exp_avg_sq="bf16_stochastic").bytes_per_parameter
@@ -76,6 +80,7 @@ class Recipe:
     accumulate: str = "bf16_nearest"
     backend: str | None = field(default=None, compare=False)
     vectors: str = "exact"
+    compute: str = field(default="autocast", compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -111,6 +116,7 @@ class Recipe:
             raise ValueError(f"seed={self.seed!r} must be an int")
         if self.backend is not None:
             check_backend(self.backend)
+        check_compute(self.compute)
 
     @property
     def bytes_per_parameter(self) -> float:

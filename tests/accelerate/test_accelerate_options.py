@@ -64,6 +64,24 @@ def test_the_environment_alone_is_enough(make_accelerator, monkeypatch):
     assert optimizer.recipe.accumulate == "bf16_stochastic"
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_what_a_model_computes_in_is_an_option(make_accelerator, monkeypatch, compute):
+    monkeypatch.setenv("BF16_COMPUTE", compute)
+    accelerator = make_accelerator("bf16-stochastic")
+    model, x = network(), batches(1)[0][0]
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    one = nn.functional.linear(x, model[0].weight.float(), model[0].bias.float())
+    assert torch.equal(model[0](x), one) is (compute == "fp32")
+    assert prepared(x).dtype == torch.float32
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
+    with accelerator.autocast():
+        inside = nn.functional.linear(x.to(dtype), model[0].weight)
+    assert inside.dtype == dtype
+    accelerator.backward(prepared(x).sum())
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    optimizer.step()
+
+
 def test_the_backend_comes_from_the_handler_else_from_the_environment(
     make_accelerator, monkeypatch
 ):
@@ -96,7 +114,7 @@ def test_variables_are_read_or_refused_by_name():
     assert read == BF16RecipeKwargs(
         keep_fp32=("head", "*.router"), release_gradients=True, release_max_norm=0.5
     )
-    assert len(ENVIRONMENT) == 11
+    assert len(ENVIRONMENT) == 12
     with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
         from_environment({"BF16_SEED": "one"})
     with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):

@@ -142,7 +142,7 @@ def test_what_turns_autocast_off_within_a_step_is_left_alone(pl):
     assert set(seen) == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("compute", ["autocast", "bf16"])
+@pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
 @pytest.mark.parametrize("package", FABRICS)
 def test_methods_of_a_module_that_fabric_has_set_up(package, compute):
     own = host(f"lightning_bf16.{package.rpartition('.')[2]}").BF16Precision

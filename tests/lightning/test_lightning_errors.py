@@ -30,7 +30,9 @@ def test_an_unknown_mode_lists_the_known_ones():
 
 
 def test_an_unknown_compute_lists_the_known_ones():
-    with pytest.raises(ValueError, match="compute='fp8' is unknown; use one of autocast, bf16"):
+    with pytest.raises(
+        ValueError, match="compute='fp8' is unknown; use one of autocast, fp32, bf16"
+    ):
         lightning_bf16.BF16Precision(compute="fp8")
 
 

@@ -169,7 +169,7 @@ def test_updates_below_half_an_ulp_add_up_and_in_stock_bf16_true_they_do_not(pre
     assert abs(mean - 0.8) < 0.005 if learns else mean == 1.0
 
 
-@pytest.mark.parametrize("compute", ["autocast", "bf16"])
+@pytest.mark.parametrize("compute", ["autocast", "fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "context", ["tensor_init_context", "module_init_context", "forward_context"]

@@ -51,7 +51,9 @@ def test_a_model_and_its_parts_take_and_return_fp32():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"compute": "bf16"}, {"enabled": False}], ids=["autocast", "bf16", "off"]
+    "options",
+    [{}, {"compute": "bf16"}, {"compute": "fp32"}, {"enabled": False}],
+    ids=["autocast", "bf16", "fp32", "off"],
 )
 def test_what_a_backward_pass_computes_again_is_what_the_forward_computed(options):
     gradients = []
@@ -120,5 +122,5 @@ def test_a_compiled_model_whose_graph_breaks_computes_the_same():
 def test_what_is_no_model_or_no_way_to_compute_is_refused():
     with pytest.raises(ValueError, match=r"given a list and takes a torch.nn.Module"):
         torch_bf16.carry_autocast([])  # pyright: ignore
-    with pytest.raises(ValueError, match=r"compute='fp16' is unknown; use 'autocast' or 'bf16'"):
+    with pytest.raises(ValueError, match=r"compute='fp16' is unknown; use one of autocast, "):
         torch_bf16.carry_autocast(Net(), compute="fp16")

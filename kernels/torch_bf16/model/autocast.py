@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-__all__ = ["GAPS", "fill_gaps", "restore", "widened"]
+__all__ = ["GAPS", "computes_in_fp32", "fill_gaps", "restore", "widen_lookups", "widened"]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PROMOTING = (
@@ -38,8 +38,9 @@ _FP32_ONLY = (
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
-# The registrations last as long as this object.
+# The registrations last as long as these objects.
 _library: Library | None = None
+_lookups: Library | None = None
 
 
 def fill_gaps() -> None:
@@ -68,6 +69,25 @@ def fill_gaps() -> None:
                         _library.impl(operator, _kernel(operator, convert, key), key)
 
 
+def widen_lookups() -> None:
+    """Let embeddings give fp32 under autocast to fp32, and to bf16 what they give now.
+
+    For the whole process, until :func:`restore`. Otherwise sums of embeddings would be bf16 ones.
+    """
+    global _lookups
+    if _lookups is None:
+        _lookups = Library("aten", "IMPL")
+        for key in GAPS:
+            operator = torch.ops.aten.embedding.default
+            _lookups.impl(operator, _kernel(operator, list, key, widen_result=True), key)
+
+
+def computes_in_fp32(device_type: str) -> bool:
+    """Whether autocast to fp32 is on, see :func:`torch_bf16.arithmetic`."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return enabled and torch.get_autocast_dtype(device_type) == torch.float32
+
+
 def restore() -> None:
     """Give autocast back as torch has it, until the next :func:`cast_model`.
 
@@ -79,10 +99,11 @@ def restore() -> None:
         ...
         RuntimeError: mixed dtype (CPU): ...
     """
-    global _library
-    if _library is not None:
-        _library._destroy()
-        _library = None
+    global _library, _lookups
+    for each in (_library, _lookups):
+        if each is not None:
+            each._destroy()
+    _library = _lookups = None
 
 
 def widened(argument: Any) -> Any:
@@ -106,16 +127,25 @@ def _overloads(name: str) -> list[Any]:
     ]
 
 
-def _kernel(operator: Any, convert: Callable[[Sequence[Any]], Sequence[Any]], key: str) -> Any:
+def _kernel(
+    operator: Any,
+    convert: Callable[[Sequence[Any]], Sequence[Any]],
+    key: str,
+    *,
+    widen_result: bool = False,
+) -> Any:
     below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    device = key.removeprefix("Autocast").lower()
 
     # Between two graphs it would be compiled for itself, once for each mixture of dtypes.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def call(*args: Any, **kwargs: Any) -> Any:
-        converted = convert([*args, *kwargs.values()])
+        fp32 = computes_in_fp32(device)
+        converted = (_IN_FP32 if fp32 else {}).get(convert, convert)([*args, *kwargs.values()])
         kwargs = dict(zip(kwargs, converted[len(args) :], strict=True))
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):
-            return operator(*converted[: len(args)], **kwargs)
+            result = operator(*converted[: len(args)], **kwargs)
+        return widened(result) if fp32 and widen_result else result
 
     return call
 
@@ -162,6 +192,8 @@ def _is_fp32(argument: Any) -> bool:
 
 
 _Convert = Callable[[Sequence[Any]], Sequence[Any]]
+# Under autocast to fp32 no operation computes in bf16, of whatever its tensors are.
+_IN_FP32: dict[_Convert, _Convert] = {_promote: _widen, _promote_by_input: _widen}
 _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
     _promote: _PROMOTING,
     _follow_target: _IN_PLACE,

@@ -7,10 +7,11 @@ brings autocast along, as an attribute of the instance.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from torch_bf16.argument_checks import check_module
+from torch_bf16.argument_checks import check_compute, check_module
+
+from .arithmetic import arithmetic, is_recomputing
+from .autocast import computes_in_fp32
 
 __all__ = ["carry_autocast", "inside_step"]
 
@@ -66,13 +70,15 @@ def carry_autocast(
     """Let a bf16 model and its parts work wherever they are called, with fp32 inputs too.
 
     Called where autocast is off, ``forward`` enters it and returns fp32; within another forward,
-    or under autocast, only what the whole model returns becomes fp32. It goes by itself once no
+    or under autocast, only what the whole model returns becomes fp32. With ``compute="fp32"`` it
+    enters its own under somebody's autocast to bf16, too. It goes by itself once no
     parameter is bf16, after ``model.float()``. Copies and pickles keep it, and need this package
     where they are loaded; state dicts know nothing of it.
 
     Args:
         model: cast already; ``forward`` of its instances is set. Another call changes the settings.
-        compute: ``"autocast"``, or ``"bf16"``, which casts floating-point inputs instead.
+        compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
+            instead; see :func:`torch_bf16.arithmetic`.
         map_tensors: applies a function to all tensors in arguments or results, however nested:
             ``map_tensors(function, data)``. By default what ``torch.utils._pytree`` knows: tuples,
             lists, dicts and outputs of transformers and diffusers.
@@ -90,16 +96,15 @@ def carry_autocast(
         torch.float32
     """
     check_module("carry_autocast", model)
-    if compute not in ("autocast", "bf16"):
-        raise ValueError(f"compute={compute!r} is unknown; use 'autocast' or 'bf16'")
-    # Weights are bf16: the cache of cast weights would only hold on to memory.
-    settings = {"cache_enabled": False, **autocast} if compute == "autocast" else None
+    check_compute(compute)
     for each in model.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
-            carried.map_tensors, carried.autocast = map_tensors, settings
+            carried.map_tensors, carried.compute, carried.autocast = map_tensors, compute, autocast
         elif _is_called(each) and _is_bf16(each):
-            each.__dict__["forward"] = CarriedForward(each, each is model, map_tensors, settings)
+            each.__dict__["forward"] = CarriedForward(
+                each, each is model, map_tensors, compute, autocast
+            )
     return model
 
 
@@ -122,10 +127,12 @@ class CarriedForward:
         module: nn.Module,
         whole: bool,
         map_tensors: _Map,
-        autocast: dict[str, Any] | None,
+        compute: str,
+        autocast: dict[str, Any],
     ) -> None:
         self.map_tensors = map_tensors
-        self.autocast = autocast  # None: inputs are cast instead
+        self.compute = compute
+        self.autocast = autocast
         self._whole = whole
         self._own = module.__dict__.get("forward")  # compiled, or another library's
         self._module = weakref.ref(module)
@@ -159,22 +166,34 @@ class CarriedForward:
         if forward is None:
             # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
             forward, first = type(module).forward, (module,)
-        fp32 = self._whole and self.autocast is not None
+        device, fp32 = _device(module), self._whole and self.compute != "bf16"
         if torch.compiler.is_compiling():
             if not fp32:
                 return forward(*first, *args, **kwargs)
-            with _autocast(_device(module), self.autocast):
+            if self.compute == "fp32":
+                return _compiled_inside(self, args, kwargs)
+            with arithmetic(device, self.compute, **self.autocast):
                 return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
-        if _calls.depth or _is_inside(_device(module)):
+        if _calls.depth or _is_inside(device, self.compute):
             outputs = forward(*first, *args, **kwargs)
             return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
         if not _is_bf16(module):
             _take_off(module)
             return forward(*first, *args, **kwargs)
-        if self.autocast is None:
+        if self.compute == "bf16":
             args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
-        with inside_step(), _autocast(_device(module), self.autocast):
+        with inside_step(), arithmetic(device, self.compute, **self.autocast):
             return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
+
+
+_disable: Any = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+
+
+@functools.partial(_disable, recursive=False)
+def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
+    with arithmetic(_device(carried._module()), carried.compute, **carried.autocast):
+        outputs = carried.__wrapped__(*args, **kwargs)
+    return _disable(carried.map_tensors)(_to_fp32, outputs)
 
 
 # No methods: torch.compile would guard the identity of bound ones, which are others each time.
@@ -182,15 +201,10 @@ def _device(module: Any) -> str:
     return next(module.parameters()).device.type
 
 
-def _autocast(device: str, settings: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    if settings is None:
-        return nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16, **settings)
-
-
-def _is_inside(device: str) -> bool:
+def _is_inside(device: str, compute: str) -> bool:
     """Whether autocast is on, or a backward pass computes a checkpointed forward again."""
-    return torch.is_autocast_enabled(device) or torch._C._current_graph_task_id() != -1
+    on = computes_in_fp32(device) if compute == "fp32" else torch.is_autocast_enabled(device)
+    return on or is_recomputing()
 
 
 def _blank() -> CarriedForward:

@@ -27,7 +27,9 @@ from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, shard_of, without_wrappers
 
 from .autocast import fill_gaps, widened
+from .carried_autocast import carry_autocast
 from .mixed_dtypes import name_weights_in_errors
+from .slow_products import warn_slow_products
 
 __all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
 
@@ -55,10 +57,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         model: mutated.
         recipe: name or :class:`Recipe`; decides which parameters get an exact master, for which the
             bits that each fp32 weight loses are kept until the first step (2 bytes per element, 4
-            with ``bf16+fp32``).
+            with ``bf16+fp32``). Where its ``compute`` is not ``"autocast"``, the model carries that
+            along: see :func:`carry_autocast`.
 
     Returns:
-        ``model`` itself.
+        ``model`` itself. Where it is to be trained on a CPU whose bf16 products are slow, a warning
+        says so once, with the way out.
 
     Raises:
         ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP
@@ -123,6 +127,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     residuals.remember(model, rests)
     for island in _callable(islands):
         island.forward = functools.partial(_forward_in_fp32, island)
+    if recipe.compute != "autocast":
+        carry_autocast(model, compute=recipe.compute)
+    if recipe.compute != "fp32" and _trains_on_cpu(model):
+        warn_slow_products()
     return model
 
 
@@ -209,6 +217,14 @@ def _check_groups(module: nn.Module, cast: set[int]) -> None:
                 "in float32). Give each module that stays a group of its own: fully_shard(norm) "
                 "before the module around it. Nothing was changed"
             )
+
+
+def _trains_on_cpu(module: nn.Module) -> bool:
+    # Where there is a GPU, what is on the CPU now may be on its way there.
+    return not torch.accelerator.is_available() and any(
+        p.device.type == "cpu" and p.requires_grad and p.dtype == torch.bfloat16 and p.ndim > 1
+        for p in module.parameters()
+    )
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -33,6 +33,7 @@ class Description:
         backend: what takes the steps; None where there is no parameter.
         unmade: the class whose own first step will make states, which are not counted; None where
             they are known.
+        compute: what the model computes in, as :class:`torch_bf16.Recipe` says it.
     """
 
     recipe: str
@@ -41,6 +42,7 @@ class Description:
     bytes_by_role: Mapping[str, float]
     backend: str | None
     unmade: str | None = None
+    compute: str = "autocast"
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -57,6 +59,8 @@ class Description:
                 each += f", and the states that the first step of {self.unmade} makes"
                 bytes_ = f"more than {bytes_}"
             line += f", {bytes_} per trained parameter ({each})"
+        if self.compute != "autocast":
+            line += f", computes in {self.compute}"
         return line if self.backend is None else f"{line}, backend {self.backend}"
 
 
@@ -115,6 +119,7 @@ def describe(
     sizes |= held or {}
     return Description(
         unmade=unmade,
+        compute=recipe.compute,
         recipe=recipe.name,
         parameters=dict(dtypes),
         trained=trained,

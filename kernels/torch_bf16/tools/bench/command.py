@@ -15,6 +15,7 @@ import torch
 
 from torch_bf16.backends import BACKENDS, choose
 from torch_bf16.errors import BackendUnavailableError
+from torch_bf16.model.slow_products import bf16_product_ratio
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.output import file_to_write
 
@@ -28,6 +29,8 @@ from .record import describe, record
 from .report import table
 from .rounds import Measured, measure
 from .rules import BASE, every_rule
+from .training import every_row, peak_of, time_rows
+from .training_report import training_record, training_table
 from .ways import WAYS, in_ways
 
 __all__ = ["add_arguments", "device_argument", "run"]
@@ -86,6 +89,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"every elementwise rule in every format, beside AdamW in {BASE}, and nothing else",
     )
     parser.add_argument(
+        "--training",
+        action="store_true",
+        help="whole steps of GPT-2's shape by phase, in fp32, bf16-mixed and ours; nothing else",
+    )
+    parser.add_argument(
+        "--layers", type=_count, default=2, metavar="N", help="of --training (default: 2)"
+    )
+    parser.add_argument(
+        "--tokens", type=_count, default=256, metavar="N", help="of --training (default: 256)"
+    )
+    parser.add_argument(
         "--time-limit",
         type=_count,
         default=600,
@@ -123,14 +137,18 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     found = options.record
     if found is None:
         try:
-            found = _measured(options, arguments)
+            measured = _measured_training if options.training else _measured
+            found = measured(options, arguments)
         except (BackendUnavailableError, MemoryError, RuntimeError, ValueError) as error:
             _say(f"error: {error}")
             return 1
-    print(table(found))
+    training = found.get("kind") == "training"
+    print(training_table(found) if training else table(found))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    if options.plot and can_plot():
+    if options.plot and training:
+        _say("no plot: whole training steps have none; --json FILE keeps the figures")
+    elif options.plot and can_plot():
         plot([found], options.plot)
     return 0
 
@@ -181,6 +199,27 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     found = record(measured, setting, device, peaks, missing, cache)
     print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
     return found
+
+
+def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    rows = every_row([name for names in options.recipes for name in names])
+    device, cpu = options.device, options.device.type == "cpu"
+    torch.set_num_threads(options.threads)
+    shape = options.layers, options.tokens
+    timed = time_rows(rows, *shape, device, options.rounds, _say)
+    peaks = {
+        each.name: peak_of(each, *shape, options.threads, options.time_limit)
+        for each in (rows if cpu else [])
+    }
+    setting = {
+        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "layers": options.layers,
+        "tokens": options.tokens,
+        "threads": options.threads,
+        "rounds": options.rounds,
+    }
+    ratio = bf16_product_ratio() if cpu else None
+    return training_record(timed, setting, device, peaks, ratio)
 
 
 def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:

@@ -27,6 +27,7 @@ __all__ = [
     "moved_bytes",
     "needed_bytes",
     "peak_bytes",
+    "peak_growth",
 ]
 
 # What optimizers call it, ours and others.
@@ -86,9 +87,34 @@ def peak_bytes(entry: Entry, shapes: Shapes, threads: int, seconds: float = 600)
     Returns:
         Bytes, or None where the system does not tell or the process does not finish.
     """
+    # What torch.compile makes follows from the shapes, hence the real ones.
+    first = shapes if entry.compiles else [(300, 1024), (1024,)]
+    return peak_growth(_three_steps, (entry, first), (entry, shapes), threads, seconds)
+
+
+def peak_growth(
+    work: Callable[..., None],
+    first: tuple[Any, ...],
+    arguments: tuple[Any, ...],
+    threads: int,
+    seconds: float,
+) -> int | None:
+    """Growth of a fresh process's peak memory during ``work(*arguments)``.
+
+    Args:
+        work: of a module, so that another process finds it.
+        first: what it is called with before, so that compiling, thread pools and code that is read
+            from disk do not count.
+        arguments: see above.
+        threads: of torch.
+        seconds: after which the process is given up.
+
+    Returns:
+        Bytes, or None where the system does not tell or the process does not finish.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(sender, entry, shapes, threads))
+    process = context.Process(target=_send_peak, args=(sender, work, first, arguments, threads))
     process.start()
     sender.close()
     try:
@@ -185,23 +211,23 @@ def _sizes(tensors: Sequence[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _send_peak(sender: Any, entry: Entry, shapes: Shapes, threads: int) -> None:
+def _send_peak(sender: Any, work: Callable[..., None], *arguments: Any) -> None:
     with quiet():
-        sender.send(_own_peak(entry, shapes, threads))
+        sender.send(_own_peak(work, *arguments))
 
 
-def _own_peak(entry: Entry, shapes: Shapes, threads: int) -> int | None:
+def _own_peak(
+    work: Callable[..., None], first: tuple[Any, ...], arguments: tuple[Any, ...], threads: int
+) -> int | None:
     torch.set_num_threads(threads)
     _give_back_what_is_freed()
-    # Compiling, thread pools and code that is read from disk come first, so that the growth seen is
-    # that of the tensors. What torch.compile makes follows from the shapes, hence the real ones.
-    _three_steps(entry, shapes if entry.compiles else [(300, 1024), (1024,)])
+    work(*first)
     before = _field("/proc/self/status", "VmRSS")
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    _three_steps(entry, shapes)
+    work(*arguments)
     peak = _field("/proc/self/status", "VmHWM")
     return None if before is None or peak is None else peak - before
 

@@ -16,7 +16,7 @@ import torch
 from .entries import PEERS
 from .rounds import Measured, Result
 
-__all__ = ["describe", "hardware", "processor", "record", "versions"]
+__all__ = ["describe", "hardware", "processor", "record", "spread", "versions"]
 
 _QUANTILES = {"p10": 10, "median": 50, "p90": 90}
 
@@ -39,7 +39,7 @@ def record(
         missing: pip name of each library that is not installed.
         cache: bytes of the last cache.
     """
-    copy = _spread(np.array(measured.copy_rates) / 1e9)
+    copy = spread(np.array(measured.copy_rates) / 1e9)
     base = next(e.moved for e in measured.results if e.entry.name == setting["baseline"])
     rows = [
         _row(each, setting["parameters"], copy["median"], peaks.get(each.entry.name), base)
@@ -71,17 +71,17 @@ def _row(
     return {
         "name": result.entry.name,
         "stores": result.entry.stores,
-        "ms": _spread(result.seconds * 1e3),
-        "ratio": _spread(result.ratios),
-        "ratio_per_byte": _spread(result.ratios * base / result.moved),
-        "ms_after_product": _spread(result.seconds_after_product * 1e3) if after_product else None,
-        "ratio_after_product": _spread(result.ratios_after_product) if after_product else None,
+        "ms": spread(result.seconds * 1e3),
+        "ratio": spread(result.ratios),
+        "ratio_per_byte": spread(result.ratios * base / result.moved),
+        "ms_after_product": spread(result.seconds_after_product * 1e3) if after_product else None,
+        "ratio_after_product": spread(result.ratios_after_product) if after_product else None,
         "interleaved": result.interleaved,
         "ns_per_element": median / parameters * 1e9,
         "moved_bytes_per_parameter": result.moved / parameters,
         "gb_per_second": rate,
         "share_of_copy": rate / copy,
-        "host_ms": _spread(result.host_seconds * 1e3),
+        "host_ms": spread(result.host_seconds * 1e3),
         "launches": result.launches,
         "bytes_per_parameter": result.held / parameters,
         "peak_bytes_per_parameter": None if peak is None else peak / parameters,
@@ -90,7 +90,8 @@ def _row(
     }
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def spread(values: np.ndarray) -> dict[str, float]:
+    """Median, and 10th and 90th percentile."""
     return {name: float(np.percentile(values, q)) for name, q in _QUANTILES.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LEGEND", "table"]
+__all__ = ["LEGEND", "bracket", "number", "table"]
 
 _WIDTHS = {
     "ms per step": 23,
@@ -42,7 +42,7 @@ def table(record: Mapping[str, Any]) -> str:
         cells = zip(_cells(row), _WIDTHS.values(), strict=True)
         lines.append(f"{row['name']:{first}}" + "".join(f"{cell:>{w}}" for cell, w in cells))
     copy = record["copy_gb_per_second"]
-    lines += ["", f"device copy: {_bracket(copy)} GB/s, read and written"]
+    lines += ["", f"device copy: {bracket(copy)} GB/s, read and written"]
     storing: dict[str, list[str]] = {}
     for row in rows:
         storing.setdefault(row["stores"], []).append(row["name"])
@@ -68,27 +68,28 @@ def _heading(record: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     peak, launches = row["peak_bytes_per_parameter"], row["launches"]
     return [
-        _bracket(row["ms"]),
-        _bracket(row["ratio"]),
-        _bracket(after) if (after := row.get("ratio_after_product")) else "-",
-        _number(per_byte["median"]) if (per_byte := row.get("ratio_per_byte")) else "-",
-        _number(row["ns_per_element"], 4),
+        bracket(row["ms"]),
+        bracket(row["ratio"]),
+        bracket(after) if (after := row.get("ratio_after_product")) else "-",
+        number(per_byte["median"]) if (per_byte := row.get("ratio_per_byte")) else "-",
+        number(row["ns_per_element"], 4),
         f"{row['moved_bytes_per_parameter']:.2f}",
         f"{row['gb_per_second']:.1f}",
         f"{row['share_of_copy']:.0%}",
-        _number(row["host_ms"]["median"]),
+        number(row["host_ms"]["median"]),
         "-" if launches is None else str(launches["kernels"]),
         f"{row['bytes_per_parameter']:.2f}",
         "-" if peak is None else f"{peak:.2f}",
     ]
 
 
-def _bracket(spread: Mapping[str, float]) -> str:
-    median, low, high = (_number(spread[name]) for name in ("median", "p10", "p90"))
+def bracket(spread: Mapping[str, float]) -> str:
+    """``median [p10, p90]``."""
+    median, low, high = (number(spread[name]) for name in ("median", "p10", "p90"))
     return f"{median} [{low}, {high}]"
 
 
-def _number(value: float, digits: int = 3) -> str:
+def number(value: float, digits: int = 3) -> str:
     """With so many significant digits, and never an exponent."""
     before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
     return f"{value:.{max(0, digits - before)}f}"

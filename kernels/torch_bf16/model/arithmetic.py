@@ -1,0 +1,159 @@
+"""What the operations of a bf16 model compute in: bf16 by autocast, bf16 throughout, or fp32.
+
+fp32 over bf16 weights is autocast to fp32. Torch's rules do that as they stand, its class refuses
+the dtype on CPUs. Two more things are needed. An operation saves the fp32 copy of its weight for
+the backward pass, and copies of all weights would take more than bf16 saves: the bf16 weight is
+saved in its place and cast again. And activation checkpointing asks torch's class for the dtype
+that it found.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.argument_checks import check_compute
+
+from .autocast import widen_lookups
+
+__all__ = ["arithmetic", "is_recomputing", "restore"]
+
+_original: Any = None
+
+
+def arithmetic(
+    device_type: str, compute: str = "autocast", **autocast: Any
+) -> AbstractContextManager[Any]:
+    """The context in which the operations of a bf16 model compute.
+
+    Args:
+        device_type: of the tensors, ``"cpu"`` or ``"cuda"``.
+        compute: ``"autocast"`` for ``torch.autocast`` to bf16. ``"fp32"`` for autocast to fp32:
+            each operation casts its weights, and the copy is freed after it. ``"bf16"`` for none:
+            every operation computes in the dtype of what it is given.
+        **autocast: settings of ``torch.autocast`` but for device and dtype.
+
+    Raises:
+        ValueError: ``compute`` is unknown.
+
+    Example:
+        >>> net = torch_bf16.cast_model(torch.nn.Linear(4, 4))
+        >>> with arithmetic("cpu", "fp32"):
+        ...     y = net(torch.ones(2, 4))
+        >>> y.sum().backward()
+        >>> y.dtype, net.weight.dtype, net.weight.grad.dtype
+        (torch.float32, torch.bfloat16, torch.bfloat16)
+    """
+    check_compute(compute)
+    if compute == "bf16":
+        return nullcontext()
+    # Weights are bf16: the cache of cast weights would only hold on to memory.
+    settings = {"cache_enabled": False, **autocast}
+    if compute == "fp32":
+        return _to_fp32(device_type, settings)
+    return torch.autocast(device_type, dtype=torch.bfloat16, **settings)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass is under way, which computes checkpointed forwards again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def restore() -> None:
+    """Give ``torch.autocast`` back as it was, until fp32 is asked for again."""
+    global _original
+    if _original is not None:
+        torch.autocast.__init__ = _original
+        _original = None
+
+
+# torch.compile cannot trace it: what is called inside becomes a graph of its own.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def _to_fp32(device_type: str, settings: dict[str, Any]) -> _ToFp32:
+    return _ToFp32(device_type, **settings)
+
+
+class _ToFp32(torch.autocast):
+    def __init__(self, device_type: str, **settings: Any) -> None:
+        # A dtype that torch takes everywhere.
+        super().__init__(device_type, dtype=torch.float16, **settings)
+        self.fast_dtype = torch.float32
+        self._saving = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+        _let_checkpoints_enter()
+        widen_lookups()
+
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def __enter__(self) -> Any:
+        # A checkpoint that computes again has hooks of its own, which must see all.
+        self._saves = self._enabled and not is_recomputing()
+        if self._saves:
+            self._saving.__enter__()
+        return super().__enter__()
+
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        try:
+            return super().__exit__(kind, error, trace)
+        finally:
+            if self._saves:
+                self._saving.__exit__(kind, error, trace)
+
+
+class _Weight(NamedTuple):
+    """A bf16 weight that was saved for its fp32 copy, of which something is a view."""
+
+    weight: Tensor
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+def _pack(saved: Tensor) -> Tensor | _Weight:
+    copy = saved if saved._base is None else saved._base
+    cast = copy.grad_fn
+    if copy.dtype != torch.float32 or cast is None or cast.name() != "ToCopyBackward0":
+        return saved
+    weight: Any = getattr(cast.next_functions[0][0], "variable", None)
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype == torch.bfloat16
+    if not plain or weight.stride() != copy.stride():
+        return saved
+    layout = saved.size(), saved.stride(), saved.storage_offset()
+    return _Weight(weight.detach(), weight._version, *layout)
+
+
+def _unpack(saved: Tensor | _Weight) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    if saved.weight._version != saved.version:
+        raise RuntimeError(
+            f"a bfloat16 weight of shape {tuple(saved.weight.shape)} that the backward pass needs "
+            f"was modified by an inplace operation: it is at version {saved.weight._version}, and "
+            f"the forward pass saw version {saved.version}. Step, or load weights, after backward()"
+        )
+    return saved.weight.float().as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _let_checkpoints_enter() -> None:
+    global _original
+    if _original is None:
+        _original = torch.autocast.__init__
+        torch.autocast.__init__ = functools.wraps(_original)(_init)
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def _init(
+    self: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> None:
+    fp32 = enabled and dtype == torch.float32 and is_recomputing()
+    _original(self, device_type, torch.float16 if fp32 else dtype, enabled, cache_enabled)
+    if fp32:
+        self.fast_dtype = dtype

@@ -1,0 +1,66 @@
+"""Whether a CPU multiplies bf16 matrices slower than fp32 ones, and who is told.
+
+Without AVX512-BF16, AMX or their like oneDNN widens bf16 as it goes: on AVX-512 that costs a third,
+on AVX2 it is 5 to 40 times slower, by the layout. What a processor lists is not enough, because
+torch's build and ``ONEDNN_MAX_CPU_ISA`` have a say; so three small products of each kind are timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+
+import torch
+from torch import Tensor
+
+__all__ = ["bf16_product_ratio", "warn_slow_products"]
+
+_ROWS, _TIMES = 256, 3
+# Slower than this a whole step is slower, too.
+_SLOW = 2.0
+
+
+@functools.cache
+def bf16_product_ratio() -> float:
+    """Time of bf16 matrix products on this CPU over that of fp32 ones, measured once (200 ms).
+
+    The three products of a linear layer: its output, and the gradients of input and weight.
+    """
+    return _seconds(torch.bfloat16) / _seconds(torch.float32)
+
+
+@functools.cache
+def warn_slow_products() -> None:
+    """Warn once in a process where bf16 products are slow, and say what to do."""
+    ratio = bf16_product_ratio()
+    if ratio > _SLOW:
+        warnings.warn(
+            f"this CPU takes {ratio:.1f} times as long for a bf16 matrix product as for an fp32 "
+            "one (bf16 needs AVX512-BF16, AMX or their like), so that forward and backward passes "
+            "of a bf16 model are slow. compute='fp32' computes in fp32 over the same bf16 weights, "
+            "and keeps the bytes of weights and optimizer: get_recipe(..., compute='fp32') for "
+            "torch_bf16.prepare, BF16Precision(compute='fp32') or BF16_COMPUTE=fp32",
+            stacklevel=4,
+        )
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    a = torch.ones(_ROWS, _ROWS, dtype=dtype)
+    threads = torch.get_num_threads()
+    # A process that has used several can no longer be forked: torch's operations hang there.
+    torch.set_num_threads(1)
+    try:
+        return sum(_best(*pair) for pair in ((a, a.t()), (a, a), (a.t(), a)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best(a: Tensor, b: Tensor) -> float:
+    best = float("inf")
+    # The first one makes a kernel.
+    for _ in range(_TIMES + 1):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return best

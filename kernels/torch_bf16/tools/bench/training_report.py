@@ -1,0 +1,103 @@
+"""The record of whole training steps, and the table made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import torch
+
+from .record import hardware, spread, versions
+from .report import bracket, number
+from .training import BASELINE, PHASES, Timed
+
+__all__ = ["training_record", "training_table"]
+
+_LEGEND = """\
+ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
+time of {base!r} in the same round. Then each phase: median ms, and its ratio to the same phase of
+{base!r}. peak: bytes per parameter at the peak of a process of its own that made the model in fp32
+and took three steps, activations included. Gradients reach the optimizer in the dtype of the
+weights: bfloat16 in ours, float32 in torch's."""
+
+
+def training_record(
+    timed: Sequence[Timed],
+    setting: Mapping[str, Any],
+    device: torch.device,
+    peaks: Mapping[str, int | None],
+    product_ratio: float | None,
+) -> dict[str, Any]:
+    """Everything about a run as numbers, strings, lists and dicts.
+
+    Args:
+        timed: the baseline first.
+        setting: of the run: command, layers, tokens, threads, rounds.
+        device: where it ran.
+        peaks: bytes by the row's name.
+        product_ratio: time of bf16 matrix products over that of fp32 ones, of a CPU.
+    """
+    return {
+        "schema": 1,
+        "kind": "training",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        **setting,
+        "hardware": hardware(device),
+        "versions": versions(),
+        "bf16_product_ratio": product_ratio,
+        "results": [_row(each, timed[0], peaks.get(each.row.name)) for each in timed],
+    }
+
+
+def _row(each: Timed, base: Timed, peak: int | None) -> dict[str, Any]:
+    phases = {name: np.array(each.seconds[name]) for name in PHASES}
+    return {
+        "name": each.row.name,
+        "parameters": each.parameters,
+        "ms": spread(each.totals * 1e3),
+        "ratio": spread(each.totals / base.totals),
+        "phases": {
+            name: {
+                "ms": spread(seconds * 1e3),
+                "ratio": spread(seconds / np.array(base.seconds[name])),
+            }
+            for name, seconds in phases.items()
+        },
+        "peak_bytes_per_parameter": None if peak is None else peak / each.parameters,
+        "last_loss": each.loss,
+        "rounds_ms": [round(float(total) * 1e3, 3) for total in each.totals],
+    }
+
+
+def training_table(record: Mapping[str, Any]) -> str:
+    """All of a record that a person wants to see, as plain text."""
+    rows, place = record["results"], record["hardware"]
+    first = max(len(row["name"]) for row in rows) + 2
+    where = place.get("device", f"{place['processor']}, {record['threads']} threads")
+    lines = [
+        f"training steps of GPT-2's shape, {record['layers']} layers: "
+        f"{rows[0]['parameters']:,} parameters, {record['tokens']} tokens, on {where}, "
+        f"{record['rounds']} interleaved rounds",
+        "",
+        f"{'':{first}}{'ms per step':>24}{'ratio':>22}"
+        + "".join(f"{name:>16}" for name in PHASES)
+        + f"{'peak':>8}",
+    ]
+    for row in rows:
+        peak = row["peak_bytes_per_parameter"]
+        phases = "".join(
+            f"{number(each['ms']['median']) + ' ' + number(each['ratio']['median']):>16}"
+            for each in (row["phases"][name] for name in PHASES)
+        )
+        lines.append(
+            f"{row['name']:{first}}{bracket(row['ms']):>24}{bracket(row['ratio']):>22}{phases}"
+            + ("       -" if peak is None else f"{peak:>8.2f}")
+        )
+    if record["bf16_product_ratio"] is not None:
+        lines += [
+            "",
+            f"bf16 matrix products: {number(record['bf16_product_ratio'])} of fp32's time",
+        ]
+    return "\n".join([*lines, "", _LEGEND.format(base=BASELINE)])
