@@ -270,7 +270,8 @@ def run_launched():
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     with mock.patch.object(dist, "all_to_all_single", launched):
         model = DistributedDataParallel(Model(), bucket_cap_mb=5e-4)
-        torch_bf16.reduce_gradients(model, optimizer_of(model))
+        optimizer = optimizer_of(model)
+        torch_bf16.reduce_gradients(model, optimizer)
         model(gradients(rank, 1)).backward()
     for name in ("a", "wide"):
         found = model.module.get_parameter(name).grad
