@@ -34,7 +34,6 @@ def test_sums_of_micro_batches_are_reduced(ranks: Ranks, accumulate, sync_always
     "run",
     [
         runs.run_second_reduction,
-        runs.run_resume,
         runs.run_two_optimizers,
         runs.run_backends,
         runs.run_launched,
@@ -43,6 +42,10 @@ def test_sums_of_micro_batches_are_reduced(ranks: Ranks, accumulate, sync_always
 )
 def test_two_ranks(ranks: Ranks, run):
     ranks(2, run)
+
+
+def test_a_resumed_run_has_the_same_bits_though_ddp_lays_out_its_buckets_anew(ranks: Ranks):
+    ranks(3, runs.run_resume)
 
 
 def test_one_rank(ranks: Ranks):
