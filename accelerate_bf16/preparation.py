@@ -132,7 +132,7 @@ class Preparation:
         return self._recipe_for(bare(model)).compute
 
     def attach(self, wrapped: Sequence[nn.Module], steps: int) -> None:
-        """Let gradients of what is new be summed or released as asked, and modes follow the model.
+        """Let gradients of what is new go as asked, over ranks and within one, and modes follow.
 
         Args:
             wrapped: all models as ``prepare`` returned them.
@@ -154,6 +154,8 @@ class Preparation:
                 )
             elif optimizer.recipe.accumulate != "bf16_nearest":
                 torch_bf16.accumulate_gradients(model, optimizer)
+            if optimizer.recipe.reduce != "wrapper":
+                torch_bf16.reduce_gradients(model, optimizer)
 
     def report(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""

@@ -22,8 +22,8 @@ class BF16RecipeKwargs(KwargsHandler):
     What is None is the mode's own, or what the environment says: see :data:`ENVIRONMENT`.
 
     Args:
-        weights, exp_avg, exp_avg_sq, accumulate, keep_fp32, seed, backend, vectors, compute:
-            replace fields of the mode's recipe, which :class:`torch_bf16.Recipe` explains.
+        weights, exp_avg, exp_avg_sq, accumulate, reduce, keep_fp32, seed, backend, vectors,
+            compute: replace fields of the recipe, which :class:`torch_bf16.Recipe` explains.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             in one process, without gradient accumulation, ``clip_grad_norm_`` and
             ``clip_grad_value_``.
@@ -43,6 +43,7 @@ class BF16RecipeKwargs(KwargsHandler):
     exp_avg: str | None = None
     exp_avg_sq: str | None = None
     accumulate: str | None = None
+    reduce: str | None = None
     keep_fp32: tuple[Any, ...] | None = None
     seed: int | None = None
     backend: str | None = None

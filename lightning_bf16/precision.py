@@ -49,6 +49,8 @@ class PrecisionBody(_Base):
         exp_avg: format of first moments.
         exp_avg_sq: format of second moments.
         accumulate: format of the sum of gradients over ``accumulate_grad_batches``.
+        reduce: ``"bf16_wire"`` lets DDP and FSDP send gradients in bf16 and sum them in fp32; see
+            :func:`torch_bf16.reduce_gradients`.
         keep_fp32: modules that stay in fp32, by pattern of their name or by class.
         seed: seed of the rounding noise, the same on every rank.
         backend: what takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``; None for the best
@@ -79,6 +81,7 @@ class PrecisionBody(_Base):
         exp_avg: str | None = None,
         exp_avg_sq: str | None = None,
         accumulate: str | None = None,
+        reduce: str | None = None,
         keep_fp32: Sequence[Any] = (),
         seed: int | None = None,
         backend: str | None = None,
@@ -89,8 +92,8 @@ class PrecisionBody(_Base):
     ) -> None:
         super().__init__("bf16-true")
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        others = {"accumulate": accumulate, "seed": seed, "backend": backend, "vectors": vectors}
-        given: dict[str, Any] = {"compute": compute, **formats, **others}
+        others = {"accumulate": accumulate, "reduce": reduce, "seed": seed, "backend": backend}
+        given: dict[str, Any] = {"compute": compute, **formats, **others, "vectors": vectors}
         overrides = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
@@ -215,7 +218,7 @@ class PrecisionBody(_Base):
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
     def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
-        """Let gradients of a module be summed or released as asked, after it was wrapped."""
+        """Let gradients of a module be reduced, summed or released as asked, once it is wrapped."""
         for optimizer in optimizers:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
                 continue
@@ -223,6 +226,8 @@ class PrecisionBody(_Base):
                 torch_bf16.release_gradients(module, optimizer, **self.release)
             elif optimizer.recipe.accumulate != "bf16_nearest":
                 torch_bf16.accumulate_gradients(module, optimizer)
+            if optimizer.recipe.reduce != "wrapper":
+                torch_bf16.reduce_gradients(module, optimizer)
 
     def sync_replicas(self, module: Module, strategy: Any) -> None:
         """Let exact masters of a wrapped module start from rank 0's, as the weights did."""

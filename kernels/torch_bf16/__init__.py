@@ -19,6 +19,7 @@ from .gradients.accumulation import accumulate_gradients
 from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
 from .gradients.scaler import GradScaler
+from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
@@ -91,6 +92,7 @@ __all__ = [
     "load_checkpoint",
     "param_groups",
     "prepare",
+    "reduce_gradients",
     "release_gradients",
     "save_checkpoint",
     "separate_vectors",

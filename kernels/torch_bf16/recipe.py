@@ -12,10 +12,13 @@ import torch
 from .argument_checks import check_backend, check_compute
 from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
-__all__ = ["ACCUMULATIONS", "RECIPES", "VECTORS", "Recipe", "get_recipe"]
+__all__ = ["ACCUMULATIONS", "RECIPES", "REDUCTIONS", "VECTORS", "Recipe", "get_recipe"]
 
 ACCUMULATIONS = ("bf16_nearest", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
+
+REDUCTIONS = ("wrapper", "bf16_wire")
+"""How the gradients of bf16 parameters can be reduced over ranks."""
 
 VECTORS = ("exact", "like_matrices")
 """How bf16 parameters with at most one dimension can be kept."""
@@ -51,6 +54,9 @@ class Recipe:
         accumulate: format of the sum of gradients of bf16 parameters while micro-batches add to it:
             ``bf16_nearest`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic``
             (also 2 bytes) or ``fp32`` (4 bytes); see :func:`torch_bf16.accumulate_gradients`.
+        reduce: how gradients of bf16 parameters are summed over ranks: ``wrapper``, as DDP or FSDP
+            do, or ``bf16_wire``, sent in bf16 and summed in fp32; plain PyTorch calls
+            :func:`torch_bf16.reduce_gradients` for it.
         keep_fp32: modules whose parameters ``cast_model`` leaves in fp32: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
             parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
@@ -80,6 +86,7 @@ class Recipe:
     accumulate: str = "bf16_nearest"
     backend: str | None = field(default=None, compare=False)
     vectors: str = "exact"
+    reduce: str = "wrapper"
     compute: str = field(default="autocast", compare=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +101,11 @@ class Recipe:
             raise ValueError(
                 f"accumulate={self.accumulate!r} is no format for a sum of gradients; use one of "
                 + ", ".join(ACCUMULATIONS)
+            )
+        if self.reduce not in REDUCTIONS:
+            raise ValueError(
+                f"reduce={self.reduce!r} is no way to sum gradients over ranks; use one of "
+                + ", ".join(REDUCTIONS)
             )
         if self.vectors not in VECTORS:
             raise ValueError(

@@ -21,6 +21,7 @@ from torch_bf16.numerics import counter_rng
 from torch_bf16.numerics.counter_rng import (
     FIRST_MOMENT,
     GRADIENT,
+    REDUCTION,
     SECOND_MOMENT,
     WEIGHT,
     block_keys,
@@ -31,7 +32,7 @@ from torch_bf16.numerics.counter_rng import (
     tensor_key,
 )
 
-STREAMS = (WEIGHT.stream, FIRST_MOMENT.stream, GRADIENT.stream)
+STREAMS = (WEIGHT.stream, FIRST_MOMENT.stream, GRADIENT.stream, REDUCTION.stream)
 KEYS = [tensor_key(f"layers.{i}.weight") for i in range(17)]
 
 

@@ -22,6 +22,7 @@ from oracle_blocks import decode_codes, encode_int8, encode_uint8
 
 # (stream, shift): the 16 bits of a stream's word that a number is rounded with
 WEIGHT, FIRST_MOMENT, SECOND_MOMENT, GRADIENT = (0, 16), (1, 16), (0, 0), (2, 16)
+REDUCTION = (3, 16)
 
 
 # Rounding
@@ -368,8 +369,27 @@ def optimizer_step(rule, formats, planes, gradient, hyper, *, seed, name, step, 
 
 def accumulate_stochastic(total, gradient, seed, name, step, number):
     """A sum of gradients and one more, both bf16 bits; `number` counts micro-batches from 0."""
-    t0, t1 = stream_base(seed, tensor_key(name), GRADIENT[0])
-    k0 = mix32((t0 + step * 0x9E3779B9) % 2**32)
-    draws = noise_from((k0, mix32(t1 ^ k0)), number, 0, total.size) >> np.uint32(GRADIENT[1])
     x = bf16_to_fp32(total) + bf16_to_fp32(gradient)
+    return _stochastic_within_step(x, GRADIENT, seed, name, step, number)
+
+
+def sum_of_ranks(parts):
+    """The fp32 sum of bf16 bits, the first rank's first."""
+    total = bf16_to_fp32(parts[0])
+    for each in parts[1:]:
+        total = total + bf16_to_fp32(each)
+    return total
+
+
+def mean_of_ranks(parts, seed, name, step, number):
+    """The mean of bf16 bits, rounded once; `number` counts the reductions for a step from 1."""
+    mean = sum_of_ranks(parts) / np.float32(len(parts))
+    return _stochastic_within_step(mean, REDUCTION, seed, name, step, number)
+
+
+def _stochastic_within_step(x, draw, seed, name, step, number):
+    stream, shift = draw
+    t0, t1 = stream_base(seed, tensor_key(name), stream)
+    k0 = mix32((t0 + step * 0x9E3779B9) % 2**32)
+    draws = noise_from((k0, mix32(t1 ^ k0)), number, 0, x.size) >> np.uint32(shift)
     return bf16_stochastic(x, (draws & np.uint32(0xFFFF)).reshape(x.shape))

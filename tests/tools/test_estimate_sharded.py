@@ -1,6 +1,7 @@
 """Sharded rows of an estimate against ranks that have taken real steps under fully_shard."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,13 +23,23 @@ TOLERANCE = 0.01
 RANKED = [
     *("32-true", "bf16-mixed", "bf16-true", "bf16-stochastic", "bf16-fp32-master"),
     "bf16+8 / int8 / int8",
+    "bf16-stochastic, wire",
 ]
 BIG = {"width": 256, "layers": 6, "words": 1000}
 
 
+def precision_of(label):
+    """The precision of a row; ``..., wire`` sends gradients in bf16."""
+    name, wire, _ = label.partition(", wire")
+    found = ROWS[name]
+    if not wire:
+        return found
+    return replace(found, recipe=torch_bf16.get_recipe(found.recipe, reduce="bf16_wire"))
+
+
 def sharded(label, **sizes):
     """A model and its optimizer, sharded over all ranks."""
-    precision = ROWS[label]
+    precision = precision_of(label)
     model = Stack(**sizes)
     if precision.recipe:
         torch_bf16.cast_model(model, precision.recipe)
@@ -42,7 +53,10 @@ def sharded(label, **sizes):
     library = torch_bf16 if precision.recipe else torch.optim
     ours = {"recipe": precision.recipe, "backend": "eager"}
     options = ours if precision.recipe else {"foreach": True}
-    return model, library.AdamW(model.parameters(), lr=1e-3, **options)
+    optimizer = library.AdamW(model.parameters(), lr=1e-3, **options)
+    if precision.recipe and precision.recipe.reduce == "bf16_wire":
+        torch_bf16.reduce_gradients(model, optimizer)
+    return model, optimizer
 
 
 class Sent(TorchDispatchMode):
@@ -54,8 +68,11 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         place = {"c10d::_allgather_base_": 1, "c10d::_reduce_scatter_base_": 0}.get(func.name())
+        world = dist.get_world_size()
         if place is not None:
-            self.bytes += args[place].nbytes * (dist.get_world_size() - 1)
+            self.bytes += args[place].nbytes * (world - 1)
+        if func.name() == "c10d::alltoall_base_":
+            self.bytes += args[1].nbytes * (world - 1) // world
         return func(*args, **(kwargs or {}))
 
 
@@ -104,7 +121,7 @@ def peak_of_backward(label):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("label", RANKED)
 def test_a_row_has_the_bytes_that_each_rank_holds_and_sends(ranks: Ranks, label, world):
-    shapes, precision = shapes_of(Stack(), "Stack"), ROWS[label]
+    shapes, precision = shapes_of(Stack(), "Stack"), precision_of(label)
     for rank, (real, sent) in enumerate(ranks(world, held_and_sent, label)):
         found = memory(shapes, precision, stepped("AdamW"), world, rank)
         for role, size in real.items():
@@ -112,10 +129,12 @@ def test_a_row_has_the_bytes_that_each_rank_holds_and_sends(ranks: Ranks, label,
         assert traffic(shapes, precision, world).sent == pytest.approx(sent, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("label", ["32-true", "bf16-stochastic", "bf16-fp32-master"])
+@pytest.mark.parametrize(
+    "label", ["32-true", "bf16-stochastic", "bf16-stochastic, wire", "bf16-fp32-master"]
+)
 def test_the_peak_of_a_rank_is_that_of_a_backward_pass(ranks: Ranks, label):
     """A tenth too much at most: where weights and reduction share a dtype, less lives at once."""
-    shapes, precision = shapes_of(Stack(**BIG), "Stack"), ROWS[label]
+    shapes, precision = shapes_of(Stack(**BIG), "Stack"), precision_of(label)
     (real, _) = ranks(2, peak_of_backward, label)
     found = memory(shapes, precision, stepped("AdamW"), 2)
     sent = traffic(shapes, precision, 2)

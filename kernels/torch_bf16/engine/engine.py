@@ -58,6 +58,7 @@ class Engine:
         captured: plans that CUDA graphs refer to as long as they live.
         accumulation: how gradients are summed, where not by torch.
         release: of gradients inside the backward pass.
+        reduces: whether gradients are reduced as the recipe asks, or somebody was told how.
         host: who takes a step by several calls, each with some of the groups; None for nobody.
         data_writes_named: whether the user was told what a write through ``.data`` loses.
     """
@@ -67,6 +68,7 @@ class Engine:
         self.captured: list[Plan] = []
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
+        self.reduces = False
         self.host: str | None = None
         self.data_writes_named = False
         self.invalidate()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import at_end_of_backward
+from .exchange import all_reduce_mean
 
 __all__ = ["DdpPass", "Fp32Reduction"]
 
@@ -80,7 +81,7 @@ class Fp32Reduction:
         # DDP takes one communication hook in its life.
         reduction: Any = getattr(module, "_torch_bf16_reduction", None)
         if reduction is None and getattr(module, "_comm_hooks", None):
-            why = "its DDP module has a communication hook already; register none"
+            why = "its DDP module has a communication hook already (reduce='bf16_wire' is one)"
         if why:
             raise ValueError(
                 f"gradients cannot be accumulated in 'fp32': {why}, or accumulate in "
@@ -126,9 +127,7 @@ class Fp32Reduction:
         """DDP's communication hook: the mean over all ranks, in fp32."""
         size, buffer = dist.get_world_size(self._group), bucket.buffer()
         if not self._active or buffer.dtype != torch.bfloat16:
-            buffer.div_(size)
-            future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()  # pyright: ignore
-            return future.then(lambda done: done.value()[0])
+            return all_reduce_mean(buffer, self._group)
         kept = [self._kept[parameter] for parameter in bucket.parameters()]
         whole = torch.cat([gradient.reshape(-1) for gradient in kept]).div_(size)
         future = dist.all_reduce(whole, group=self._group, async_op=True).get_future()  # pyright: ignore

@@ -8,6 +8,7 @@ bits for the same element. All arithmetic is modulo 2**32 and every shift is log
 - A sum of gradients is rounded once per micro-batch: `sum_base` mixes the step into the words of
   its stream, and the number of the micro-batch takes the step's place. Both mixings are one-to-one,
   so no two micro-batches of a parameter share keys, whatever their steps.
+  A mean over ranks does the same in a stream of its own, with the number of the reduction.
 - Per element: `noise_bits`, three multiplications. With two, draws at some distances in a tensor
   depend on each other, and two steps whose first keys differ in few bits draw permutations of each
   other's noise, off by a constant.
@@ -30,6 +31,7 @@ from torch import Tensor
 __all__ = [
     "FIRST_MOMENT",
     "GRADIENT",
+    "REDUCTION",
     "SECOND_MOMENT",
     "WEIGHT",
     "Draw",
@@ -54,6 +56,7 @@ WEIGHT = Draw(stream=0, shift=16)
 SECOND_MOMENT = Draw(stream=0, shift=0)
 FIRST_MOMENT = Draw(stream=1, shift=16)
 GRADIENT = Draw(stream=2, shift=16)
+REDUCTION = Draw(stream=3, shift=16)
 
 _MASK32 = 0xFFFFFFFF
 # The most elements drawn at once: their numbers must fit in a non-negative int32.

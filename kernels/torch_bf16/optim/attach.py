@@ -91,6 +91,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"accumulate={recipe.accumulate!r} of recipe {recipe.name!r} has no effect under "
             "DeepSpeed, which adds micro-batches up by itself, in bf16. Leave accumulate out"
         )
+    if recipe.reduce != "wrapper":
+        raise NotImplementedError(
+            f"reduce={recipe.reduce!r} of recipe {recipe.name!r} has no effect under DeepSpeed, "
+            "which reduces gradients by itself. Leave reduce out"
+        )
     if optimizer._engine.release is not None:
         raise NotImplementedError(
             "gradients are released inside the backward pass, and DeepSpeed reduces them first. "

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import DataWatch
@@ -158,12 +159,27 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     """
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
+    _check_reduced(optimizer)
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         optimizer._engine.snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state)
         residuals.forget(each.shard)
     residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _check_reduced(optimizer: BF16Optimizer) -> None:
+    """Say once where a recipe's way to reduce gradients has remained a wish."""
+    engine, way = optimizer._engine, optimizer.recipe.reduce
+    if way == "wrapper" or engine.reduces or not (dist.is_available() and dist.is_initialized()):
+        return
+    engine.reduces = True
+    if dist.get_world_size() > 1:
+        _logger.warning(
+            "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "
+            "optimizer) with the wrapped model before training",
+            *(way, optimizer.recipe.name),
+        )
 
 
 def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:

@@ -16,7 +16,7 @@ from .deepspeed_engine import check_engine, deepspeed_config
 from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, reshard
 from .exit import settle_at_exit
-from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
+from .fsdp1 import Fsdp1Shard, is_part, reduce_by, register, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
 from .many import Parameters, all_same, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, saved_names, without_wrappers
@@ -41,6 +41,7 @@ __all__ = [
     "missing_memory",
     "no_torch_function",
     "place_like",
+    "reduce_by",
     "register",
     "register_flats",
     "reshard",

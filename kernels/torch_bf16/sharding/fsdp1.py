@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .shard import Shard
 from .span import Span
 
-__all__ = ["Fsdp1Shard", "is_part", "register", "unit_shapes"]
+__all__ = ["Fsdp1Shard", "is_part", "reduce_by", "register", "unit_shapes"]
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The handle that has flattened a parameter, as a weak reference: handles hold the parameters."""
@@ -152,6 +154,52 @@ def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:
     if not _is_flattened(parameter):
         return None
     return [tuple(shape) for shape in Fsdp1Shard(parameter)._handle.flat_param._shapes]
+
+
+def reduce_by(
+    model: nn.Module, hook: Callable[[Any, Tensor, Tensor], None]
+) -> list[tuple[Any, torch.device]]:
+    """Let a hook reduce what FSDP1 shards over several ranks; again is harmless.
+
+    Args:
+        model: before its first forward pass.
+        hook: called with a process group, a unit's gradient and the shard of it to be written.
+
+    Returns:
+        The process group and the device of each outermost unit.
+
+    Raises:
+        NotImplementedError: FSDP1 takes no hook there, or has one.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    found = []
+    for root in fsdp.FullyShardedDataParallel.fsdp_modules(model, root_only=True) if fsdp else ():
+        if root.process_group.size() == 1:
+            continue
+        units = fsdp.FullyShardedDataParallel.fsdp_modules(root)
+        whole = (fsdp.ShardingStrategy.FULL_SHARD, fsdp.ShardingStrategy.SHARD_GRAD_OP)
+        why = None
+        if other := [each for each in units if each.sharding_strategy not in whole]:
+            why = f"FSDP1 takes no hook with {other[0].sharding_strategy.name}"
+        elif any(each.process_group != root.process_group for each in units):
+            why = "its units are sharded over several process groups, and share one hook"
+        elif any(
+            each._handle and each._handle.flat_param.dtype != torch.bfloat16 for each in units
+        ):
+            why = "some of its units are in fp32, and FSDP1 has one hook for all"
+        elif root._comm_hook not in (None, hook):
+            why = "it has a communication hook already"
+        if why:
+            raise NotImplementedError(
+                "gradients of FullyShardedDataParallel (FSDP1) cannot be reduced with bf16 on the "
+                f"wire: {why}. Shard with torch.distributed.fsdp.fully_shard (FSDP2), use "
+                "FULL_SHARD or SHARD_GRAD_OP with all units in bf16, or leave reduce='bf16_wire' "
+                "out"
+            )
+        if root._comm_hook is None:
+            root.register_comm_hook(root.process_group, hook)
+        found.append((root.process_group, root.compute_device))
+    return found
 
 
 def register(module: nn.Module) -> None:

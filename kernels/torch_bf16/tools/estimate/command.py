@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from torch_bf16.recipe import ACCUMULATIONS
+from torch_bf16.recipe import ACCUMULATIONS, REDUCTIONS
 from torch_bf16.tools.output import add_json_argument, write_json
 
 from .activations import activations, batch_argument
@@ -48,6 +48,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="the recipes' sums of gradients over micro-batches (default: torch's own)",
     )
     parser.add_argument(
+        "--reduce",
+        choices=REDUCTIONS,
+        default="wrapper",
+        help="how the recipes' gradients travel between ranks (default: as FSDP2 does it)",
+    )
+    parser.add_argument(
         "--batch",
         type=batch_argument,
         metavar="SHAPE",
@@ -84,7 +90,7 @@ def estimate(options: argparse.Namespace) -> int:
             "or module:factory"
         )
     rows = []
-    for precision in precisions(options.accumulate):
+    for precision in precisions(options.accumulate, options.reduce):
         if precision.recipe is None and optimizer.scratch is None:
             continue
         live = None
@@ -106,6 +112,7 @@ def estimate(options: argparse.Namespace) -> int:
         "optimizer": optimizer.name,
         "ranks": options.ranks,
         "accumulate": options.accumulate,
+        "reduce": options.reduce,
         "batch": _batch_text(options),
         "rows": rows,
         "zero": [each.record(options.ranks) for each in zero],
@@ -148,6 +155,11 @@ def _notes(shapes: ModelShapes, scratch: float | None, options: argparse.Namespa
             "at the peak of a rank, the root's weights and two layers' are whole and one layer's "
             "gradients are reduced, in fp32; a numbered module is a layer, and gathered twice"
         )
+        if options.reduce == "bf16_wire":
+            notes.append(
+                "the recipes send gradients in bf16 and hold a layer's in fp32, as they leave and "
+                "as they come"
+            )
     return notes
 
 

@@ -55,21 +55,23 @@ class Precision:
         return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
 
 
-def precisions(accumulate: str = "bf16_nearest") -> Iterator[Precision]:
+def precisions(accumulate: str = "bf16_nearest", reduce: str = "wrapper") -> Iterator[Precision]:
     """All of them, the largest first.
 
     Args:
         accumulate: the recipes' format for sums of gradients; others than ``bf16_nearest`` cannot
             be had with released gradients.
+        reduce: how the recipes' gradients are summed over ranks.
     """
     yield Precision("32-true", dtype=torch.float32)
     yield Precision("bf16-mixed", dtype=torch.float32, autocast=True)
     recipes: dict[str, Recipe] = {}
-    recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", accumulate=accumulate)
+    ways = {"accumulate": accumulate, "reduce": reduce}
+    recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", **ways)
     for options in _OPTIONS:
-        recipe = get_recipe("bf16-stochastic", accumulate=accumulate, **options)
+        recipe = get_recipe("bf16-stochastic", **ways, **options)
         recipes[" / ".join((recipe.weights, recipe.exp_avg, recipe.exp_avg_sq))] = recipe
-    recipes["bf16-stochastic"] = get_recipe("bf16-stochastic", accumulate=accumulate)
+    recipes["bf16-stochastic"] = get_recipe("bf16-stochastic", **ways)
     for name, recipe in sorted(recipes.items(), key=lambda each: -each[1].bytes_per_parameter):
         yield Precision(name, recipe)
         if accumulate == "bf16_nearest":

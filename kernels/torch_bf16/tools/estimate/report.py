@@ -113,7 +113,7 @@ def _label(each: Mapping[str, Any]) -> str:
 
 
 def _formats(precision: Precision) -> dict[str, str]:
-    names = ("weights", "exp_avg", "exp_avg_sq", "accumulate")
+    names = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "reduce")
     return {name: getattr(precision.recipe, name) for name in names}
 
 

@@ -24,8 +24,8 @@ class Traffic:
 
     Attributes:
         gathered: bytes of whole weights at one time: the root's and those of two layers.
-        reduced: bytes of whole gradients at one time: of the largest unit, in the weights' dtype
-            and in the one they are reduced in.
+        reduced: bytes of whole gradients at one time: of the largest unit, in the one they are
+            reduced in, and in the weights' dtype or as what travels in bf16 and what comes.
         sent: bytes that a rank sends, and as many that it receives, per step.
     """
 
@@ -44,13 +44,16 @@ def traffic(
 
     Args:
         shapes: of the model.
-        precision: weights go in bf16 in all but ``32-true``.
+        precision: weights go in bf16 in all but ``32-true``; gradients as its recipe's ``reduce``
+            says.
         ranks: over which the model is sharded.
         reduce_dtype: of the gradients on the wire.
     """
     whole: dict[str, int] = defaultdict(int)
     gradients: dict[str, int] = defaultdict(int)
     reduced: dict[str, int] = defaultdict(int)
+    exchanged: dict[str, int] = defaultdict(int)
+    wired = precision.recipe is not None and precision.recipe.reduce == "bf16_wire"
     sent = 0
     for each in shapes.weights:
         dtype = torch.bfloat16 if precision.autocast else dtype_of(each, precision)
@@ -63,9 +66,12 @@ def traffic(
         if each.trained:
             gradients[each.unit] += each.numel * dtype.itemsize
             reduced[each.unit] += part * ranks * wire.itemsize
+            if wired and dtype == torch.bfloat16:
+                exchanged[each.unit] += 2 * part * ranks * dtype.itemsize
+                wire = dtype
             sent += (ranks - 1) * part * wire.itemsize
     if not shapes.known:
         return Traffic(0, 0, sent)
     layers = sorted((size for unit, size in whole.items() if unit), reverse=True)
-    units = [gradients[unit] + reduced[unit] for unit in whole]
+    units = [reduced[unit] + max(gradients[unit], exchanged[unit]) for unit in whole]
     return Traffic(whole[""] + sum(layers[:2]), max(units, default=0), sent)

@@ -1,0 +1,206 @@
+"""DDP's buckets: bf16 on the wire, an fp32 sum in the order of the ranks, one rounding.
+
+Each rank owns a share of a bucket: it is sent everybody's numbers of it, adds them up, and sends
+all others the mean, rounded stochastically. So every replica has the same bits, and as noise is
+keyed by parameter and element, they do not depend on how parameters are put into buckets.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_bf16.engine.batch import Batch, Job
+from torch_bf16.formats import BF16_STOCHASTIC
+from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, tensor_key
+from torch_bf16.rules import STORE
+from torch_bf16.sharding import Span, bare_name
+
+from .exchange import all_reduce_mean, check_exchange, gather_shares, sum_of_ranks
+from .sums import StepNumbers
+
+__all__ = ["BucketReduction"]
+
+_reductions: weakref.WeakKeyDictionary[nn.Module, BucketReduction] = weakref.WeakKeyDictionary()
+
+
+class _Owner:
+    """An optimizer, and how often each of its parameters was reduced for its next step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._steps = StepNumbers()
+        self._counts: dict[Tensor, int] = {}
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_load_state_dict_post_hook(self._after_step)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or None where it is gone."""
+        return self._optimizer()
+
+    @property
+    def setting(self) -> tuple[int, str | None, int]:
+        """Its seed, its backend, and the number of its groups."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return 0, None, 0
+        return optimizer.recipe.seed, optimizer.backend, len(optimizer.param_groups)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether the optimizer steps it."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        return any(parameter is each for group in groups for each in group["params"])
+
+    def draw(self, parameter: Tensor) -> tuple[int, int]:
+        """The step that a gradient is for, and how often it was reduced for it, now counted."""
+        steps = {} if self.optimizer is None else self._steps.read(self.optimizer.state)
+        # One that has not stepped yet, or is another optimizer's, follows the others.
+        step = steps.get(parameter) or max(steps.values(), default=0)
+        count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
+        return step + 1, count
+
+    def _after_step(self, *_: Any) -> None:
+        self._steps.ask(self.optimizer.state)
+        self._counts.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """This rank's share of a bucket.
+
+    Attributes:
+        setting: what it follows from.
+        owners: whose the bucket's parameters are.
+        pieces: numbers of parameters, and the elements of theirs that lie in the share.
+        bases: int64 ``[pieces, 2]``, what the noise of each starts from.
+        batch: rounds them; None where there are none.
+    """
+
+    setting: tuple[Any, ...]
+    owners: list[_Owner]
+    pieces: list[tuple[int, Span]]
+    bases: np.ndarray
+    batch: Batch | None
+
+
+class BucketReduction:
+    """How one DDP module reduces gradients that are bf16; others it reduces as by itself."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._group: Any = module.process_group
+        named = module.named_parameters()
+        self._names: dict[Tensor, str] = {p: bare_name(name) for name, p in named}
+        self._owners: list[_Owner] = []
+        self._shares: dict[int, _Share] = {}
+
+    @classmethod
+    def register(cls, module: DistributedDataParallel, optimizer: Any) -> None:
+        """Reduce so what an optimizer steps from now on.
+
+        Raises:
+            ValueError: the module has a communication hook.
+            NotImplementedError: the backend knows no all-to-all.
+        """
+        reduction = _reductions.get(module)
+        if reduction is None:
+            if getattr(module, "_comm_hooks", None):
+                ours = getattr(module, "_torch_bf16_reduction", None) is not None
+                why = "fp32 sums over micro-batches (accumulate='fp32')" if ours else "some other"
+                raise ValueError(
+                    "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
+                    f"communication hook, and {why} has registered it. Leave one of the two out"
+                    + "; accumulate='bf16_stochastic' goes with both"
+                    * ours
+                )
+            reduction = cls(module)
+            check_exchange(module.process_group, next(module.parameters()).device)
+            module.register_comm_hook(None, reduction._reduce)
+            _reductions[module] = reduction
+        if all(each.optimizer is not optimizer for each in reduction._owners):
+            reduction._owners.append(_Owner(optimizer))
+
+    # DDP compares annotations with its own types, and these are strings here.
+    def _reduce(self, _, bucket):
+        """DDP's communication hook: a future of the mean over all ranks."""
+        buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
+        if buffer.dtype != torch.bfloat16 or ranks == 1:
+            return all_reduce_mean(buffer, self._group)
+        number, parameters, numel = bucket.index(), bucket.parameters(), buffer.numel()
+        sent = functional.pad(buffer, (0, -numel % ranks)) if numel % ranks else buffer
+        received = torch.empty_like(sent)
+        work: Any = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def finish(_: Any) -> Tensor:
+            if received.is_cuda:
+                # It was allocated on another stream than the one that runs this.
+                received.record_stream(torch.cuda.current_stream(received.device))
+            mean = sum_of_ranks(received, ranks).div_(ranks)
+            rounded = self._round(mean, number, parameters)
+            gather_shares(sent, rounded, self._group)
+            return sent[:numel]
+
+        future = work.get_future()
+        if not future.done():
+            # NCCL's is done once it is launched. Of others it is waited for, as another thread
+            # would gather in another order than other ranks.
+            future.wait()
+        return future.then(finish)
+
+    def _round(self, mean: Tensor, bucket: int, parameters: list[Tensor]) -> Tensor:
+        """This rank's share of a bucket in bf16."""
+        # Zeros, for what no parameter fills at the end of the last share.
+        rounded = torch.zeros_like(mean, dtype=torch.bfloat16)
+        owners = tuple(each.setting for each in self._owners)
+        setting = mean.numel(), owners, *map(id, parameters)
+        share = self._shares.get(bucket)
+        if share is None or share.setting != setting:
+            share = self._shares[bucket] = self._share(setting, parameters, rounded)
+        # Also of what another rank rounds: buckets may be others the next time.
+        draws = [owner.draw(p) for owner, p in zip(share.owners, parameters, strict=True)]
+        if share.batch is None:
+            return rounded
+        share.batch.move([((span.of(rounded),),) for _, span in share.pieces])
+        steps, counts = np.array([draws[number] for number, _ in share.pieces], np.int64).T
+        words = sum_base((share.bases[:, 0], share.bases[:, 1]), steps)
+        bases = np.stack(words, axis=1).astype(np.uint32)[:, None]
+        with torch.no_grad():
+            means = [span.of(mean) for _, span in share.pieces]
+            share.batch.run_alike(means, counts.tolist(), bases=bases)
+        # It would keep the memory until the next pass.
+        share.batch.move(None)
+        return rounded
+
+    def _share(self, setting: tuple[Any, ...], parameters: list[Tensor], rounded: Tensor) -> _Share:
+        owners = [
+            next((each for each in self._owners if each.owns(p)), self._owners[0])
+            for p in parameters
+        ]
+        first = rounded.numel() * dist.get_rank(self._group)
+        pieces: list[tuple[int, Span]] = []
+        end = 0
+        for number, parameter in enumerate(parameters):
+            start, end = end, end + parameter.numel()
+            low, high = max(start, first), min(end, first + rounded.numel())
+            if low < high:
+                name, shape, n = self._names[parameter], tuple(parameter.shape), high - low
+                span = Span(name, shape, low - first, n, low - start, n, n)
+                pieces.append((number, span))
+        words = [
+            stream_base(owners[number].setting[0], tensor_key(span.name), REDUCTION.stream)
+            for number, span in pieces
+        ]
+        jobs = [
+            Job(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32)
+            for _, span in pieces
+        ]
+        batch = Batch(jobs, 0, self._owners[0].setting[1]) if jobs else None
+        return _Share(setting, owners, pieces, np.array(words, np.int64), batch)

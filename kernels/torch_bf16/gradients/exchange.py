@@ -1,0 +1,118 @@
+"""Sums over ranks that travel in bf16 and are made in fp32, in the order of the ranks.
+
+A ring in bf16 rounds at every hop, and what it rounds depends on the number of ranks; in fp32 it
+sends twice the bytes. Here each rank is sent its share of everybody's gradients in bf16, by an
+all-to-all, and adds them up in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["ReduceScatter", "all_reduce_mean", "check_exchange", "gather_shares", "sum_of_ranks"]
+
+
+def sum_of_ranks(received: Tensor, ranks: int, total: Tensor | None = None) -> Tensor:
+    """The fp32 sum of what ranks have sent, rank 0's first.
+
+    Args:
+        received: bf16 ``[ranks * n]``, one rank's numbers after the other's.
+        ranks: how many.
+        total: fp32 ``[n]`` to be overwritten; None for a new one.
+
+    Returns:
+        ``total``.
+
+    Example:
+        >>> sum_of_ranks(torch.tensor([1.0, 2.0, 2.0**-9, 4.0]).bfloat16(), ranks=2)
+        tensor([1.0020, 6.0000])
+    """
+    first, *others = received.view(ranks, -1)
+    total = first.float() if total is None else total.copy_(first)
+    for each in others:
+        total += each
+    return total
+
+
+class ReduceScatter:
+    """What ``FSDPModule.set_custom_reduce_scatter`` takes, and FSDP1's hook calls.
+
+    The result is the fp32 sum, scaled as the wrapper asks; where the wrapper reduces in bf16 it is
+    rounded to nearest, once, which else the wrapper does.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for FSDP2, as its own does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce on the current stream.
+
+        Args:
+            output_tensor: fp32 or bf16 ``[n]``, overwritten.
+            input_tensor: ``[ranks * n]``; fp32 numbers that are none of bf16, which only sums over
+                micro-batches without synchronisation are, are rounded to nearest.
+            group: the process group.
+            op: ``AVG``, ``SUM`` or ``PREMUL_SUM``.
+            async_op: never asked for by FSDP2.
+        """
+        ranks = dist.get_world_size(group)
+        sent = input_tensor.to(torch.bfloat16)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        exact = output_tensor.dtype == torch.float32
+        total = sum_of_ranks(received, ranks, output_tensor if exact else None)
+        if op == dist.ReduceOp.AVG:
+            total /= ranks
+        elif op == dist.ReduceOp.PREMUL_SUM:
+            # Nothing but pickling tells the factor.
+            total *= op.__getstate__()[1]
+        elif op != dist.ReduceOp.SUM:
+            raise NotImplementedError(
+                f"gradients cannot be reduced by {op} with bf16 on the wire: sums and means can"
+            )
+        if not exact:
+            output_tensor.copy_(total)
+
+
+def all_reduce_mean(buffer: Tensor, group: Any) -> Any:
+    """DDP's own reduction: a future of the mean over ranks, in the dtype of ``buffer``."""
+    buffer.div_(dist.get_world_size(group))
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()  # pyright: ignore
+    return future.then(lambda done: done.value()[0])
+
+
+def gather_shares(whole: Tensor, share: Tensor, group: Any) -> None:
+    """Fill ``whole``, ``[ranks * n]``, with the shares of all ranks, ``[n]`` each."""
+    # torch 2.13 warns of the name that older ones have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, share, group=group)
+
+
+def check_exchange(group: Any, device: torch.device | str) -> None:
+    """Refuse a group whose backend knows no all-to-all, by a small one; all ranks call it.
+
+    Raises:
+        NotImplementedError: it knows none.
+    """
+    each = torch.ones(dist.get_world_size(group), dtype=torch.bfloat16, device=device)
+    try:
+        dist.all_to_all_single(torch.empty_like(each), each, group=group)
+    except (RuntimeError, ValueError) as error:
+        raise NotImplementedError(
+            f"gradients cannot be reduced with bf16 on the wire: the backend "
+            f"{dist.get_backend(group)!r} has no all-to-all on {device} ({error}). Use NCCL or "
+            "gloo, or leave reduce='bf16_wire' out"
+        ) from error

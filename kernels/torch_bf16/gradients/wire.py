@@ -1,0 +1,119 @@
+"""bf16 on the wire, fp32 in the sum: for DDP, FSDP2 and FSDP1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_bf16.argument_checks import check_module
+from torch_bf16.engine.engine import engine_of
+from torch_bf16.sharding import is_dtensor, reduce_by, shard_of
+
+from .backward import own_parameters
+from .buckets import BucketReduction
+from .exchange import ReduceScatter, check_exchange
+
+__all__ = ["reduce_gradients"]
+
+
+def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Send bf16 gradients over the wire as they are, and sum them in fp32 in the order of ranks.
+
+    Half the bytes of a reduction in fp32, and no rounding of partial sums, which a ring in bf16
+    does at every hop: each rank is sent its share of all gradients by an all-to-all, and adds them
+    up. What comes out depends neither on timing nor on how parameters are put together.
+
+    - DDP: a communication hook. Each rank owns a share of a bucket, divides its sum, rounds it to
+      bf16 once, stochastically, and sends it to all others, so that replicas have the same bits.
+      The noise is a pure function of seed, step, parameter, element and how many reductions went
+      before for this step. As many bytes as DDP sends by itself, which sums in bf16.
+    - FSDP2, and FSDP1 where it shards over all ranks: in place of their reduce-scatter. The result
+      is theirs in every other respect: rounded to nearest into a bf16 ``p.grad``. What FSDP2 has
+      summed in fp32 without synchronisation is rounded to nearest before it is sent. The replica
+      sum of HSDP, of a shard each, stays FSDP2's own, in fp32.
+
+    fp32 parameters are reduced as before. In a recipe this is ``reduce="bf16_wire"``, which both
+    plugins follow.
+
+    Args:
+        model: wrapped already, before its first forward pass; all ranks call this.
+        optimizer: one of this package, or converted. Where several step one model, call it for
+            each.
+
+    Raises:
+        ValueError: the optimizer is none of ours, nothing in the model reduces gradients though
+            there are several ranks, a DDP module has a communication hook, or FSDP2 would sum
+            replicas in bf16.
+        NotImplementedError: the backend has no all-to-all, torch is too old for FSDP2's extension,
+            or the wrapper takes no other reduction.
+
+    Example:
+        >>> model = torch.nn.parallel.DistributedDataParallel(module)  # doctest: +SKIP
+        >>> torch_bf16.reduce_gradients(model, optimizer)  # doctest: +SKIP
+    """
+    engine = engine_of(optimizer)
+    if engine is None:
+        raise ValueError(
+            f"reduce_gradients was given a {type(optimizer).__name__}, which has no recipe; make "
+            "it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
+        )
+    check_module("reduce_gradients", model)
+    if engine.host is not None:
+        raise NotImplementedError(
+            f"gradients cannot be reduced with bf16 on the wire: {engine.host} reduces them itself"
+        )
+    found = False
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            BucketReduction.register(module, optimizer)
+            found = True
+        # What fully_shard adds to a module's class.
+        elif hasattr(module, "_get_fsdp_state"):
+            _register_fsdp2(module, name)
+            found = True
+    for group, device in reduce_by(model, _reduce_fsdp1):
+        check_exchange(group, device)
+        found = True
+    if not found and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"reduce_gradients found nothing in {type(model).__name__} that reduces gradients over "
+            f"the {dist.get_world_size()} ranks: give it the model as DistributedDataParallel, "
+            "fully_shard or FullyShardedDataParallel have wrapped it"
+        )
+    engine.reduces = True
+
+
+def _register_fsdp2(module: Any, name: str) -> None:
+    parameters: list[Any] = own_parameters(module)
+    if not any(p.dtype == torch.bfloat16 for p in parameters):
+        return
+    why = None
+    if not hasattr(module, "set_custom_reduce_scatter"):
+        why = f"fully_shard takes no other reduction in torch {torch.__version__}, newer ones do"
+    elif not any(is_dtensor(p) and shard_of(p).groups() for p in parameters):
+        why = "its parameters are replicated, and torch lets nobody replace that all-reduce"
+    if why:
+        raise NotImplementedError(
+            f"gradients of {name or 'the model'!r} cannot be reduced with bf16 on the wire: {why}. "
+            "Use DistributedDataParallel, or leave reduce='bf16_wire' out"
+        )
+    replicated = any(len(shard_of(p).groups()) < p.device_mesh.ndim for p in parameters)
+    dtype = module._get_fsdp_state()._mp_policy.reduce_dtype
+    if replicated and dtype != torch.float32:
+        raise ValueError(
+            f"gradients of {name or 'the model'!r} cannot be summed in fp32: fully_shard sums "
+            f"replicas in {dtype or 'bf16'}. Use fully_shard(module, "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+        )
+    mesh = parameters[0].device_mesh
+    for group in shard_of(parameters[0]).groups():
+        check_exchange(group, mesh.device_type)
+    module.set_custom_reduce_scatter(ReduceScatter())
+
+
+def _reduce_fsdp1(group: Any, gradient: torch.Tensor, shard: torch.Tensor) -> None:
+    ReduceScatter()(shard, gradient, group, dist.ReduceOp.AVG)
