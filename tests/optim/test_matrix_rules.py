@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 import torch_bf16
-from torch_bf16.optim.muon import orthogonalise
+from torch_bf16.optim.newton_schulz import orthogonalise
 
 STEPS = 60
 SHAPES = {

@@ -12,47 +12,23 @@ from torch import Tensor
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.batch import Batch, Job
-from torch_bf16.engine.member import Direction, Member
+from torch_bf16.engine.direction import Direction, Solution
+from torch_bf16.engine.member import Member
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAMW, AVERAGE, FIRST_MOMENT, MUON, Rule
+from torch_bf16.sharding import Span, local
 
+from .newton_schulz import orthogonalise_each
 from .optimizer import BF16Optimizer
 
-__all__ = ["Muon", "orthogonalise"]
+__all__ = ["Muon"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # torch has it since 2.9.
 _Torchs: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
-def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values between about 0.7 and 1.2.
-
-    A Newton-Schulz iteration in bf16 of ``x <- a x + (b A + c A^2) x`` with ``A = x x^T``, on the
-    matrix over its Frobenius norm (K. Jordan, "Muon", 2024).
-
-    Args:
-        matrix: two dimensions, floating-point.
-        coefficients: ``a, b, c``.
-        steps: iterations.
-        eps: least norm to divide by.
-
-    Returns:
-        bf16, the shape of ``matrix``.
-    """
-    a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16()
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if tall else x
-
-
-def _shape_factor(adjustment: str | None, shape: torch.Size) -> float:
+def _shape_factor(adjustment: str | None, shape: tuple[int, ...]) -> float:
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1.0, shape[0] / max(shape[1], 1)))
@@ -166,23 +142,56 @@ class Muon(BF16Optimizer, _Torchs):
         return MUON if group.get("use_muon", True) else ADAMW
 
     def direction_of(self, member: Member) -> Direction:
-        parameter: Any = member.parameter
-        format_ = self.recipe.format_of(FIRST_MOMENT, parameter.shape, parameter.dtype)
-        planes = tuple(member.state[key] for key in format_.plane_names("momentum_buffer"))
-        job = Job(member.shard.span, AVERAGE, (format_,), (planes,), parameter.grad.dtype)
-        average = Batch([job], self.recipe.seed, self.backend)
+        return _Momentum(self, member)
 
-        def direction(gradient: Tensor, step: int, told: StepInputs) -> Tensor:
-            group = self.param_groups[member.group]
-            scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
-            momentum = float(group["momentum"])
-            average.run_alike([gradient], step, (1.0 - momentum,), scale=scale)
-            update = format_.decode(planes).view(parameter.shape)
-            if group["nesterov"]:
-                update = (gradient.float() * scale).lerp(update, momentum)
-            matrix = orthogonalise(
-                update, group["ns_coefficients"], group["ns_steps"], float(group["eps"])
-            )
-            return matrix.float() * _shape_factor(group["adjust_lr_fn"], parameter.shape)
 
-        return direction
+class _Momentum:
+    """The momentum of a parameter, and its matrices orthogonalised."""
+
+    answer = None, torch.bfloat16
+
+    def __init__(self, optimizer: Muon, member: Member) -> None:
+        self._groups, self._group = optimizer.param_groups, member.group
+        shard, dtype, recipe = member.shard, member.parameter.dtype, optimizer.recipe
+        self._shape, self._here = shard.shape, shard.memory.shape
+        self._format = recipe.format_of(FIRST_MOMENT, shard.shape, dtype)
+        names = self._format.plane_names("momentum_buffer")
+        self._planes = tuple(local(member.state[key]).detach() for key in names)
+        # What is sharded may have runs that are too long for one job.
+        self._spans = shard.span.pieces()
+        jobs = [self._job(span, member.gradient) for span in self._spans]
+        self._average = Batch(jobs, recipe.seed, optimizer.backend)
+
+    def _job(self, span: Span, gradient: torch.dtype) -> Job:
+        pairs = zip(self._planes, self._format.planes, strict=True)
+        planes = tuple(span.of(each, plane.block) for each, plane in pairs)
+        return Job(span, AVERAGE, (self._format,), (planes,), gradient)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._groups[self._group]
+
+    @property
+    def kind(self) -> tuple[tuple[float, ...], int, float]:
+        options = self._options
+        return tuple(options["ns_coefficients"]), options["ns_steps"], float(options["eps"])
+
+    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
+        options = self._options
+        scale = float(told.multiplier) * (-1.0 if options.get("maximize") else 1.0)
+        momentum = float(options["momentum"])
+        parts = [span.of(gradient) for span in self._spans]
+        self._average.run_alike(parts, step, (1.0 - momentum,), scale=scale)
+        update = self._format.decode(self._planes).view(self._here)
+        if options["nesterov"]:
+            update = (gradient.float() * scale).lerp(update, momentum)
+        # What is orthogonalised is bf16, and so is what goes over the wire.
+        return (update.bfloat16(),)
+
+    def solve(self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]) -> list[Solution]:
+        found = orthogonalise_each([x for (x,) in tensors], *self.kind)
+        return [Solution(each.contiguous()) for each in found]
+
+    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+        factor = _shape_factor(self._options["adjust_lr_fn"], self._shape[-2:])
+        return answer.view(self._here).float() * factor

@@ -14,6 +14,7 @@ from .deepspeed import (
 )
 from .deepspeed_engine import check_engine, deepspeed_config
 from .dtensor import DTensorShard, reshard
+from .exchange import Like, exchange
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
@@ -25,6 +26,7 @@ from .wrapped import PLAIN, missing_memory
 
 __all__ = [
     "WRAPPERS",
+    "Like",
     "Parameters",
     "Shard",
     "Span",
@@ -33,6 +35,7 @@ __all__ = [
     "bare_name",
     "check_engine",
     "deepspeed_config",
+    "exchange",
     "is_dtensor",
     "is_flat",
     "is_whole",

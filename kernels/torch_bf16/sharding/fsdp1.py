@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 from weakref import ref
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -124,6 +126,22 @@ class Fsdp1Shard(Shard):
         span = self.span
         # A copy, because a view would keep the whole tensor.
         return saved.reshape(-1)[span.offset : span.offset + span.numel].clone()
+
+    def holders(self) -> Mapping[int, Span]:
+        handle = self._handle
+        if not handle.uses_sharded_strategy:
+            return {}
+        flat, group = handle.flat_param, handle.process_group
+        rows = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        first = [start for (start, _), padding in rows if not padding][self._number]
+        size = flat._sharded_size.numel()
+        found = {}
+        for place, rank in enumerate(dist.get_process_group_ranks(group)):
+            begin = max(first, place * size)
+            run = min(first + self.numel, (place + 1) * size) - begin
+            if run > 0:
+                found[rank] = Span(self.name, self.shape, 0, run, begin - first, run, run)
+        return found
 
     def groups(self) -> list[Any]:
         return [self._handle.process_group]
