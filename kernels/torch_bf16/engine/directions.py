@@ -45,7 +45,12 @@ class Directions:
         self._members = members
         self._rounds: list[tuple[Round, list[tuple[int, list[Unit]]]]] = []
         for each in chain(chain.from_iterable(here), rounds):
-            known = [(numbers[p], units) for p, units in each.parameters if p in numbers]
+            # Where FSDP1 has left this rank nothing of a parameter, there is nothing to do.
+            known = [
+                (numbers[p], units)
+                for p, units in each.parameters
+                if p in numbers and each.rank in units[0].spans
+            ]
             if known:
                 self._rounds.append((each, known))
 

@@ -38,6 +38,9 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     a few thousandths of it, so that ``bf16-stochastic`` takes 4 bytes per parameter with a
     bf16 gradient.
 
+    Sharded, each parameter has an owner, which gets gradients and weights, and sends ``r``, ``c``
+    and the number before ``u``, which every rank then knows: the bits of one process.
+
     Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16 parameters too, because
     the arithmetic is fp32; ``foreach`` is accepted and changes nothing.
 
@@ -88,7 +91,6 @@ class _Relative:
 
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
         self._groups, self._member = optimizer.param_groups, member
-        self._shape = member.shard.shape
 
     @property
     def kind(self) -> int:
@@ -159,11 +161,13 @@ class _Matrix(_Relative):
 
     def _part(self, gradient: Tensor) -> Tensor:
         """This rank's part of the update before it is multiplied, element by element."""
-        *_, m, n = self._shape
-        e = self._member.shard.span.indices(gradient.device)
-        matrix = e // (m * n)
-        v = self._rows.view(-1)[e // n] * self._columns.view(-1)[matrix * n + e % n]
-        v /= self._mean(self._rows).view(-1)[matrix]
+
+        def mine(factor: Tensor) -> Tensor:
+            return factor.view(-1)[span.places(factor.shape, factor.device)]
+
+        span = self._member.shard.span
+        v = mine(self._rows) * mine(self._columns)
+        v /= mine(self._mean(self._rows))
         g = gradient.float() * self._scale
         return v.clamp_(min=self._eps * self._eps).rsqrt_().view(g.shape).mul_(g)
 

@@ -16,7 +16,7 @@ from torch_bf16.engine.direction import Direction, Solution
 from torch_bf16.engine.member import Member
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAMW, AVERAGE, FIRST_MOMENT, MUON, Rule
-from torch_bf16.sharding import Span, local
+from torch_bf16.sharding import Span, local, shard_of
 
 from .newton_schulz import orthogonalise_each
 from .optimizer import BF16Optimizer
@@ -46,12 +46,18 @@ class Muon(BF16Optimizer, _Torchs):
         w = w * (1 - lr * weight_decay) - lr * factor * orthogonalise(u)
         factor = sqrt(max(1, A / B)), or 0.2 * sqrt(max(A, B)) for "match_rms_adamw"
 
-    ``m`` has the recipe's ``exp_avg`` format. Parameter groups with ``use_muon=False`` are stepped
-    by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer, and all
-    that is no matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
+    ``m`` has the recipe's ``exp_avg`` format. A parameter of three dimensions is a stack of
+    matrices, such as the experts of a layer, each of which is orthogonalised by itself; a
+    convolution's kernel is none, and belongs to AdamW. Parameter groups with ``use_muon=False`` are
+    stepped by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer,
+    and all that is no matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
 
-    Differs from torch.optim: AdamW in the same optimizer; ``maximize``; ``u`` comes from the
-    momentum as it is stored. One matrix at a time takes three fp32 copies.
+    Sharded by ``fully_shard``, tensor parallelism or FSDP1, each matrix has an owner, which gets
+    ``u`` in bf16, orthogonalises it, and sends each rank its elements in bf16: the bits of one
+    process.
+
+    Differs from torch.optim: AdamW in the same optimizer; stacks; ``maximize``; ``u`` comes from
+    the momentum as it is stored. One matrix at a time takes three fp32 copies.
 
     Args:
         params: as for :class:`AdamW`, like all arguments but these. A group of matrices alone is
@@ -68,7 +74,7 @@ class Muon(BF16Optimizer, _Torchs):
 
     Raises:
         ValueError: an argument is out of range, or a group without ``use_muon`` holds a parameter
-            that is no matrix.
+            that is neither a matrix nor a stack of them.
 
     Example:
         >>> groups = torch_bf16.param_groups(model, weight_decay=0.1, muon=True)
@@ -115,7 +121,7 @@ class Muon(BF16Optimizer, _Torchs):
         """Add a parameter group, as in torch; ``use_muon`` says who steps it.
 
         Raises:
-            ValueError: the group is Muon's and holds a parameter that is no matrix.
+            ValueError: the group is Muon's and holds what is neither a matrix nor a stack of them.
         """
         if not param_group.get("use_muon", True):
             # torch's own Muon, converted, has no such defaults.
@@ -129,13 +135,14 @@ class Muon(BF16Optimizer, _Torchs):
             group.pop(name, None)
         names = group.get("param_names")
         for position, parameter in enumerate(group["params"]):
-            if group.get("use_muon", True) and parameter.ndim != 2:
+            shape = shard_of(parameter).shape
+            if group.get("use_muon", True) and len(shape) not in (2, 3):
                 self.param_groups.pop()
                 name = names[position] if names else f"number {position}"
                 raise ValueError(
-                    f"Muon steps matrices, and parameter {name} of group {len(self.param_groups)} "
-                    f"has shape {tuple(parameter.shape)}. Put it into a group with use_muon=False, "
-                    "which AdamW steps: torch_bf16.param_groups(model, muon=True)"
+                    f"Muon steps matrices and stacks of them, and parameter {name} of group "
+                    f"{len(self.param_groups)} has shape {tuple(shape)}. Put it into a group with "
+                    "use_muon=False, which AdamW steps: torch_bf16.param_groups(model, muon=True)"
                 )
 
     def rule_of(self, group: dict[str, Any]) -> Rule:

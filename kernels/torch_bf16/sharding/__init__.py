@@ -16,7 +16,7 @@ from .deepspeed_engine import check_engine, deepspeed_config
 from .dtensor import DTensorShard, reshard
 from .exchange import Like, exchange
 from .exit import settle_at_exit
-from .fsdp1 import Fsdp1Shard, is_part, register, unit_shapes
+from .fsdp1 import Fsdp1Shard, is_part, register, unit_of, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
 from .many import Parameters, all_same, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, saved_names, without_wrappers
@@ -51,6 +51,7 @@ __all__ = [
     "settle_at_exit",
     "shard_of",
     "shown_like",
+    "unit_of",
     "unit_shapes",
     "unlike_memory",
     "version_of",

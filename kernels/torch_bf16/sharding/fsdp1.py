@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .exchange import exchange
 from .shard import Shard
 from .span import Span
 
-__all__ = ["Fsdp1Shard", "is_part", "register", "unit_shapes"]
+__all__ = ["Fsdp1Shard", "is_part", "register", "unit_of", "unit_shapes"]
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The handle that has flattened a parameter, as a weak reference: handles hold the parameters."""
@@ -143,6 +146,23 @@ class Fsdp1Shard(Shard):
                 found[rank] = Span(self.name, self.shape, 0, run, begin - first, run, run)
         return found
 
+    def unexpanded(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        if part.shape != self.memory.shape:
+            return super().unexpanded(part, shape)
+        found = part.new_full((prod(shape),), torch.nan)
+        found[self.span.places(shape, part.device)] = part
+        me = dist.get_rank()
+        others = [rank for rank in self.holders() if rank != me]
+        like = found.numel(), found.dtype
+        came = exchange(
+            {rank: [found] for rank in others},
+            {rank: [like] for rank in others},
+            *(self.exchange_group(), found.device),
+        )
+        for (theirs,) in came.values():
+            found = torch.where(found.isnan(), theirs, found)
+        return found.view(*shape)
+
     def groups(self) -> list[Any]:
         return [self._handle.process_group]
 
@@ -160,6 +180,11 @@ def is_part(parameter: Tensor) -> bool:
     except LookupError:
         return True
     return handle.uses_sharded_strategy or not handle._use_orig_params
+
+
+def unit_of(parameter: Tensor) -> list[Tensor]:
+    """All parameters that were flattened together with one that FSDP1 has flattened."""
+    return [*Fsdp1Shard(parameter)._handle.flat_param._params]
 
 
 def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:

@@ -145,6 +145,15 @@ class Shard:
         (group,) = self.groups()
         return group
 
+    def unexpanded(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor of some shape that was saved expanded to the whole one; may communicate.
+
+        Args:
+            part: all of it expanded, or what a checkpoint has for this rank's elements.
+            shape: 1 where the whole shape may have more.
+        """
+        return part[tuple(map(slice, shape))] if tuple(part.shape) == self.shape else part
+
     def groups(self) -> list[Any]:
         """The process groups whose ranks hold other elements: sums go over each of them."""
         return []

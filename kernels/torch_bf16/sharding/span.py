@@ -103,6 +103,23 @@ class Span:
         place = whole.storage_offset() + self.offset
         return whole.as_strided((runs, self.width), (self.pitch, 1), place)
 
+    def places(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Where the elements come from if a tensor is expanded to the whole shape.
+
+        Args:
+            shape: of that tensor, which has 1 where the whole shape may have more.
+            device: of the result.
+
+        Returns:
+            Indices into it in row-major order: int64 ``[numel]``.
+        """
+        left, found, stride = self.indices(device), torch.zeros_like(self.indices(device)), 1
+        for whole, size in zip(reversed(self.shape), reversed(shape), strict=True):
+            if size > 1:
+                found += left % whole * stride
+            left, stride = left // whole, stride * size
+        return found
+
     def indices(self, device: torch.device) -> Tensor:
         """The index of each element in the whole tensor: int64 ``[numel]``."""
         e = torch.arange(self.numel, device=device)

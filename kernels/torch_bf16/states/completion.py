@@ -251,6 +251,9 @@ def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
     device = shard.memory.device
     if saved is None:
         return torch.zeros(shape, dtype=torch.float32, device=device)
+    if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
+        # FSDP1 gathers what has a number for each of the parameter's.
+        saved = shard.unexpanded(saved, shape)
     return _fitting(saved, shape, device, state.name, label).float()
 
 
