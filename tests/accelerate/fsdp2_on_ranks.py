@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import mse_loss
 
+import torch_bf16
 from accelerate_bf16 import BF16RecipeKwargs
 
 
@@ -68,12 +70,22 @@ def step_on_given_gradients(model, optimizer):
     optimizer.zero_grad()
 
 
+def muon(parameters, lr, mode):
+    every = [*parameters]
+    groups = [
+        {"params": [p for p in every if p.ndim == 2]},
+        {"params": [p for p in every if p.ndim != 2], "use_muon": False},
+    ]
+    return torch_bf16.Muon(groups, lr=lr, recipe=mode)
+
+
 @on_ranks()
-def training_has_the_bits_of_ddp(mode):
+def training_has_the_bits_of_ddp(mode, name):
     """The same forward, the same noise, the same masters; batch norm, shards of which are fp32."""
     results = []
+    make = functools.partial(muon, mode=mode) if name == "Muon" else getattr(torch.optim, name)
     for fsdp in (False, True):
-        made, model, optimizer = prepared(mode, Model, fsdp=fsdp)
+        made, model, optimizer = prepared(mode, Model, make=make, fsdp=fsdp)
         generator = torch.Generator().manual_seed(made.process_index)
         losses = []
         for _ in range(6):

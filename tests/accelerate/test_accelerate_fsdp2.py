@@ -64,8 +64,9 @@ def test_what_accelerate_does_around_sharding_changes_no_bit(ranks, trained, mod
 
 
 @every_mode
-def test_training_has_the_bits_of_ddp(ranks, mode):
-    ranks(2, on_ranks.training_has_the_bits_of_ddp, mode)
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
+def test_training_has_the_bits_of_ddp(ranks, mode, name):
+    ranks(2, on_ranks.training_has_the_bits_of_ddp, mode, name)
 
 
 @pytest.mark.skipif(version("transformers") < "5", reason="tensor parallelism came with 5")

@@ -7,10 +7,9 @@ import pytest
 import torch
 from optimizer_cases import assert_same, differs, snapshot
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 import torch_bf16
-from torch_bf16.optim.muon import orthogonalise
+from torch_bf16.optim.newton_schulz import orthogonalise
 
 STEPS = 60
 SHAPES = {
@@ -154,20 +153,6 @@ def test_clipping_and_maximize_are_in_the_direction(name):
         optimizer.step()
         runs.append(snapshot(optimizer))
     assert_same(*runs)
-
-
-@every_one
-def test_a_shard_is_refused_before_anything_is_updated(name, one_rank):
-    parameters = fresh(name)
-    optimizer = ours(name, parameters)
-    train(optimizer, parameters, [0])
-    before = snapshot(optimizer)
-    other = nn.Parameter(distribute_tensor(torch.ones(2, 2).bfloat16(), one_rank))
-    other.grad = distribute_tensor(torch.ones(2, 2).bfloat16(), one_rank)
-    optimizer.add_param_group({"params": [other]})
-    with pytest.raises(NotImplementedError, match=r"needs the whole matrix at once\. Use DDP"):
-        optimizer.step()
-    assert_same(before, snapshot(optimizer, parameters))
 
 
 def test_orthogonalised_matrices_have_singular_values_near_one():

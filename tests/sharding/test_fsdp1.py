@@ -176,20 +176,6 @@ def test_what_parts_of_tensors_cannot_do_is_refused(ranks, what):
     ranks(4, refused, what)
 
 
-def refused_before_an_update():
-    run = Run(CASE, RECIPES[0])
-    whole = torch_bf16.Adafactor(run.model.parameters(), recipe=RECIPES[0])
-    before = [p.detach().clone() for p in run.model.parameters()]
-    run.give(0)
-    with pytest.raises(NotImplementedError, match="is sharded"):
-        whole.step()
-    assert all(map(torch.equal, before, run.model.parameters()))
-
-
-def test_a_rule_of_whole_matrices_is_refused_and_nothing_is_updated(ranks):
-    ranks(4, refused_before_an_update)
-
-
 def cast_after_wrapping(recipe):
     model = shard(make_model(), CASE)
     with pytest.raises(ValueError, match="Cast first, then wrap it"):

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import StepInputs
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard
 
 from .data_writes import DataWatch
+from .direction import Direction
 
-__all__ = ["Direction", "Member", "Snapshot", "formats_of"]
-
-Direction = Callable[[Tensor, int, StepInputs], Tensor]
-"""``direction(gradient, step, told)``: what a rule takes for the gradient where it looks at a whole
-tensor first; fp32."""
+__all__ = ["Member", "Snapshot", "formats_of"]
 
 
 @dataclass(slots=True)
@@ -83,16 +78,6 @@ class Member:
     def halved(self) -> bool:
         """Whether the state has low bits of the weight, which mean nothing beside another one."""
         return bool(self.formats[0].remainders)
-
-    def preprocess(self, gradient: Tensor, told: StepInputs) -> Tensor:
-        """What the rule takes for the gradient in this step: fp32, contiguous."""
-        # A device that skips the step reads this on its own; the momentum must not change then.
-        skipped = told.found_inf is not None and float(told.found_inf) != 0.0
-        if self.direction is None or skipped:
-            return gradient.float()
-        made = self.direction(gradient, self.steps + 1, told).contiguous()
-        self.steps += 1
-        return made
 
 
 def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:

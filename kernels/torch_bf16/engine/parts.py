@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
+from torch_bf16.backends import ScalarRows, ScalarSource
 from torch_bf16.sharding import Span, local
 
 from .batch import Batch, Job
@@ -91,7 +91,7 @@ class Part:
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
 
-    def run(self, found: Found, scalars: ScalarRows, told: StepInputs) -> None:
+    def run(self, found: Found, scalars: ScalarRows) -> None:
         """Update the rows that have a gradient; ``found`` are all members' gradients."""
         taken: Sequence[Tensor | None] = self._gradients(found.gradients)[1:]
         if found.addresses is None:
@@ -99,9 +99,14 @@ class Part:
         elif self.direct:
             self.batch.run(taken, scalars, addresses=self.addresses(found.addresses))
             return
+        self._run(taken, scalars)
+
+    def follow(self, direction: Tensor, scalars: ScalarRows) -> None:
+        """Update the rows, all of one member, given its direction."""
+        self._run([direction] * len(self.rows), scalars)
+
+    def _run(self, taken: Sequence[Tensor | None], scalars: ScalarRows) -> None:
         (row, *_) = self.rows
-        if self.directed and taken[0] is not None:
-            taken = [row.member.preprocess(taken[0], told)] * len(taken)
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
             taken = [each if each is None else row.job.span.of(each) for row, each in pairs]

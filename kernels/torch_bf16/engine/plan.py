@@ -20,8 +20,10 @@ from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Parameters
 
 from .batch import alike
+from .directions import Directions
 from .guard import Guard
 from .member import Member
+from .ownership import Round
 from .parts import Active, Part, Row, source_of
 from .recording import Recording
 from .setting import Setting
@@ -39,6 +41,7 @@ class Plan:
         seed: of the noise.
         backend: name of the backend, None for the best that works on each device.
         setting: what else the members follow from; :meth:`fits` compares it.
+        rounds: in which ranks exchange what a rule looks at as a whole.
 
     Attributes:
         members: all that it knows.
@@ -48,7 +51,12 @@ class Plan:
     _guard: Guard
 
     def __init__(
-        self, members: Sequence[Member], seed: int, backend: str | None, setting: Setting
+        self,
+        members: Sequence[Member],
+        seed: int,
+        backend: str | None,
+        setting: Setting,
+        rounds: Sequence[Round] = (),
     ) -> None:
         self.members = members
         # Nothing else asks whether a weight was written.
@@ -67,6 +75,7 @@ class Plan:
         self._parts = [Part(some, seed, backend) for some in one_batch]
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
         self._sources = [(parts, source_of(parts)) for parts in one_rule]
+        self._directions = Directions(members, rounds)
         self._sets: dict[bytes, Active] = {}
         self._selected: tuple[list[bool], Any] = [], None
         self.devices = {part.batch.variant.device for part in self._parts}
@@ -207,9 +216,19 @@ class Plan:
             told = told.on_host()
         done: set[Part] = set()
         try:
+            directed = {}
             for part, rows in zip(active.parts, scalars, strict=True):
-                part.run(found, rows, told)
-                done.add(part)
+                if part.directed:
+                    directed[part.rows[0].number] = part, rows
+                else:
+                    part.run(found, rows)
+                    done.add(part)
+            if directed:
+                flags = self._guard.taking_part
+                for number, direction in self._directions.run(flags, found.gradients, told):
+                    part, rows = directed[number]
+                    part.follow(direction, rows)
+                    done.add(part)
         except BaseException as error:
             for parts, source, _ in active.sources:
                 flags = [np.full(len(part.rows), part in done) for part in parts]

@@ -18,7 +18,7 @@ from torch_bf16.argument_checks import check_max_norm, check_module
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine, engine_of
 from torch_bf16.engine.pending import clip_coefficient
-from torch_bf16.sharding import local, unit_shapes
+from torch_bf16.sharding import local, shard_of, unit_shapes
 
 from .backward import Passes, released
 from .gathering import Gathering, Group, Waiting
@@ -141,6 +141,7 @@ class GradientRelease:
         self._alone: dict[Tensor, Group] = {}
         # By id; the parameters are hooked.
         self._order: dict[int, int] = {}
+        self._exchanged: set[int] = set()
         self._stepped: set[int] = set()
         self._norms: dict[Any, list[Tensor]] = defaultdict(list)
         # The same object for all parameters of a step: comparing it with itself costs nothing.
@@ -189,6 +190,13 @@ class GradientRelease:
         optimizer: Any = self._optimizer()
         every = [p for group in optimizer.param_groups for p in group["params"]]
         self._order = {id(parameter): number for number, parameter in enumerate(every)}
+        # Ranks would put others together than those with whom they exchange parts.
+        self._exchanged = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if optimizer.rule_for(group, parameter).stage_states and shard_of(parameter).sharded
+        }
         for parameter in every:
             # A frozen parameter takes no hook; it is looked at again after each step.
             if parameter.requires_grad and parameter not in self._hooked:
@@ -215,7 +223,7 @@ class GradientRelease:
         by_its_own = self._max_norm is not None and not (
             self._by_last_step and self.last_norm is not None
         )
-        if running is None or by_its_own:
+        if running is None or by_its_own or id(parameter) in self._exchanged:
             self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
         else:
             self._gathering.add(running, parameter, gradient, None, gradient.dtype)

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.sharding import shard_of
 
 __all__ = ["param_groups"]
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
 def param_groups(
@@ -38,8 +40,9 @@ def param_groups(
         groups: key -> options of a group (``lr``, ``betas`` ...), which go before the other
             arguments; the first key that fits counts.
         muon: give each group ``use_muon``, whether :class:`torch_bf16.Muon` orthogonalises its
-            updates: True for matrices outside of embeddings. Put the output layer into ``groups``
-            with ``{"use_muon": False}``.
+            updates: True for matrices outside of embeddings, and for stacks of at least two, such
+            as experts, that are no convolution's. Put the output layer into ``groups`` with
+            ``{"use_muon": False}``.
 
     Returns:
         Groups with different options, for any optimizer of torch 2.6 or newer.
@@ -82,16 +85,20 @@ def param_groups(
             f"{type(model).__name__} fits; there are {', '.join(shown)}"
         )
     embeddings = _fitting(_EMBEDDINGS, model, named)
+    convolutions = _fitting(_CONVOLUTIONS, model, named)
     exempt = embeddings.union(*(fitting[key] for key in no_decay))
     made: dict[Any, dict[str, Any]] = {}
     for name, parameter in named.items():
         options: dict[str, Any] = {}
-        if name in exempt or parameter.ndim <= 1:
+        shape = shard_of(parameter).shape
+        if name in exempt or len(shape) <= 1:
             options["weight_decay"] = 0.0
         elif weight_decay is not None:
             options["weight_decay"] = weight_decay
         if muon:
-            options["use_muon"] = parameter.ndim == 2 and name not in embeddings
+            # A stack of one, or of rows, is a position's or a token's embedding.
+            stack = len(shape) == 3 and min(shape) > 1 and name not in convolutions
+            options["use_muon"] = stack or (len(shape) == 2 and name not in embeddings)
         options.update(next((groups[key] for key in groups if name in fitting[key]), {}))
         # Keyed by what the options say: dicts and tensors among them have no hash.
         key = repr(sorted(options.items()))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
-from torch_bf16.engine.member import Direction, Member
+from torch_bf16.engine.direction import Direction, Solution
+from torch_bf16.engine.member import Member
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAFACTOR, ADAFACTOR_VECTOR, Rule
+from torch_bf16.sharding import local, shard_of
 
 from .optimizer import BF16Optimizer
 
@@ -34,6 +37,9 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     ``r``, ``c`` and the second moment of vectors are fp32 in every recipe: for a matrix they are
     a few thousandths of it, so that ``bf16-stochastic`` takes 4 bytes per parameter with a
     bf16 gradient.
+
+    Sharded, each parameter has an owner, which gets gradients and weights, and sends ``r``, ``c``
+    and the number before ``u``, which every rank then knows: the bits of one process.
 
     Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16 parameters too, because
     the arithmetic is fp32; ``foreach`` is accepted and changes nothing.
@@ -74,35 +80,113 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         return ADAFACTOR
 
     def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
-        return ADAFACTOR if parameter.ndim > 1 else ADAFACTOR_VECTOR
+        return ADAFACTOR if len(shard_of(parameter).shape) > 1 else ADAFACTOR_VECTOR
 
     def direction_of(self, member: Member) -> Direction:
-        parameter, state, format_ = member.parameter, member.state, member.formats[0]
-        others = tuple(state[key] for key in format_.plane_names("")[1:])
+        return (_Matrix if len(member.shard.shape) > 1 else _Vector)(self, member)
 
-        def direction(gradient: Tensor, step: int, told: StepInputs) -> Tensor:
-            group = self.param_groups[member.group]
-            eps1, eps2 = group["eps"]
-            eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
-            share = float(step) ** group["beta2_decay"]
-            scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
-            g = gradient.float() * scale
-            weight = format_.decode((parameter.detach().contiguous(), *others))
-            size = _rms(weight).clamp(min=eps2) * min(float(group["lr"]), step**-0.5)
-            del weight
-            if parameter.ndim > 1:
-                rows, columns = state["row_var"], state["col_var"]
-                # Squares of norms: no tensor of the gradient's size in between.
-                rows.lerp_(_mean_square(g, -1), share)
-                columns.lerp_(_mean_square(g, -2), share)
-                v = rows @ columns
-                v /= rows.mean(dim=-2, keepdim=True).clamp(min=eps1)
-            else:
-                v = state["variance"].lerp_(g * g, share).clone()
-            update = v.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
-            return update.mul_(size / (_rms(update) / group["d"]).clamp(min=1.0))
 
-        return direction
+class _Relative:
+    """What matrices and vectors have in common: steps relative to the size of the weights."""
+
+    def __init__(self, optimizer: Adafactor, member: Member) -> None:
+        self._groups, self._member = optimizer.param_groups, member
+
+    @property
+    def kind(self) -> int:
+        return self._member.group
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._groups[self._member.group]
+
+    @property
+    def _eps(self) -> float:
+        eps = self._options["eps"][0]
+        return torch.finfo(torch.float32).eps if eps is None else eps
+
+    def _begin(self, step: int, told: StepInputs) -> Tensor:
+        """This rank's part of the weight: bf16 where it is no more than that, else fp32."""
+        group, member = self._options, self._member
+        self._step, self._share = step, float(step) ** group["beta2_decay"]
+        self._scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
+        format_, memory = member.formats[0], member.shard.memory.contiguous()
+        others = [local(member.state[key]) for key in format_.plane_names("")[1:]]
+        return format_.decode((memory, *others)) if others else memory
+
+    def _factor(self, weight: Tensor, update: Tensor) -> Tensor:
+        """What the whole update is multiplied by."""
+        group = self._options
+        size = _rms(weight.float()).clamp(min=group["eps"][1])
+        size = size * min(float(group["lr"]), self._step**-0.5)
+        return size / (_rms(update) / group["d"]).clamp(min=1.0)
+
+    def solve(self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]) -> list[Solution]:
+        return [other._solve(*each) for other, each in zip(others, tensors, strict=True)]
+
+
+class _Matrix(_Relative):
+    """A matrix, or a stack of them: ranks send gradients, and get rows, columns and a factor."""
+
+    def __init__(self, optimizer: Adafactor, member: Member) -> None:
+        super().__init__(optimizer, member)
+        self._rows, self._columns = (member.state[each.name] for each in ADAFACTOR.stage_states)
+        self._sizes = self._rows.numel(), self._columns.numel(), 1
+        self.answer = sum(self._sizes), torch.float32
+
+    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
+        return gradient, self._begin(step, told)
+
+    def _solve(self, gradient: Tensor, weight: Tensor) -> Solution:
+        g = gradient.float() * self._scale
+        # Squares of norms: no tensor of the gradient's size in between.
+        rows = self._rows.lerp(_mean_square(g, -1), self._share)
+        columns = self._columns.lerp(_mean_square(g, -2), self._share)
+        v = rows @ columns
+        v /= self._mean(rows)
+        update = v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g)
+        factor = self._factor(weight, update)
+        answer = torch.cat([rows.view(-1), columns.view(-1), factor.view(1)])
+        return Solution(answer, update)
+
+    def _mean(self, rows: Tensor) -> Tensor:
+        return rows.mean(dim=-2, keepdim=True).clamp(min=self._eps)
+
+    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+        rows, columns, factor = answer.split(self._sizes)
+        self._rows.copy_(rows.view_as(self._rows))
+        self._columns.copy_(columns.view_as(self._columns))
+        update = self._part(prepared[0]) if kept is None else kept
+        return update.mul_(factor.view(()))
+
+    def _part(self, gradient: Tensor) -> Tensor:
+        """This rank's part of the update before it is multiplied, element by element."""
+
+        def mine(factor: Tensor) -> Tensor:
+            return factor.view(-1)[span.places(factor.shape, factor.device)]
+
+        span = self._member.shard.span
+        v = mine(self._rows) * mine(self._columns)
+        v /= mine(self._mean(self._rows))
+        g = gradient.float() * self._scale
+        return v.clamp_(min=self._eps * self._eps).rsqrt_().view(g.shape).mul_(g)
+
+
+class _Vector(_Relative):
+    """What has no rows: ranks send updates, and get what they are multiplied by."""
+
+    answer = 1, torch.float32
+
+    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
+        weight, g = self._begin(step, told), gradient.float() * self._scale
+        v = local(self._member.state["variance"]).lerp_(g * g, self._share).clone()
+        return v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g), weight
+
+    def _solve(self, update: Tensor, weight: Tensor) -> Solution:
+        return Solution(self._factor(weight, update).view(1))
+
+    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+        return prepared[0].mul_(answer.view(()))
 
 
 def _mean_square(g: Tensor, dim: int) -> Tensor:

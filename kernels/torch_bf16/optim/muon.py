@@ -12,47 +12,23 @@ from torch import Tensor
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.batch import Batch, Job
-from torch_bf16.engine.member import Direction, Member
+from torch_bf16.engine.direction import Direction, Solution
+from torch_bf16.engine.member import Member
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAMW, AVERAGE, FIRST_MOMENT, MUON, Rule
+from torch_bf16.sharding import Span, local, shard_of
 
+from .newton_schulz import orthogonalise_each
 from .optimizer import BF16Optimizer
 
-__all__ = ["Muon", "orthogonalise"]
+__all__ = ["Muon"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # torch has it since 2.9.
 _Torchs: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
-def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values between about 0.7 and 1.2.
-
-    A Newton-Schulz iteration in bf16 of ``x <- a x + (b A + c A^2) x`` with ``A = x x^T``, on the
-    matrix over its Frobenius norm (K. Jordan, "Muon", 2024).
-
-    Args:
-        matrix: two dimensions, floating-point.
-        coefficients: ``a, b, c``.
-        steps: iterations.
-        eps: least norm to divide by.
-
-    Returns:
-        bf16, the shape of ``matrix``.
-    """
-    a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16()
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if tall else x
-
-
-def _shape_factor(adjustment: str | None, shape: torch.Size) -> float:
+def _shape_factor(adjustment: str | None, shape: tuple[int, ...]) -> float:
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1.0, shape[0] / max(shape[1], 1)))
@@ -70,12 +46,18 @@ class Muon(BF16Optimizer, _Torchs):
         w = w * (1 - lr * weight_decay) - lr * factor * orthogonalise(u)
         factor = sqrt(max(1, A / B)), or 0.2 * sqrt(max(A, B)) for "match_rms_adamw"
 
-    ``m`` has the recipe's ``exp_avg`` format. Parameter groups with ``use_muon=False`` are stepped
-    by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer, and all
-    that is no matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
+    ``m`` has the recipe's ``exp_avg`` format. A parameter of three dimensions is a stack of
+    matrices, such as the experts of a layer, each of which is orthogonalised by itself; a
+    convolution's kernel is none, and belongs to AdamW. Parameter groups with ``use_muon=False`` are
+    stepped by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer,
+    and all that is no matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
 
-    Differs from torch.optim: AdamW in the same optimizer; ``maximize``; ``u`` comes from the
-    momentum as it is stored. One matrix at a time takes three fp32 copies.
+    Sharded by ``fully_shard``, tensor parallelism or FSDP1, each matrix has an owner, which gets
+    ``u`` in bf16, orthogonalises it, and sends each rank its elements in bf16: the bits of one
+    process.
+
+    Differs from torch.optim: AdamW in the same optimizer; stacks; ``maximize``; ``u`` comes from
+    the momentum as it is stored. One matrix at a time takes three fp32 copies.
 
     Args:
         params: as for :class:`AdamW`, like all arguments but these. A group of matrices alone is
@@ -92,7 +74,7 @@ class Muon(BF16Optimizer, _Torchs):
 
     Raises:
         ValueError: an argument is out of range, or a group without ``use_muon`` holds a parameter
-            that is no matrix.
+            that is neither a matrix nor a stack of them.
 
     Example:
         >>> groups = torch_bf16.param_groups(model, weight_decay=0.1, muon=True)
@@ -139,7 +121,7 @@ class Muon(BF16Optimizer, _Torchs):
         """Add a parameter group, as in torch; ``use_muon`` says who steps it.
 
         Raises:
-            ValueError: the group is Muon's and holds a parameter that is no matrix.
+            ValueError: the group is Muon's and holds what is neither a matrix nor a stack of them.
         """
         if not param_group.get("use_muon", True):
             # torch's own Muon, converted, has no such defaults.
@@ -153,36 +135,70 @@ class Muon(BF16Optimizer, _Torchs):
             group.pop(name, None)
         names = group.get("param_names")
         for position, parameter in enumerate(group["params"]):
-            if group.get("use_muon", True) and parameter.ndim != 2:
+            shape = shard_of(parameter).shape
+            if group.get("use_muon", True) and len(shape) not in (2, 3):
                 self.param_groups.pop()
                 name = names[position] if names else f"number {position}"
                 raise ValueError(
-                    f"Muon steps matrices, and parameter {name} of group {len(self.param_groups)} "
-                    f"has shape {tuple(parameter.shape)}. Put it into a group with use_muon=False, "
-                    "which AdamW steps: torch_bf16.param_groups(model, muon=True)"
+                    f"Muon steps matrices and stacks of them, and parameter {name} of group "
+                    f"{len(self.param_groups)} has shape {tuple(shape)}. Put it into a group with "
+                    "use_muon=False, which AdamW steps: torch_bf16.param_groups(model, muon=True)"
                 )
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return MUON if group.get("use_muon", True) else ADAMW
 
     def direction_of(self, member: Member) -> Direction:
-        parameter: Any = member.parameter
-        format_ = self.recipe.format_of(FIRST_MOMENT, parameter.shape, parameter.dtype)
-        planes = tuple(member.state[key] for key in format_.plane_names("momentum_buffer"))
-        job = Job(member.shard.span, AVERAGE, (format_,), (planes,), parameter.grad.dtype)
-        average = Batch([job], self.recipe.seed, self.backend)
+        return _Momentum(self, member)
 
-        def direction(gradient: Tensor, step: int, told: StepInputs) -> Tensor:
-            group = self.param_groups[member.group]
-            scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
-            momentum = float(group["momentum"])
-            average.run_alike([gradient], step, (1.0 - momentum,), scale=scale)
-            update = format_.decode(planes).view(parameter.shape)
-            if group["nesterov"]:
-                update = (gradient.float() * scale).lerp(update, momentum)
-            matrix = orthogonalise(
-                update, group["ns_coefficients"], group["ns_steps"], float(group["eps"])
-            )
-            return matrix.float() * _shape_factor(group["adjust_lr_fn"], parameter.shape)
 
-        return direction
+class _Momentum:
+    """The momentum of a parameter, and its matrices orthogonalised."""
+
+    answer = None, torch.bfloat16
+
+    def __init__(self, optimizer: Muon, member: Member) -> None:
+        self._groups, self._group = optimizer.param_groups, member.group
+        shard, dtype, recipe = member.shard, member.parameter.dtype, optimizer.recipe
+        self._shape, self._here = shard.shape, shard.memory.shape
+        self._format = recipe.format_of(FIRST_MOMENT, shard.shape, dtype)
+        names = self._format.plane_names("momentum_buffer")
+        self._planes = tuple(local(member.state[key]).detach() for key in names)
+        # What is sharded may have runs that are too long for one job.
+        self._spans = shard.span.pieces()
+        jobs = [self._job(span, member.gradient) for span in self._spans]
+        self._average = Batch(jobs, recipe.seed, optimizer.backend)
+
+    def _job(self, span: Span, gradient: torch.dtype) -> Job:
+        pairs = zip(self._planes, self._format.planes, strict=True)
+        planes = tuple(span.of(each, plane.block) for each, plane in pairs)
+        return Job(span, AVERAGE, (self._format,), (planes,), gradient)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._groups[self._group]
+
+    @property
+    def kind(self) -> tuple[tuple[float, ...], int, float]:
+        options = self._options
+        return tuple(options["ns_coefficients"]), options["ns_steps"], float(options["eps"])
+
+    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
+        options = self._options
+        scale = float(told.multiplier) * (-1.0 if options.get("maximize") else 1.0)
+        momentum = float(options["momentum"])
+        parts = [span.of(gradient) for span in self._spans]
+        self._average.run_alike(parts, step, (1.0 - momentum,), scale=scale)
+        update = self._format.decode(self._planes).view(self._here)
+        if options["nesterov"]:
+            update = (gradient.float() * scale).lerp(update, momentum)
+        # What is orthogonalised is bf16, and so is what goes over the wire.
+        return (update.bfloat16(),)
+
+    def solve(self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]) -> list[Solution]:
+        found = orthogonalise_each([x for (x,) in tensors], *self.kind)
+        return [Solution(each.contiguous()) for each in found]
+
+    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+        factor = _shape_factor(self._options["adjust_lr_fn"], self._shape[-2:])
+        return answer.view(self._here).float() * factor

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import StepInputs, cuda_graphs
 from torch_bf16.engine import data_writes
+from torch_bf16.engine.direction import Direction
 from torch_bf16.engine.engine import Engine, Observer, engine_of
-from torch_bf16.engine.member import Direction, Member, Snapshot
+from torch_bf16.engine.member import Member, Snapshot
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
@@ -118,7 +119,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         Asked once for a plan, where the rule has ``stage_states``.
 
         Args:
-            member: dense, not sharded, its state complete.
+            member: dense, its state complete.
         """
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_bf16.engine.data_writes import DataWatch
 from torch_bf16.engine.member import Member, Snapshot, formats_of
+from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.errors import prefix_errors
@@ -92,11 +93,6 @@ def make_plan(
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
         member = Member(shard, number, rule, formats, state, dtype, snapshot)
         if rule.stage_states:
-            if shard.sharded:
-                raise NotImplementedError(
-                    f"{label} is sharded, and this optimizer needs the whole matrix at once. Use "
-                    "DDP, or AdamW or Lion over the shards"
-                )
             member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:
@@ -109,13 +105,31 @@ def make_plan(
         members = [known[p] for p in ordered if p in known]
     if isinstance(optimizer.state, States):
         optimizer.state.plans += 1
-    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting)
+    rounds = _rounds(optimizer) if any(each.direction for each in members) else ()
+    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds)
     plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
     keep_states(optimizer, members, changes)
     plan.watch(optimizer.state)
     return plan
+
+
+def _rounds(optimizer: BF16Optimizer) -> list[Round]:
+    """In which ranks exchange what rules look at as a whole: of all parameters that there are.
+
+    FSDP1 leaves some ranks nothing of a parameter, and no gradient.
+    """
+    every = []
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            rule = optimizer.rule_for(group, parameter)
+            shard = shard_of(parameter)
+            if rule.stage_states and shard.sharded:
+                with prefix_errors(functools.partial(optimizer.label, number, position)):
+                    shard.holders()
+                every.append((shard, rule))
+    return rounds_of(every)
 
 
 def check_blocks(optimizer: BF16Optimizer) -> None:

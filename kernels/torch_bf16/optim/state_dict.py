@@ -13,7 +13,7 @@ from torch_bf16.engine.states import States
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import residuals
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
-from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_shapes
+from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.recoding import Changes, without_stale_rests
 from torch_bf16.states.views import from_view, gatherable, to_view
@@ -74,8 +74,9 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             parameter = group["params"][position]
             if shapes := unit_shapes(parameter):
                 if key in states:
+                    names = _names_in_unit(optimizer, parameter)
                     states[key] = gatherable(
-                        state_dict["state"][key], parameter, shapes, optimizer.recipe
+                        state_dict["state"][key], parameter, shapes, names, optimizer.recipe
                     )
             elif REMAINDERS & states.get(key, {}).keys():
                 its_state = state_dict["state"][key]
@@ -85,6 +86,18 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 label = optimizer.label(number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
+
+
+def _names_in_unit(optimizer: BF16Optimizer, parameter: Tensor) -> set[str]:
+    """Of the numbers that rules keep of the parameters that FSDP1 has flattened together."""
+    unit = {*unit_of(parameter)}
+    rules = {
+        optimizer.rule_for(group, each)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each in unit
+    }
+    return {state.name for rule in rules for state in (*rule.states, *rule.stage_states)}
 
 
 def _aliases(state: Any) -> Any:

@@ -45,7 +45,7 @@ _MOMENTUM = (State("momentum_buffer", FIRST_MOMENT, optional=True),)
 _FACTORS = (State("row_var", EXACT, shape=_rows), State("col_var", EXACT, shape=_columns))
 _VARIANCE = (State("variance", EXACT),)
 
-MUON = Rule("muon", (), _descent, _options, _muon_scalars, stage_states=_MOMENTUM)
+MUON = Rule("muon", (), _descent, _options, _muon_scalars, stage_states=_MOMENTUM, stage_dims=2)
 ADAFACTOR = Rule("adafactor", (), _descent, _options, _adafactor_scalars, stage_states=_FACTORS)
 ADAFACTOR_VECTOR = Rule(
     "adafactor_vector", (), _descent, _options, _adafactor_scalars, stage_states=_VARIANCE

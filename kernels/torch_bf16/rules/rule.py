@@ -70,6 +70,8 @@ class Rule:
         role: what ``w`` is: weights, or the sum of gradients. Each has noise of its own.
         stage_states: what the optimizer keeps to make a direction of a whole tensor's gradient,
             which ``update`` then takes for the gradient; not seen by ``update``.
+        stage_dims: how many of a tensor's last dimensions make what that is made of: 2 for each
+            matrix of a stack by itself, None for the whole tensor.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Rule:
     scalars: Callable[[Sequence[Any], int, float], tuple[float, ...]]
     role: str = WEIGHTS
     stage_states: tuple[State, ...] = ()
+    stage_dims: int | None = None
 
 
 def lift(

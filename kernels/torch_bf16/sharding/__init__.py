@@ -15,8 +15,9 @@ from .deepspeed import (
 from .deepspeed_engine import check_engine, deepspeed_config
 from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, reshard
+from .exchange import Like, exchange
 from .exit import settle_at_exit
-from .fsdp1 import Fsdp1Shard, is_part, reduce_by, register, unit_shapes
+from .fsdp1 import Fsdp1Shard, is_part, reduce_by, register, unit_of, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
 from .many import Parameters, all_same, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, saved_names, without_wrappers
@@ -26,6 +27,7 @@ from .wrapped import PLAIN, missing_memory
 
 __all__ = [
     "WRAPPERS",
+    "Like",
     "Parameters",
     "Shard",
     "Span",
@@ -34,6 +36,7 @@ __all__ = [
     "bare_name",
     "check_engine",
     "deepspeed_config",
+    "exchange",
     "is_dtensor",
     "is_flat",
     "is_whole",
@@ -50,6 +53,7 @@ __all__ = [
     "settle_at_exit",
     "shard_of",
     "shown_like",
+    "unit_of",
     "unit_shapes",
     "unlike_memory",
     "version_of",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -112,6 +112,13 @@ class FlatShard(Shard):
                 "in bf16, or shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
+    def holders(self) -> Mapping[int, Span]:
+        raise NotImplementedError(
+            "is sharded by DeepSpeed, and this optimizer looks at whole matrices, which ZeRO cuts "
+            "anywhere and lays into one tensor. Shard with torch.distributed.fsdp.fully_shard "
+            "(FSDP2), train with DDP, or choose AdamW or Lion"
+        )
+
     def groups(self) -> list[Any]:
         return [self._layout.group]
 
@@ -128,6 +135,7 @@ class PartitionedShard(Shard):
         return tuple(whole.ds_shape)
 
     check_blocks = FlatShard.check_blocks
+    holders = FlatShard.holders
 
 
 def is_partitioned(parameter: Any) -> bool:

@@ -5,7 +5,8 @@ A rank holds a box of the whole tensor, one interval per dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import group_of
 from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
@@ -155,6 +157,20 @@ class DTensorShard(Shard):
             result[box] = part[: prod(size)].view(size)
         return result
 
+    def holders(self) -> Mapping[int, Span]:
+        dims, mesh = self.cut_over(), self.parameter.device_mesh
+        here = mesh.get_coordinate()
+        if here is None or not dims:
+            return {}
+        spans = _spans(self.shape, tuple(mesh.shape), tuple(self.parameter.placements))
+        sizes = enumerate(mesh.shape)
+        places = [range(n) if dim in dims else [here[dim]] for dim, n in sizes]
+        return {int(mesh.mesh[each]): spans[each] for each in product(*places)}
+
+    def exchange_group(self) -> Any:
+        groups = self.groups()
+        return groups[0] if len(groups) == 1 else group_of(sorted(self.holders()))
+
     def cut_over(self) -> tuple[int, ...]:
         """The mesh dimensions whose ranks hold other elements."""
         placements = self.parameter.placements
@@ -162,6 +178,19 @@ class DTensorShard(Shard):
 
     def groups(self) -> list[Any]:
         return [self.parameter.device_mesh.get_group(dim) for dim in self.cut_over()]
+
+
+@functools.lru_cache(maxsize=256)
+def _spans(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Any
+) -> dict[tuple[int, ...], Span]:
+    """What each coordinate of a mesh holds of a tensor."""
+    found = {}
+    for each in product(*map(range, mesh_shape)):
+        box = box_at(shape, mesh_shape, each, placements)
+        numel = prod(one.stop - one.start for one in box)
+        found[each] = Span("", shape, 0, numel, *runs_of(shape, box))
+    return found
 
 
 def box_at(

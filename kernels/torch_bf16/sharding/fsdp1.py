@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .exchange import exchange
 from .shard import Shard
 from .span import Span
 
-__all__ = ["Fsdp1Shard", "is_part", "reduce_by", "register", "unit_shapes"]
+__all__ = ["Fsdp1Shard", "is_part", "reduce_by", "register", "unit_of", "unit_shapes"]
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The handle that has flattened a parameter, as a weak reference: handles hold the parameters."""
@@ -127,6 +130,39 @@ class Fsdp1Shard(Shard):
         # A copy, because a view would keep the whole tensor.
         return saved.reshape(-1)[span.offset : span.offset + span.numel].clone()
 
+    def holders(self) -> Mapping[int, Span]:
+        handle = self._handle
+        if not handle.uses_sharded_strategy:
+            return {}
+        flat, group = handle.flat_param, handle.process_group
+        rows = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        first = [start for (start, _), padding in rows if not padding][self._number]
+        size = flat._sharded_size.numel()
+        found = {}
+        for place, rank in enumerate(dist.get_process_group_ranks(group)):
+            begin = max(first, place * size)
+            run = min(first + self.numel, (place + 1) * size) - begin
+            if run > 0:
+                found[rank] = Span(self.name, self.shape, 0, run, begin - first, run, run)
+        return found
+
+    def unexpanded(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        if part.shape != self.memory.shape:
+            return super().unexpanded(part, shape)
+        found = part.new_full((prod(shape),), torch.nan)
+        found[self.span.places(shape, part.device)] = part
+        me = dist.get_rank()
+        others = [rank for rank in self.holders() if rank != me]
+        like = found.numel(), found.dtype
+        came = exchange(
+            {rank: [found] for rank in others},
+            {rank: [like] for rank in others},
+            *(self.exchange_group(), found.device),
+        )
+        for (theirs,) in came.values():
+            found = torch.where(found.isnan(), theirs, found)
+        return found.view(*shape)
+
     def groups(self) -> list[Any]:
         return [self._handle.process_group]
 
@@ -144,6 +180,11 @@ def is_part(parameter: Tensor) -> bool:
     except LookupError:
         return True
     return handle.uses_sharded_strategy or not handle._use_orig_params
+
+
+def unit_of(parameter: Tensor) -> list[Tensor]:
+    """All parameters that were flattened together with one that FSDP1 has flattened."""
+    return [*Fsdp1Shard(parameter)._handle.flat_param._params]
 
 
 def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:

@@ -8,7 +8,7 @@ shard is made when a step is planned, and asked from then on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
@@ -128,6 +128,31 @@ class Shard:
             ``memory`` itself where it is all, else a new tensor.
         """
         return memory
+
+    def holders(self) -> Mapping[int, Span]:
+        """What each rank holds of it that takes its step: by global rank, this one's too.
+
+        The same on every rank, replicas apart; empty where this rank holds all.
+
+        Raises:
+            NotImplementedError: ranks hold parts, and cannot know which; the message, which begins
+                with "is", says what works.
+        """
+        return {}
+
+    def exchange_group(self) -> Any:
+        """The process group of all :meth:`holders`; making it may communicate on all of them."""
+        (group,) = self.groups()
+        return group
+
+    def unexpanded(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor of some shape that was saved expanded to the whole one; may communicate.
+
+        Args:
+            part: all of it expanded, or what a checkpoint has for this rank's elements.
+            shape: 1 where the whole shape may have more.
+        """
+        return part[tuple(map(slice, shape))] if tuple(part.shape) == self.shape else part
 
     def groups(self) -> list[Any]:
         """The process groups whose ranks hold other elements: sums go over each of them."""

@@ -72,6 +72,54 @@ class Span:
         start, numel = self.start // block, self.numel // block
         return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
 
+    def within(self, first: int, shape: Sequence[int]) -> Span:
+        """Those of its elements that lie in a stretch of the whole tensor, as a span of that.
+
+        Args:
+            first: index in the whole tensor of the stretch's first element.
+            shape: of the stretch, such as one matrix of a stack; a run of several ones does not end
+                in another stretch than it begins in.
+        """
+        last = first + prod(shape)
+        if not self.strided:
+            begin = max(self.offset, first)
+            numel = max(min(self.offset + self.numel, last) - begin, 0)
+            start, width, pitch = begin - self.offset, max(numel, 1), max(numel, 1)
+        else:
+            runs, width, pitch = self.numel // self.width, self.width, self.pitch
+            # The first run that begins at or after an index.
+            skipped, end = (
+                min(max(-(-(index - self.offset) // pitch), 0), runs) for index in (first, last)
+            )
+            begin, numel = self.offset + skipped * pitch, (end - skipped) * width
+            start = skipped * width
+        if not numel:
+            return Span(self.name, tuple(shape), self.start, 0, 0, 1, 1)
+        return Span(self.name, tuple(shape), self.start + start, numel, begin - first, width, pitch)
+
+    def view_of(self, whole: Tensor) -> Tensor:
+        """The span's elements of a contiguous whole tensor: a view ``[runs, width]``."""
+        runs = self.numel // self.width
+        place = whole.storage_offset() + self.offset
+        return whole.as_strided((runs, self.width), (self.pitch, 1), place)
+
+    def places(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Where the elements come from if a tensor is expanded to the whole shape.
+
+        Args:
+            shape: of that tensor, which has 1 where the whole shape may have more.
+            device: of the result.
+
+        Returns:
+            Indices into it in row-major order: int64 ``[numel]``.
+        """
+        left, found, stride = self.indices(device), torch.zeros_like(self.indices(device)), 1
+        for whole, size in zip(reversed(self.shape), reversed(shape), strict=True):
+            if size > 1:
+                found += left % whole * stride
+            left, stride = left // whole, stride * size
+        return found
+
     def indices(self, device: torch.device) -> Tensor:
         """The index of each element in the whole tensor: int64 ``[numel]``."""
         e = torch.arange(self.numel, device=device)

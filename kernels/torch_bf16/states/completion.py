@@ -8,7 +8,7 @@ the rule's states (``exp_avg`` ...), and the planes of the weight beyond the par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule, State
 from torch_bf16.sharding import Shard, local
+from torch_bf16.sharding import whole as gathered
 
 from .recoding import Changes, recode, recode_weight, stored_format
 from .views import masters_in
@@ -60,7 +61,8 @@ def complete_state(
         StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
             parameter that is fp32 now.
     """
-    given, state, memory = state, _take_states(state, shard, label), shard.memory
+    factors = {each.name for each in rule.stage_states if each.shape is not None}
+    given, state, memory = state, _take_states(state, shard, factors, label), shard.memory
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -71,7 +73,6 @@ def complete_state(
                 f"{each.name}: it is damaged. Load it as it was saved"
             )
         if each.shape is not None:
-            complete[each.name] = _factor(state.get(each.name), each, memory, label)
             continue
         format_ = recipe.format_of(each.role, shard.shape, shard.parameter.dtype)
         if format_.block > 1:
@@ -79,7 +80,12 @@ def complete_state(
         planes = complete_moment(state, each.name, format_, memory, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, shard, recipe, label, changes)
-    return place_states(complete, given, shard)
+    whole = {
+        each.name: _factor(state.get(each.name), each, shard, label)
+        for each in rule.stage_states
+        if each.name in factors
+    }
+    return place_states(complete, given, shard) | whole
 
 
 def complete_moment(
@@ -169,15 +175,21 @@ def complete_master(
     return dict(zip(keys, rest, strict=True))
 
 
-def _take_states(state: Mapping[str, Any], shard: Shard, label: str) -> dict[str, Any]:
+def _take_states(
+    state: Mapping[str, Any], shard: Shard, factors: Collection[str], label: str
+) -> dict[str, Any]:
     """This rank's part of each entry of a state, which may be whole or placed in any way.
 
-    Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. What is no
-    tensor stays as it is, and so does ``step``.
+    Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. So is one of
+    ``factors``, of which every rank keeps all. What is no tensor stays as it is, and so does
+    ``step``.
     """
     taken = dict(state)
     for key, saved in state.items():
         if key == "step" or not isinstance(saved, Tensor):
+            continue
+        if key in factors:
+            taken[key] = gathered(saved)
             continue
         if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
             _check_shape(saved, _whole_shape(key, shard), key, label)
@@ -233,12 +245,16 @@ def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
     return number.reshape(())
 
 
-def _factor(saved: Any, state: State, parameter: Tensor, label: str) -> Tensor:
-    """A state with a shape of its own, in fp32."""
-    shape = state.shape(tuple(parameter.shape))  # pyright: ignore[reportOptionalCall]
+def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
+    """A state with a shape of its own, in fp32, all of it on every rank."""
+    shape = state.shape(shard.shape)  # pyright: ignore[reportOptionalCall]
+    device = shard.memory.device
     if saved is None:
-        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    return _fitting(saved, shape, parameter.device, state.name, label).float()
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
+        # FSDP1 gathers what has a number for each of the parameter's.
+        saved = shard.unexpanded(saved, shape)
+    return _fitting(saved, shape, device, state.name, label).float()
 
 
 def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ dimension more says it, for shapes it does compare.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_bf16.formats import INT8, ROLES, UINT8
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import local, place_like
+from torch_bf16.sharding import local, place_like, shard_of
 
 from .recoding import stored_format
 
@@ -107,21 +107,30 @@ def gatherable(
     state: Mapping[str, Any],
     parameter: Tensor,
     shapes: Sequence[Sequence[int]],
+    names: Collection[str],
     recipe: Recipe,
 ) -> dict[str, Any]:
     """The state of a parameter that FSDP1 has flattened, as FSDP1 can gather it.
 
     FSDP1 gathers the states of a unit's parameters as if they were one tensor: all of one dtype,
-    and each name with every parameter. So all numbers are fp32, and what one format has beyond the
-    parameter stands beside all, NaN where there is none. No bit is lost.
+    and each name with every parameter. So all numbers are fp32, one for each of the parameter's,
+    and what one rule keeps, or one format has beyond the parameter, stands beside all, NaN where
+    there is none. No bit is lost.
 
     Args:
         state: of the parameter.
         parameter: what FSDP1 has left of it on this rank.
         shapes: of all parameters of the unit.
+        names: of the numbers that rules keep of them.
         recipe: decides formats.
     """
     found = fp32_numbers(state)
+    nothing = torch.full_like(parameter, torch.nan, dtype=torch.float32)
+    for key in names:
+        value = found.setdefault(key, nothing)
+        if value.shape != parameter.shape:
+            places = shard_of(parameter).span.places(value.shape, value.device)
+            found[key] = value.view(-1)[places]
     if parameter.dtype != torch.bfloat16:
         return found
     formats = [recipe.format_of("weights", shape) for shape in shapes]
@@ -130,5 +139,5 @@ def gatherable(
         if key in state:
             found[shown] = state[key].to(torch.float32, copy=True)
         else:
-            found[shown] = torch.full_like(parameter, torch.nan, dtype=torch.float32)
+            found[shown] = nothing
     return found

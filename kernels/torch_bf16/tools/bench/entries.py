@@ -113,6 +113,13 @@ def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.
     return made
 
 
+def _muon(parameters: Sequence[Tensor], kind: str, **options: Any) -> torch.optim.Optimizer:
+    """A Muon of what it is for: matrices, but for those of embeddings, which are much longer."""
+    made = importlib.import_module(kind).Muon
+    hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) <= 8 * min(p.shape)]
+    return made(hidden, **options)
+
+
 BASELINE = "torch fused fp32"
 
 _TORCH = (
@@ -263,6 +270,26 @@ PEERS: dict[str, Peer] = {
                 estimate=10.1,
                 scratch=0,
             ),
+        ),
+    ),
+    "muon": Peer(
+        "torch",
+        "torch",
+        tuple(
+            Entry(
+                name,
+                stores,
+                f"{__name__}:_muon",
+                estimate=estimate,
+                arguments={"lr": 1e-4, "weight_decay": 0.01},
+                options={"kind": kind},
+                dtype=dtype,
+            )
+            for name, stores, kind, estimate, dtype in (
+                ("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", 12, torch.float32),
+                ("torch Muon bf16", "torch.optim.Muon, all bf16", "torch.optim", 6, torch.bfloat16),
+                ("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16", 6.1, torch.bfloat16),
+            )
         ),
     ),
 }

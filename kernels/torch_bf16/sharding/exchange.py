@@ -1,0 +1,91 @@
+"""Tensors from each rank of a group to some of the others, in one message for each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Like", "exchange", "group_of"]
+
+Like = tuple[int, torch.dtype]
+"""How many numbers of which dtype a tensor of one dimension has."""
+
+# Where each tensor begins in a message, so that it can be seen in its dtype.
+_ALIGNED = 16
+
+# The default group of the process, and groups of some of its ranks by those.
+_known: tuple[Any, dict[tuple[int, ...], Any]] = (None, {})
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """A process group of some ranks, all of which ask for it; made once."""
+    global _known
+    if _known[0] is not dist.group.WORLD:
+        _known = dist.group.WORLD, {}
+    groups, key = _known[1], tuple(ranks)
+    if key not in groups:
+        groups[key] = dist.new_group([*ranks], use_local_synchronization=True)
+    return groups[key]
+
+
+def exchange(
+    outgoing: Mapping[int, Sequence[Tensor]],
+    incoming: Mapping[int, Sequence[Like]],
+    group: Any,
+    device: torch.device,
+) -> dict[int, list[Tensor]]:
+    """Send tensors to other ranks of a group, and take what they send.
+
+    A rank takes part only with those that it sends to or takes from.
+
+    Args:
+        outgoing: by global rank what goes there.
+        incoming: by global rank what comes from there, in the order in which it is sent.
+        group: a process group.
+        device: where all of them are.
+
+    Returns:
+        By global rank what has come, of one dimension each.
+    """
+    sent = {rank: _packed(tensors) for rank, tensors in outgoing.items() if tensors}
+    places = {rank: _places(likes) for rank, likes in incoming.items() if likes}
+    taken = {
+        rank: torch.empty(ends[-1], dtype=torch.uint8, device=device)
+        for rank, ends in places.items()
+    }
+    # In the order of ranks, as every one of them goes through its peers.
+    ways = [(rank, dist.isend, each) for rank, each in sent.items()]
+    ways += [(rank, dist.irecv, each) for rank, each in taken.items()]
+    operations = [
+        dist.P2POp(way, each, rank, group) for rank, way, each in sorted(ways, key=lambda w: w[0])
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return {
+        rank: [
+            message[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (numel, dtype) in zip(places[rank], incoming[rank], strict=False)
+        ]
+        for rank, message in taken.items()
+    }
+
+
+def _places(likes: Sequence[Like]) -> list[int]:
+    """Where each tensor begins in a message, in bytes, and where that ends."""
+    sizes = (-(-numel * dtype.itemsize // _ALIGNED) * _ALIGNED for numel, dtype in likes)
+    return [*accumulate(sizes, initial=0)]
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    places = _places([(prod(each.shape), each.dtype) for each in tensors])
+    message = torch.empty(places[-1], dtype=torch.uint8, device=tensors[0].device)
+    for start, each in zip(places, tensors, strict=False):
+        end = start + each.numel() * each.itemsize
+        message[start:end].view(each.dtype).view(each.shape).copy_(each)
+    return message

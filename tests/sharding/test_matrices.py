@@ -1,0 +1,90 @@
+"""Muon and Adafactor over shards: the bits of one process, however matrices are cut."""
+
+import pytest
+from sharded_models import EVEN, THIRDS, UNEVEN, WIDE, Case
+from sharded_training import RECIPES, Run, assert_same, joined, reference
+
+import torch_bf16
+
+STEPS = 4
+
+
+def muon(model, recipe):
+    groups = torch_bf16.param_groups(model, weight_decay=0.1, muon=True)
+    return torch_bf16.Muon(groups, lr=0.02, recipe=recipe)
+
+
+def adafactor(model, recipe):
+    return torch_bf16.Adafactor(model.named_parameters(), weight_decay=0.1, recipe=recipe)
+
+
+CASES = [
+    *(Case("fsdp2", (n,)) for n in (1, 2, 4)),
+    *(Case("fsdp2", (n,), UNEVEN) for n in (2, 3, 4)),
+    Case("fsdp2-columns", (2,)),
+    Case("hsdp", (2, 2), UNEVEN),
+    *(Case("tp", (n,)) for n in (1, 2, 4)),
+    Case("tp", (3,), UNEVEN),
+    Case("fsdp2+tp", (2, 2)),
+    Case("fsdp2+tp", (3, 1), THIRDS),
+    *(Case("fsdp1", (n,)) for n in (1, 2, 4)),
+    *(Case("fsdp1", (n,), UNEVEN) for n in (2, 3, 4)),
+    Case("fsdp1-hybrid", (2, 2), UNEVEN),
+]
+BYTES = [
+    *(Case("fsdp2", (n,), WIDE) for n in (2, 3, 4)),
+    Case("fsdp2-columns", (2,), WIDE),
+    Case("fsdp2+tp", (2, 2), WIDE),
+]
+
+
+def trained(cases, recipe, make):
+    return [Run(each, recipe, make).train(range(STEPS)).parts() for each in cases]
+
+
+def in_worlds(cases):
+    """The cases by their numbers of ranks: one launch each."""
+    return {n: [each for each in cases if each.world == n] for n in {each.world for each in cases}}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_weights_and_states_equal_one_process(ranks, make, recipe, world):
+    cases = in_worlds(CASES)[world]
+    found = zip(*ranks(world, trained, cases, recipe, make), strict=True)
+    for case, parts in zip(cases, found, strict=True):
+        assert_same(reference(case.sizes, recipe, make, STEPS), joined(parts), case.id())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_momentum_in_blocks_of_bytes_equals_one_process(ranks, world):
+    cases = in_worlds(BYTES)[world]
+    found = zip(*ranks(world, trained, cases, "bytes", muon), strict=True)
+    for case, parts in zip(cases, found, strict=True):
+        assert_same(reference(case.sizes, "bytes", muon, STEPS), joined(parts), case.id())
+
+
+def trained_between(case, recipe, make, before, after, steps):
+    run = Run(case, recipe, make)
+    if before:
+        run.load(before)
+    run.train(steps).save(after)
+    return run.parts()
+
+
+WAYS = {
+    "fsdp2": [Case("fsdp2", (2,)), Case("fsdp2+tp", (2, 2)), Case("tp", (2,)), Case("fsdp2", (1,))],
+    "fsdp1": [Case("fsdp1", (2,)), Case("fsdp1", (4,)), Case("fsdp1-hybrid", (2, 2))],
+}
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_a_checkpoint_continues_on_another_number_of_ranks(ranks, make, ways, tmp_path):
+    recipe, before, steps = RECIPES[1], None, 2
+    for number, case in enumerate(WAYS[ways]):
+        after, part = tmp_path / str(number), range(steps * number, steps * (number + 1))
+        found = ranks(case.world, trained_between, case, recipe, make, before, after, part)
+        before = after
+    assert_same(reference(EVEN, recipe, make, part.stop), joined(found))
