@@ -17,12 +17,17 @@ __all__ = ["around"]
 
 
 def around(reporters: list[Any]) -> list[Any]:
-    """The callbacks that report, between the two that add the figures and take them out."""
+    """The callbacks that report, between the two that add the figures and take them out.
+
+    Without anybody who is told there are none, unless ``BF16_MONITOR`` asks for figures.
+    """
+    if not reporters and "BF16_MONITOR" not in os.environ:
+        return reporters
     return [_Figures, *reporters, _NoFigures]
 
 
 def _in_use() -> bool:
-    # Every Trainer has these callbacks; one that trains without us need not import the optimizers.
+    # A Trainer that trains without us need not import the optimizers.
     return "torch_bf16" in sys.modules
 
 
@@ -30,8 +35,7 @@ class _Figures(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        # Without anybody who is told, only somebody who asked for it.
-        if (args.report_to or "BF16_MONITOR" in os.environ) and optimizer and _in_use():
+        if optimizer and _in_use():
             from .monitoring import watch
 
             watch([optimizer])

@@ -156,3 +156,6 @@ def test_without_reports_the_trainer_watches_nothing(tmp_path, monkeypatch, mode
     trainer = Trainer(llama(), arguments, train_dataset=sequences())
     trainer.train()
     assert trainer.optimizer.optimizer.observers == []
+    # Those that transformers' own test lists.
+    names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
+    assert names == ["DefaultFlowCallback", "PrinterCallback"]

@@ -7,6 +7,7 @@ __all__ = ["DIFFERENCES"]
 _PRECISION = "tests_pytorch/trainer/connectors/test_accelerator_connector.py"
 _RESUMED = "tests/test_state_checkpointing.py"
 _FABRIC = "tests_fabric/test_connector.py"
+_TRAINER = "tests/trainer/test_trainer.py"
 _LIGHTNING_OPTIMIZER = "tests_pytorch/core/test_lightning_optimizer.py"
 
 DIFFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -69,6 +70,13 @@ DIFFERENCES: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/test_grad_sync.py::SyncScheduler::test_gradient_sync_cpu_multi",
             "tests/test_grad_sync.py::SyncScheduler::test_gradient_sync_cpu_noop",
             "tests/test_cpu.py::MultiCPUTester::test_cpu",
+        ),
+    },
+    "transformers": {
+        "it compares bf16 weights with fp32 ones of before, or of a model that it loads in fp32": (
+            f"{_TRAINER}::TrainerIntegrationPrerunTest::test_gradient_checkpointing",
+            f"{_TRAINER}::TrainerIntegrationTest::test_load_best_model_at_end",
+            f"{_TRAINER}::TrainerIntegrationTest::test_load_best_model_from_safetensors",
         ),
     },
 }

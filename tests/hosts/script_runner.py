@@ -1,10 +1,11 @@
 """Runs a script of somebody else on tiny models and data, and writes what it trained.
 
-``script_runner.py RECORD FOLDER MOST SCRIPT OPTIONS...`` ends at MOST backward passes. Models and
-tokenizers that it asks the hub for are small and of fixed weights, and data sets are those of
-Accelerate's own tests. Names in braces in an option are folders: ``{llama}``, ``{text}``,
-``{preferences}``, and ``{out}``, which is empty. ``BF16_SCRIPT_PRECISION`` is the precision of
-Trainers and Fabrics of Lightning.
+``script_runner.py RECORD FOLDER MOST HOST SCRIPT OPTIONS...`` ends at MOST backward passes. Models
+and tokenizers that it asks the hub for are small and of fixed weights, and data sets are those of
+Accelerate's own tests, or made up. Names in braces in an option are folders: ``{llama}``,
+``{diffusion}``, ``{text}``, ``{preferences}``, ``{prompts}``, ``{images}``, ``{captioned}``,
+``{classes}``, and ``{out}``, which is empty. ``BF16_SCRIPT_PRECISION`` is the precision of Trainers
+and Fabrics of Lightning; where timm makes an optimizer, ``BF16_MODE`` prepares it with the model.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from image_stubs import save_captioned, save_classes, save_images, stub_images
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).parents[2]
@@ -105,11 +107,34 @@ def stub_hub() -> None:
 def stub_lightning(precision: str) -> None:
     """Let Trainers and Fabrics that are given no precision take this one."""
     from lightning.fabric.connector import _Connector
+    from lightning.pytorch.demos.transformer import WikiText2
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from suite_plugin import force
 
+    def download(destination: Path) -> None:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.randint(50, (16_000,), generator=generator).tolist()
+        lines = (" ".join(f"w{(start + n) % 50}" for n in range(10)) for start in starts)
+        destination.write_text("\n".join(lines))
+
+    WikiText2.download = staticmethod(download)
     for connector in (_Connector, _AcceleratorConnector):
         force(connector, precision)
+
+
+def stub_timm(mode: str) -> None:
+    """What a user of timm adds to its loop, which knows no modes: one call."""
+    from timm import optim
+
+    import torch_bf16
+
+    own = optim.create_optimizer_v2
+
+    def create_optimizer_v2(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return torch_bf16.prepare(model, own(model, **options), mode)[1]
+
+    optim.create_optimizer_v2 = create_optimizer_v2
 
 
 def record(most: int) -> None:
@@ -147,10 +172,31 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
     """The options, with folders in the place of names in braces."""
     from tiny_llm import llama, tokenizer
 
-    names = ("llama", "text", "preferences", "out")
+    names = (
+        "llama",
+        "diffusion",
+        "text",
+        "preferences",
+        "prompts",
+        "images",
+        "captioned",
+        "classes",
+        "out",
+    )
     places = {name: folder / name for name in names}
     for each in places.values():
         each.mkdir()
+    if any("{diffusion}" in each for each in options):
+        from tiny_diffusion import save_pipeline
+
+        save_pipeline(places["diffusion"])
+    for name, save in (
+        ("images", save_images),
+        ("captioned", save_captioned),
+        ("classes", save_classes),
+    ):
+        if f"{{{name}}}" in options:
+            save(places[name])
     if any("{llama}" in each for each in options):
         llama().save_pretrained(places["llama"])
         tokenizer().save_pretrained(places["llama"])
@@ -160,6 +206,7 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
         "preferences": [
             {"prompt": each[:5], "chosen": each[5:], "rejected": each[:4:-1]} for each in words
         ],
+        "prompts": [{"prompt": each} for each in words],
     }
     for name, lines in rows.items():
         text = "\n".join(map(json.dumps, lines))
@@ -169,17 +216,21 @@ def make_folders(folder: Path, options: list[str]) -> list[str]:
 
 def main() -> None:
     """Run the script as its own program would."""
-    file, folder, most, script, *options = sys.argv[1:]
+    file, folder, most, host, script, *options = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     script = str(Path(script).absolute())
+    stub_images()  # before transformers looks for torchvision
     sys.argv = [script, *make_folders(Path(folder), options)]
     sys.path.insert(0, str(Path(script).parent))
     stub_metrics()
-    if precision := os.environ.get("BF16_SCRIPT_PRECISION"):
-        stub_lightning(precision)
+    if host == "lightning":
+        stub_lightning(os.environ["BF16_SCRIPT_PRECISION"])
         os.chdir(Path(folder) / "out")
-    else:
+    elif host == "timm":
+        if mode := os.environ.get("BF16_MODE"):
+            stub_timm(mode)
+    elif host != "diffusers":  # its scripts look for parts in a folder
         stub_hub()
     record(int(most))
     with contextlib.suppress(_Enough):

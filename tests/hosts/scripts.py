@@ -17,82 +17,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from script_rows import SCRIPTS, Script
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODES = ("bf16-stochastic", "bf16-fp32-master")
 PRECISIONS = ("no", "bf16", *MODES)
 BOUND = 600
-
-
-@dataclass(frozen=True)
-class Script:
-    """One script.
-
-    Attributes:
-        host: the folder of its sources.
-        path: within it.
-        options: beside the precision; names in braces are what `script_runner.py` makes.
-        precision: the option that names Accelerate's own; None for the switch ``--bf16``, "" for
-            scripts of Lightning, whose Trainers and Fabrics are given it where they are made.
-        most: backward passes at which it is ended.
-    """
-
-    host: str
-    path: str
-    options: tuple[str, ...] = ()
-    precision: str | None = "--mixed_precision"
-    most: int = 40
-
-
-def _by_feature(name: str, *options: str, **others: Any) -> Script:
-    return Script("accelerate", f"examples/by_feature/{name}.py", options, **others)
-
-
-def _trl(name: str, data: str, *options: str) -> Script:
-    model = ("--model_name_or_path", "{llama}", "--dataset_name", data, "--output_dir", "{out}")
-    run = ("--max_steps", "12", "--per_device_train_batch_size", "4", "--learning_rate", "1e-3")
-    rest = ("--use_cpu", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
-    return Script("trl", f"trl/scripts/{name}.py", (*model, *run, *rest, *options), precision=None)
-
-
-def _lightning(path: str, *options: str) -> Script:
-    return Script("lightning", f"examples/{path}.py", options, precision="")
-
-
-SCRIPTS = (
-    _by_feature("automatic_gradient_accumulation", "--cpu"),
-    _by_feature(
-        "checkpointing", "--cpu", "--checkpointing_steps", "epoch", "--output_dir", "{out}"
-    ),
-    _by_feature("cross_validation", "--cpu", "--num_folds", "2"),
-    _by_feature("ddp_comm_hook", "--cpu"),
-    _by_feature("early_stopping", "--cpu"),
-    _by_feature("gradient_accumulation", "--cpu", "--gradient_accumulation_steps", "2"),
-    _by_feature("gradient_accumulation_for_autoregressive_models", "--cpu"),
-    _by_feature("local_sgd", "--cpu", "--local_sgd_steps", "2"),
-    _by_feature("memory", "--cpu"),
-    _by_feature("multi_process_metrics", "--cpu"),
-    _by_feature("profiler", "--cpu"),
-    _by_feature("schedule_free", "--cpu"),
-    _by_feature("tracking", "--cpu", "--project_dir", "{out}"),
-    _trl("sft", "{text}"),
-    _trl("dpo", "{preferences}"),
-    _lightning("pytorch/bug_report/bug_report_model"),
-)
+PATH = os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])
 
 
 def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, Any]:
     """What a script left in one precision: losses, weights and optimizers, or how it failed."""
-    own = "bf16" if precision in MODES else precision
-    if script.precision is None:
-        named = ["--bf16", str(own == "bf16")]
-    else:
-        named = [script.precision, own] if script.precision else []
+    named = script.fp32 if precision == "no" else script.bf16
     unset = ("ACCELERATE_", "BF16_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
     environment |= {
@@ -101,7 +42,7 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    if script.precision == "":
+    if script.host == "lightning":
         known = {"no": "32-true", "bf16": "bf16-mixed"}
         environment["BF16_SCRIPT_PRECISION"] = known.get(precision, precision)
         environment |= {
@@ -111,7 +52,14 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
         environment["BF16_MODE"] = precision
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
-        command = [sys.executable, HERE / "script_runner.py", file, folder, script.most]
+        command = [
+            sys.executable,
+            HERE / "script_runner.py",
+            file,
+            folder,
+            script.most,
+            script.host,
+        ]
         try:
             done = subprocess.run(
                 [*map(str, command), script.path, *script.options, *named],
@@ -167,24 +115,25 @@ def main() -> int:
     )
     parser.add_argument("sources", type=Path)
     parser.add_argument("--only", default="", help="run those whose path holds this")
-    parser.add_argument("--path", default=str(ROOT / "kernels") + os.pathsep + str(ROOT))
+    parser.add_argument("--path", default=PATH, help="what scripts import from")
     parser.add_argument("--json", type=Path, help="write all that was found to this file")
     options = parser.parse_args()
     record, wrong = {}, 0
     for script in SCRIPTS:
-        if options.only not in script.path or not (options.sources / script.host).is_dir():
+        name = f"{script.host}/{script.path}"
+        if options.only not in name or not (options.sources / script.host).is_dir():
             continue
         found = {each: run(script, options.sources, each, options.path) for each in PRECISIONS}
-        record[script.path] = found
-        print(script.path)
+        record[name] = found
+        print(name)
         for precision, its in found.items():
             told = its["failed"] if "failed" in its else _row(its)
             print(f"    {precision:17} {told}", flush=True)
         for each in faults(found):
             wrong += 1
             print(f"    DIFFERS: {each}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
     return int(wrong > 0)
 
 

@@ -86,6 +86,6 @@ SUITES = {
         "transformers",
         "transformers",
         ("tests/trainer",),
-        ("parameterized", "evaluate", *_BOARD),
+        ("parameterized", "evaluate", "sentencepiece", *_BOARD),
     ),
 }

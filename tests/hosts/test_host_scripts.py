@@ -1,0 +1,68 @@
+"""The command that runs scripts of others, on a made-up one."""
+
+from __future__ import annotations
+
+import pytest
+import script_rows
+import scripts
+
+MADE = """
+import sys
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision=sys.argv[sys.argv.index("--mixed_precision") + 1])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for _ in range(9):
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def made_in(folder, text=MADE):
+    folder.joinpath("diffusers").mkdir()
+    folder.joinpath("diffusers", "made.py").write_text(text)
+    return script_rows.Script("diffusers", "made.py", ("--output_dir", "{out}"), most=6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "steps"),
+    [
+        ("no", ["20 trained float32"], "torch.optim.adamw.AdamW"),
+        ("bf16-stochastic", ["20 trained bfloat16"], "torch_bf16.optim.adam.AdamW"),
+    ],
+)
+def test_a_script_runs_as_it_is_up_to_so_many_backward_passes(tmp_path, precision, weights, steps):
+    found = scripts.run(made_in(tmp_path), tmp_path, precision, scripts.PATH)
+    assert (found["weights"], found["optimizers"]) == (weights, [steps])
+    assert len(found["losses"]) == 6
+    assert found["losses"][-1] < found["losses"][0]
+
+
+def test_what_fails_is_told_by_its_last_lines(tmp_path):
+    script = made_in(tmp_path, "raise SystemExit('no data set')")
+    assert scripts.run(script, tmp_path, "no", scripts.PATH) == {"failed": "no data set"}
+
+
+def of(end, weights="8 trained bfloat16", steps=4):
+    return {"losses": [2.0] * (steps - 1) + [end], "weights": [weights], "optimizers": []}
+
+
+@pytest.mark.parametrize(
+    ("stochastic", "said"),
+    [
+        (of(1.06), []),
+        (of(1.2), ["bf16-stochastic ends at 1.2000, fp32 at 1.0000"]),
+        (of(float("nan")), ["bf16-stochastic ends at nan, fp32 at 1.0000"]),
+        (of(1.0, steps=5), ["bf16-stochastic took 5 steps, fp32 4"]),
+        (of(1.0, "8 trained float32"), ["bf16-stochastic trains ['8 trained float32']"]),
+        ({"failed": "why"}, ["bf16-stochastic fails: why"]),
+    ],
+)
+def test_what_is_not_as_in_the_other_precisions_is_named(stochastic, said):
+    stock = of(1.0, "8 trained float32")
+    found = {"no": stock, "bf16": stock, "bf16-stochastic": stochastic, "bf16-fp32-master": of(1.0)}
+    assert scripts.faults(found) == said
+    assert scripts.faults({**found, "no": {"failed": "a data set is missing"}}) == []
