@@ -1,6 +1,7 @@
 """Muon and Adafactor over shards: the bits of one process, however matrices are cut."""
 
 import pytest
+import torch
 from sharded_models import EVEN, THIRDS, UNEVEN, WIDE, Case
 from sharded_training import RECIPES, Run, assert_same, joined, reference
 
@@ -88,3 +89,39 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(ranks, make, ways, tm
         found = ranks(case.world, trained_between, case, recipe, make, before, after, part)
         before = after
     assert_same(reference(EVEN, recipe, make, part.stop), joined(found))
+
+
+def theirs(model, recipe):
+    """torch's Muon of the matrices alone, converted."""
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    return torch_bf16.convert(torch.optim.Muon(matrices, lr=0.02), recipe, backend="eager")
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it since 2.9")
+def test_torchs_muon_converts_over_shards(ranks):
+    case = Case("fsdp2", (2,))
+    found = joined([each for (each,) in ranks(2, trained, [case], RECIPES[0], theirs)])
+    assert_same(reference(EVEN, RECIPES[0], theirs, STEPS), found)
+    assert found["up.weight/momentum_buffer"].any()
+
+
+def backward(release, make):
+    """After backward passes, with gradients released in them or not."""
+    case = Case("fsdp2", (2,))
+    run = Run(case, RECIPES[0], make)
+    if release:
+        torch_bf16.release_gradients(run.model, run.optimizer)
+    for step in range(3):
+        torch.manual_seed(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.model(torch.randn(6, case.sizes[0])).float().square().mean()
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.parts()
+
+
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_released_gradients_step_as_others(ranks, make):
+    released, whole = (joined(ranks(2, backward, each, make)) for each in (True, False))
+    assert_same(whole, released)
