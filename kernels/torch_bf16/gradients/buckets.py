@@ -22,9 +22,9 @@ from torch_bf16.engine.batch import Batch, Job
 from torch_bf16.formats import BF16_STOCHASTIC
 from torch_bf16.numerics.counter_rng import REDUCTION, stream_base, sum_base, tensor_key
 from torch_bf16.rules import STORE
-from torch_bf16.sharding import Span, bare_name
+from torch_bf16.sharding import Span, all_gather, bare_name
 
-from .exchange import all_reduce_mean, check_exchange, gather_shares, sum_of_ranks
+from .reduce_scatter import all_reduce_mean, check_all_to_all, sum_of_ranks
 from .sums import StepNumbers
 
 __all__ = ["BucketReduction"]
@@ -122,7 +122,7 @@ class BucketReduction:
                     * ours
                 )
             reduction = cls(module)
-            check_exchange(module.process_group, next(module.parameters()).device)
+            check_all_to_all(module.process_group, next(module.parameters()).device)
             module.register_comm_hook(None, reduction._reduce)
             _reductions[module] = reduction
         if all(each.optimizer is not optimizer for each in reduction._owners):
@@ -145,7 +145,7 @@ class BucketReduction:
                 received.record_stream(torch.cuda.current_stream(received.device))
             mean = sum_of_ranks(received, ranks).div_(ranks)
             rounded = self._round(mean, number, parameters)
-            gather_shares(sent, rounded, self._group)
+            all_gather(sent, rounded, self._group)
             return sent[:numel]
 
         future = work.get_future()

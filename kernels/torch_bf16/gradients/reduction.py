@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import at_end_of_backward
-from .exchange import all_reduce_mean
+from .reduce_scatter import all_reduce_mean
 
 __all__ = ["DdpPass", "Fp32Reduction"]
 

@@ -15,7 +15,7 @@ from torch_bf16.sharding import is_dtensor, reduce_by, shard_of
 
 from .backward import own_parameters
 from .buckets import BucketReduction
-from .exchange import ReduceScatter, check_exchange
+from .reduce_scatter import ReduceScatter, check_all_to_all
 
 __all__ = ["reduce_gradients"]
 
@@ -76,7 +76,7 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             _register_fsdp2(module, name)
             found = True
     for group, device in reduce_by(model, _reduce_fsdp1):
-        check_exchange(group, device)
+        check_all_to_all(group, device)
         found = True
     if not found and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
@@ -111,7 +111,7 @@ def _register_fsdp2(module: Any, name: str) -> None:
         )
     mesh = parameters[0].device_mesh
     for group in shard_of(parameters[0]).groups():
-        check_exchange(group, mesh.device_type)
+        check_all_to_all(group, mesh.device_type)
     module.set_custom_reduce_scatter(ReduceScatter())
 
 

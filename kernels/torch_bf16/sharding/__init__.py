@@ -15,7 +15,7 @@ from .deepspeed import (
 from .deepspeed_engine import check_engine, deepspeed_config
 from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, reshard
-from .exchange import Like, exchange
+from .exchange import Like, all_gather, exchange
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, is_part, reduce_by, register, unit_of, unit_shapes
 from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
@@ -32,6 +32,7 @@ __all__ = [
     "Shard",
     "Span",
     "alias_masters",
+    "all_gather",
     "all_same",
     "bare_name",
     "check_engine",

@@ -13,10 +13,9 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import group_of
+from .exchange import all_gather, group_of
 from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
@@ -150,7 +149,7 @@ class DTensorShard(Shard):
         parts[: memory.numel()] = memory.view(-1)
         for dim in reversed(dims):
             more = parts.new_empty(mesh.shape[dim] * parts.numel())
-            dist.all_gather_into_tensor(more, parts, group=mesh.get_group(dim))
+            all_gather(more, parts, mesh.get_group(dim))
             parts = more
         result = memory.new_empty(self.shape)
         for box, size, part in zip(boxes, sizes, parts.view(-1, most), strict=True):

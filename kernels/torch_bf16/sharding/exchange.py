@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Like", "exchange", "group_of"]
+__all__ = ["Like", "all_gather", "exchange", "group_of"]
 
 Like = tuple[int, torch.dtype]
 """How many numbers of which dtype a tensor of one dimension has."""
@@ -32,6 +32,13 @@ def group_of(ranks: Sequence[int]) -> Any:
     if key not in groups:
         groups[key] = dist.new_group([*ranks], use_local_synchronization=True)
     return groups[key]
+
+
+def all_gather(whole: Tensor, share: Tensor, group: Any) -> None:
+    """Fill ``whole``, ``[ranks * n]``, with the shares of all ranks, ``[n]`` each."""
+    # torch 2.13 warns of the name that older ones have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, share, group=group)
 
 
 def exchange(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["ReduceScatter", "all_reduce_mean", "check_exchange", "gather_shares", "sum_of_ranks"]
+__all__ = ["ReduceScatter", "all_reduce_mean", "check_all_to_all", "sum_of_ranks"]
 
 
 def sum_of_ranks(received: Tensor, ranks: int, total: Tensor | None = None) -> Tensor:
@@ -94,14 +94,7 @@ def all_reduce_mean(buffer: Tensor, group: Any) -> Any:
     return future.then(lambda done: done.value()[0])
 
 
-def gather_shares(whole: Tensor, share: Tensor, group: Any) -> None:
-    """Fill ``whole``, ``[ranks * n]``, with the shares of all ranks, ``[n]`` each."""
-    # torch 2.13 warns of the name that older ones have.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, share, group=group)
-
-
-def check_exchange(group: Any, device: torch.device | str) -> None:
+def check_all_to_all(group: Any, device: torch.device | str) -> None:
     """Refuse a group whose backend knows no all-to-all, by a small one; all ranks call it.
 
     Raises:
