@@ -1,7 +1,7 @@
 """Whether a CPU multiplies bf16 matrices slower than fp32 ones, and who is told.
 
 Without AVX512-BF16, AMX or their like oneDNN widens bf16 as it goes: on AVX-512 that costs a third,
-on AVX2 it is 5 to 40 times slower, by the layout. What a processor lists is not enough, because
+on AVX2 it is 2 to 40 times slower, by the layout. What a processor lists is not enough, because
 torch's build and ``ONEDNN_MAX_CPU_ISA`` have a say; so three small products of each kind are timed.
 """
 
