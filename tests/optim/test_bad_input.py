@@ -48,7 +48,7 @@ def test_an_unknown_recipe_lists_the_known_ones(ours, recipe, match):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"sead": 1}, "unknown recipe option sead; known options: accumulate, backend, exp_avg"),
+        ({"sead": 1}, "unknown recipe option sead; known options: accumulate, backend, compute"),
         ({"weights": "fp32"}, "weights='fp32' does not store bf16 weights; use one of bf16_near"),
         (
             {"weights": "int8"},
