@@ -22,8 +22,9 @@ class BF16RecipeKwargs(KwargsHandler):
     What is None is the mode's own, or what the environment says: see :data:`ENVIRONMENT`.
 
     Args:
-        weights, exp_avg, exp_avg_sq, accumulate, reduce, keep_fp32, seed, backend, vectors,
-            compute: replace fields of the recipe, which :class:`torch_bf16.Recipe` explains.
+        weights, exp_avg, exp_avg_sq: replace formats of the mode's recipe, which
+            :class:`torch_bf16.Recipe` explains.
+        accumulate, reduce, keep_fp32, seed, backend, vectors, compute: replace its other fields.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             in one process, without gradient accumulation, ``clip_grad_norm_`` and
             ``clip_grad_value_``.
