@@ -131,9 +131,9 @@ def run_hsdp():
         model(gradients(rank, 1)).backward()
     for name, p in named(model).items():
         parts = [bits(gradients(each, 1)[name]) for each in range(4)]
-        halves = [oracle.sum_of_ranks(parts[i : i + 2]) / np.float32(2) for i in (0, 2)]
-        mean = oracle.bf16_nearest((halves[0] + halves[1]) / np.float32(2))
-        np.testing.assert_array_equal(whole(p.grad), mean, name)
+        halves = [mean(parts[:2]), mean(parts[2:])]
+        of_all = oracle.bf16_nearest((halves[0] + halves[1]) / np.float32(2))
+        np.testing.assert_array_equal(whole(p.grad), of_all, name)
     shards = sum(
         -(-p.shape[0] // 2) * p[0].numel() for n, p in named(Model()).items() if n != "exact"
     )
@@ -156,8 +156,8 @@ def run_divide_factor():
         torch_bf16.reduce_gradients(model, optimizer_of(model))
         model(gradients(rank, 1)).backward()
         parts = [bits(gradients(each, 1)["wide"]) for each in ranks]
-        mean = oracle.bf16_nearest(oracle.sum_of_ranks(parts) / np.float32(factor))
-        np.testing.assert_array_equal(whole(named(model)["wide"].grad), mean)
+        divided = oracle.bf16_nearest(oracle.sum_of_ranks(parts) / np.float32(factor))
+        np.testing.assert_array_equal(whole(named(model)["wide"].grad), divided)
 
 
 def run_fsdp1(strategy, reduce_dtype):

@@ -113,13 +113,15 @@ class BucketReduction:
         reduction = _reductions.get(module)
         if reduction is None:
             if getattr(module, "_comm_hooks", None):
-                ours = getattr(module, "_torch_bf16_reduction", None) is not None
-                why = "fp32 sums over micro-batches (accumulate='fp32')" if ours else "some other"
+                if hasattr(module, "_torch_bf16_reduction"):
+                    holder = "fp32 sums over micro-batches (accumulate='fp32') have"
+                    instead = "; accumulate='bf16_stochastic' goes with both"
+                else:
+                    holder, instead = "something else has", ""
                 raise ValueError(
                     "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
-                    f"communication hook, and {why} has registered it. Leave one of the two out"
-                    + "; accumulate='bf16_stochastic' goes with both"
-                    * ours
+                    f"communication hook, and {holder} registered it. Leave one of the two out"
+                    + instead
                 )
             reduction = cls(module)
             check_all_to_all(module.process_group, next(module.parameters()).device)
