@@ -84,3 +84,9 @@ def test_a_rank_s_row_has_its_parts_and_the_matrices_that_it_owns(ranks: Ranks, 
         held = sum(real.values())
         assert found.held + step.peak == pytest.approx(held + beside, rel=TOLERANCE), rank
         assert step.sent == pytest.approx(sent, rel=TOLERANCE), rank
+
+
+def test_an_option_that_torch_s_own_has_not_changes_nothing():
+    found = stepped("Muon(adamw_eps=1e-9, maximize=True)")
+    plain = stepped("Muon")
+    assert (found.rule, found.scratch) == (plain.rule, pytest.approx(plain.scratch, rel=0.01))

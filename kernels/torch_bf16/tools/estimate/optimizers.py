@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,8 +97,7 @@ def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
         optimizer = made([parameter], **{"lr": 1e-3, **options}, backend="eager")
         rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
         known = getattr(torch.optim, name, None)
-        ways = {} if rule.stage_states else {"foreach": True}
-        theirs = known and known([parameter], **{"lr": 1e-3, **options}, **ways)
+        theirs = known and _made(known, parameter, {**options, "foreach": not rule.stage_states})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
     return Stepped(text, rule, theirs and _scratch(theirs, parameter))
@@ -117,6 +117,15 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     if name not in OPTIMIZERS:
         raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
     return name, options
+
+
+def _made(
+    known: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """torch's, with those of the options that it has."""
+    its = inspect.signature(known).parameters
+    given = {"lr": 1e-3, **options}
+    return known([parameter], **{key: each for key, each in given.items() if key in its})
 
 
 def _scratch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:
