@@ -99,7 +99,7 @@ def describe(
     recipe = get_recipe(recipe)
     # What is in no group is taken for more of the first.
     other = next(iter(rules.values()), ADAMW)
-    sizes = dict.fromkeys(("weights", "gradients"), 0.0)
+    sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
     dtypes: Counter[str] = Counter()
     trained = 0
     for p in parameters:
