@@ -2,6 +2,10 @@
 
 torchrun --nproc_per_node 2 examples/fsdp2.py --precision bf16-stochastic
 torchrun --nproc_per_node 1 examples/fsdp2.py --precision bf16-stochastic --steps 200 --resume
+torchrun --nproc_per_node 2 examples/fsdp2.py --optimizer muon
+
+Muon orthogonalises the matrices of hidden layers, each on the process that owns it in the step, and
+steps the rest as AdamW does; with this adjustment both take AdamW's learning rate.
 
 On CPUs the processes talk by gloo, on GPUs by NCCL. Given the same gradients, weights and states
 have the bits of one process; the gradients themselves are sums over processes in fp32.
@@ -27,11 +31,15 @@ from torch_bf16.tools.compare.corpus import batches, load_corpus
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--precision", default="bf16-stochastic", help="a recipe's name, or fp32")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--steps", type=int, default=100)
     add_size_arguments(parser)
     parser.add_argument("--checkpoint", type=Path, default=Path("fsdp2-checkpoint"))
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if (args.precision, args.optimizer) == ("fp32", "muon"):
+        parser.error("--optimizer muon is for a recipe: fp32 here is torch's AdamW")
+    return args
 
 
 def sharded(model: GPT, precision: str, mesh: distributed.DeviceMesh) -> GPT:
@@ -50,6 +58,10 @@ def sharded(model: GPT, precision: str, mesh: distributed.DeviceMesh) -> GPT:
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
     if args.precision == "fp32":
         return torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
+    if args.optimizer == "muon":
+        groups = torch_bf16.param_groups(model, weight_decay=0.1, muon=True)
+        options = {"lr": args.lr, "adjust_lr_fn": "match_rms_adamw"}
+        return torch_bf16.Muon(groups, **options, recipe=args.precision)
     return torch_bf16.AdamW(
         model.named_parameters(), lr=args.lr, weight_decay=0.1, recipe=args.precision
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from matrix_cells import STEPS, Cell, train
+from matrix_cells import STEPS, Cell, adafactor, muon, train
 from torch import Tensor
 from torchrun_variables import as_torchrun_says
 
@@ -21,6 +21,17 @@ def fit(cell: Cell, same_data: bool = False) -> Numbers:
     run = train(cell, dist.get_rank(), same_data=same_data)
     assert isinstance(run.optimizer, torch_bf16.BF16Optimizer)
     assert {p.dtype for p in run.module.parameters()} == {torch.bfloat16}
+    return run.numbers()
+
+
+@as_torchrun_says()
+def look_at_matrices(cell: Cell, name: str) -> Numbers:
+    """What Muon or Adafactor ends with, on data that are the same on every rank."""
+    make = {"Muon": muon, "Adafactor": adafactor}[name]
+    run = train(cell, dist.get_rank(), same_data=True, make=make)
+    optimizer = run.optimizer
+    assert isinstance(optimizer, getattr(torch_bf16, name))
+    assert optimizer.recipe == torch_bf16.get_recipe(cell.mode)
     return run.numbers()
 
 

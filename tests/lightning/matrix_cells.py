@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import Replicate
 from torch.nn import functional as F
 
+import torch_bf16
 from torch_bf16.gradients.clipping import pending_of
 from torch_bf16.sharding import local, shard_of
 
@@ -113,6 +115,15 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.5, eps=1.0, weight_decay=0.01)
 
 
+def muon(module: nn.Module) -> torch.optim.Optimizer:
+    """Muon for matrices, AdamW for the rest."""
+    return torch_bf16.Muon(torch_bf16.param_groups(module, weight_decay=0.1, muon=True), lr=0.02)
+
+
+def adafactor(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(module.parameters(), lr=0.1)
+
+
 def micro_batches(index: int | None, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Those of one epoch for one rank of the data-parallel mesh; None gives all ranks the same."""
     return list(batches(count, seed=7 if index is None else 100 + index))
@@ -163,8 +174,10 @@ def whole(
     mine = {}
     for name, tensor in tensors.items():
         span, memory = shard_of(owners[name]).span, local(tensor).detach().reshape(-1)
-        shape = span.shape if tensor.ndim else ()
-        places = span.indices(memory.device) if shape else torch.zeros(1, dtype=torch.long)
+        # Steps, and the factors of Adafactor, are whole on every rank.
+        like = tensor.shape == owners[name].shape
+        shape = span.shape if like else tensor.shape
+        places = span.indices(memory.device) if like else torch.arange(len(memory))
         mine[name] = (shape, places, memory.clone())
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
@@ -194,15 +207,16 @@ def train(
     together: bool = False,
     checkpoint: Path | None = None,
     same_data: bool = False,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Run:
     """Fit; ``together`` clips and accumulates; ``checkpoint`` is where it goes on from."""
     count = STEPS * MICRO_BATCHES if together else STEPS
     data = micro_batches(None if same_data else rank // cell.mesh[1], count)
     way = by_fabric if cell.package in FABRICS else by_trainer
-    return way(cell, data, epochs, together, checkpoint)
+    return way(cell, data, epochs, together, checkpoint, make)
 
 
-def by_trainer(cell, data, epochs, together, checkpoint):
+def by_trainer(cell, data, epochs, together, checkpoint, make):
     pl = host(cell.package)
     norms = []
 
@@ -210,7 +224,7 @@ def by_trainer(cell, data, epochs, together, checkpoint):
         shard(self.net, cell, self.device_mesh)
 
     def configure_optimizers(self):
-        self.made = [adamw(self)]
+        self.made = [make(self)]
         return self.made[0]
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
@@ -247,7 +261,7 @@ def by_trainer(cell, data, epochs, together, checkpoint):
     return Run(module, module.made[0], trainer.global_step, norms, trainer.save_checkpoint)
 
 
-def by_fabric(cell, data, epochs, together, checkpoint):
+def by_fabric(cell, data, epochs, together, checkpoint, make):
     package = host(cell.package)
     strategy: Any = DDP
     if cell.strategy == "fsdp1":
@@ -266,7 +280,7 @@ def by_fabric(cell, data, epochs, together, checkpoint):
     fabric.launch()
     torch.manual_seed(3)
     model = fabric.setup_module(Named())
-    made = adamw(model)
+    made = make(model)
     optimizer = fabric.setup_optimizers(made)
     progress = {"steps": 0}
     state = {"model": model, "optimizer": optimizer, "progress": progress}

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lightning_models import MODES, network
-from matrix import clip, fit, go_on, stop, stop_and_go_on
+from lightning_models import FABRICS, MODES, TRAINERS, network
+from matrix import clip, fit, go_on, look_at_matrices, stop, stop_and_go_on
 from matrix_cells import CELLS, LIMIT, RESHARDED, Cell, in_fp32
 from sharded_training import assert_same
 
@@ -116,3 +116,13 @@ def test_fsdp_goes_on_on_another_number_of_ranks(ranks, fits, before, after, tmp
     ranks(before.world, stop, before, path)
     found = ranks(after.world, go_on, after, path)
     assert_same(fits(replace(before, mesh=(2, 1)), True), alike(found))
+
+
+@pytest.mark.parametrize("package", [TRAINERS[0], FABRICS[1]])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_whole_matrices_under_fsdp2_have_the_bits_of_ddp(ranks, name, package):
+    cells = [Cell(way, (2, 1), package, MODES[0]) for way in ("ddp", "fsdp2")]
+    replicas, shards = (alike(ranks(2, look_at_matrices, cell, name)) for cell in cells)
+    state = {"Muon": "momentum_buffer", "Adafactor": "row_var"}[name]
+    assert any(each.endswith(state) for each in shards)
+    assert_same(replicas, shards)

@@ -59,12 +59,14 @@ def test_the_pytorch_loop_runs_in_fp32_as_well(capsys: pytest.CaptureFixture[str
     assert "step 2: loss" in capsys.readouterr().out
 
 
-def test_fsdp2_goes_on_with_another_number_of_processes() -> None:
-    script = [str(EXAMPLES / "fsdp2.py"), *TINY]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fsdp2_goes_on_with_another_number_of_processes(optimizer: str) -> None:
+    script = [str(EXAMPLES / "fsdp2.py"), *TINY, f"--optimizer={optimizer}"]
     start = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     one_thread = {"OMP_NUM_THREADS": "1"}
     first = run(*start, "--nproc_per_node=2", *script, "--steps=2", environment=one_thread)
     assert "step 2: loss" in first
+    assert ("momentum_buffer" in first) == (optimizer == "muon")
     second = run(
         *start, "--nproc_per_node=1", *script, "--steps=4", "--resume", environment=one_thread
     )

@@ -105,6 +105,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("keep_fp32", "keep_fp32=('1',)"),
         ("accumulate", "accumulate='fp32'"),
         ("Adafactor", "Adafactor cannot step under DeepSpeed"),
+        ("Muon", "Muon cannot step under DeepSpeed: it looks at whole matrices"),
         ("schedule-free", "AdamWScheduleFree cannot be evaluated under DeepSpeed"),
         ("no engine", "engine, *_ = deepspeed.initialize(...)"),
         ("told", "gradient_clipping"),

@@ -1,8 +1,11 @@
 """Muon and Adafactor over shards: the bits of one process, however matrices are cut."""
 
+import logging
+
 import pytest
 import torch
-from sharded_models import EVEN, THIRDS, UNEVEN, WIDE, Case
+import torch.distributed as dist
+from sharded_models import EVEN, THIRDS, UNEVEN, WIDE, Case, local
 from sharded_training import RECIPES, Run, assert_same, joined, reference
 
 import torch_bf16
@@ -125,3 +128,55 @@ def backward(release, make):
 def test_released_gradients_step_as_others(ranks, make):
     released, whole = (joined(ranks(2, backward, each, make)) for each in (True, False))
     assert_same(whole, released)
+
+
+def skipping(case, make, who):
+    """Three steps, of which some ranks are told to skip the second; the warnings of this one."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("torch_bf16").addHandler(handler)
+    run = Run(case, RECIPES[0], make)
+    for step in range(3):
+        run.give(step)
+        if step == 1:
+            run.optimizer.skip_next_step_where(torch.tensor(float(dist.get_rank() in who)))
+        run.optimizer.step()
+    logging.getLogger("torch_bf16").removeHandler(handler)
+    return run.parts(), run.optimizer.skipped_steps, [each for each in said if "found_inf" in each]
+
+
+@pytest.mark.parametrize("case", [Case("fsdp2", (2,)), Case("fsdp1", (4,))], ids=Case.id)
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_ranks_that_disagree_about_found_inf_skip_the_step_together(ranks, make, case):
+    everyone = range(case.world)
+    found, counts, said = zip(
+        *ranks(case.world, skipping, case, make, [1], timeout=20, seconds=60), strict=True
+    )
+    assert set(counts) == {1}
+    assert [len(each) for each in said] == [int(rank != 1) for rank in everyone]
+    together, counts, said = zip(*ranks(case.world, skipping, case, make, everyone), strict=True)
+    assert set(counts) == {1}
+    assert not any(said)
+    assert_same(joined(together), joined(found))
+
+
+def scaled(make):
+    """A step under a GradScaler, after which one rank has found an infinite gradient."""
+    run = Run(Case("fsdp2", (2,)), RECIPES[0], make)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = run.parts()
+    scaler.scale(torch.ones(()))
+    run.give(0)
+    if dist.get_rank() == 1:
+        for p in run.model.parameters():
+            local(p.grad).fill_(torch.inf)
+    scaler.step(run.optimizer)
+    assert run.optimizer.skipped_steps == 1
+    for name, part in run.parts().items():
+        assert name not in before or torch.equal(part.elements, before[name].elements), name
+
+
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_an_infinite_gradient_on_one_rank_stops_nobody(ranks, make):
+    ranks(2, scaled, make, timeout=20, seconds=60)

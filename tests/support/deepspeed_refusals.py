@@ -66,6 +66,9 @@ def refusals() -> dict[str, str]:
         "keep_fp32": refused(right, _with(keep_fp32=("1",))),
         "accumulate": refused(right, _with(accumulate="fp32")),
         "Adafactor": refused(right, lambda module: torch_bf16.Adafactor(module.parameters())),
+        "Muon": refused(
+            right, lambda module: torch_bf16.Muon(torch_bf16.param_groups(module, muon=True))
+        ),
         "schedule-free": refused(
             right, lambda module: torch_bf16.AdamWScheduleFree(module.parameters())
         ),

@@ -63,3 +63,17 @@ def test_states_of_an_optimizer_without_a_rule_are_counted_when_they_are_there()
     after = torch_bf16.describe(network, optimizer)
     assert after.bytes_by_role == {"weights": 4, "gradients": 2, "exp_avg": 4, "exp_inf": 4}
     assert after.unmade is None
+
+
+def test_each_group_of_muon_counts_the_states_of_its_own_rule():
+    network = torch_bf16.cast_model(nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64)))
+    groups = torch_bf16.param_groups(network, muon=True)
+    optimizer = torch_bf16.Muon(groups, backend="eager")
+    sizes = torch_bf16.describe(network, optimizer).bytes_by_role
+    for p in network.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    trained = sum(p.numel() for p in network.parameters())
+    for name in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        held = [state[name] for state in optimizer.state.values() if name in state]
+        assert sizes[name] * trained == sum(each.nbytes for each in held), name

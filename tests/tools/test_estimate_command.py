@@ -208,7 +208,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
     ("arguments", "said"),
     [
         (["8B", "--optimizer", "Nonesuch"], "no optimizer 'Nonesuch'"),
-        (["8B", "--optimizer", "Muon"], "look at whole matrices"),
+        (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 at least 0 and below 100"),
         (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
         (["8B", "--optimizer", "__import__('os')"], "is no optimizer such as"),
         (["8B", "--batch", "8x1024"], "is no model that can"),

@@ -85,8 +85,9 @@ def test_other_optimizers_have_the_states_of_their_rule(label, optimizer):
     precision, needs = ROWS[label], stepped(optimizer)
     if precision.recipe is None and needs.scratch is None:
         pytest.skip("torch has no such optimizer")
-    shapes = shapes_of(nn.Linear(128, 64), "Linear")
-    model = nn.Linear(128, 64)
+    # Alone, Muon is for matrices.
+    shapes, model = (nn.Linear(128, 64, bias=optimizer != "Muon") for _ in range(2))
+    shapes = shapes_of(shapes, "Linear")
     if precision.recipe:
         torch_bf16.cast_model(model, precision.recipe)
     name, _, options = optimizer.partition("(")

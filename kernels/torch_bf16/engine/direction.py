@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -49,8 +49,8 @@ class Direction(Protocol):
 
     def solve(
         self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]
-    ) -> Sequence[Solution]:
-        """The solutions for some tensors.
+    ) -> Iterable[Solution]:
+        """The solutions for some tensors, each when it is asked for where that spares memory.
 
         Args:
             others: for each its direction, of one kind.

@@ -7,6 +7,7 @@ what that needs. So each matrix is solved once, by the arithmetic of one process
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -14,6 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
@@ -25,6 +27,8 @@ from .member import Member
 from .ownership import Round, Unit, rounds_here
 
 __all__ = ["Directions"]
+
+_logger = logging.getLogger("torch_bf16")
 
 
 class Directions:
@@ -43,6 +47,8 @@ class Directions:
         kinds = alike(alone, lambda each: (each.direction.kind, each.shard.shape))  # pyright: ignore
         here = (rounds_here([(each.shard, each.rule) for each in some]) for some in kinds)
         self._members = members
+        self._groups = [*dict.fromkeys(each.group for each in rounds)]
+        self._device = rounds[0].parameters[0][0].device if rounds else None
         self._rounds: list[tuple[Round, list[tuple[int, list[Unit]]]]] = []
         for each in chain(chain.from_iterable(here), rounds):
             # Where FSDP1 has left this rank nothing of a parameter, there is nothing to do.
@@ -53,6 +59,28 @@ class Directions:
             ]
             if known:
                 self._rounds.append((each, known))
+
+    def agree(self, told: StepInputs) -> None:
+        """Let all ranks that exchange skip a step where one does: the others would wait for it.
+
+        Args:
+            told: what the step was told; ``found_inf`` becomes 1 where another rank's is not 0.
+        """
+        found = told.found_inf
+        if not self._groups or not isinstance(found, Tensor):
+            return
+        mine = bool(found != 0)
+        skips = torch.tensor(mine, dtype=torch.float32, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(skips, dist.ReduceOp.MAX, group=group)
+        if bool(skips) != mine:
+            found.fill_(1.0)
+            _logger.warning(
+                "found_inf is not 0 on another rank, which this one exchanges matrices with: both "
+                "skip the step. Have all ranks find the same; GradScalers that do not come apart "
+                "in their scales, too: use torch.distributed.fsdp.sharded_grad_scaler."
+                "ShardedGradScaler"
+            )
 
     def run(
         self, there: Sequence[bool], gradients: Sequence[Tensor | None], told: StepInputs
@@ -76,9 +104,10 @@ class Directions:
                 if skipped:
                     yield n, gradient.float()
                     continue
-                prepared = member.direction.prepare(gradient, member.steps + 1, told)
-                member.steps += 1
-                requests.append(_Request(n, member.direction, units, prepared))
+                # Without names for what is as large as a weight, which would outlive the round.
+                prepare, step = member.direction.prepare, member.steps + 1
+                requests.append(_Request(n, member.direction, units, prepare(gradient, step, told)))
+                member.steps = step
             yield from _solved(round_, requests) if requests else ()
 
 
@@ -105,9 +134,13 @@ def _solved(round_: Round, requests: list[_Request]) -> Iterator[tuple[int, Tens
     solutions: dict[Unit, Solution] = {}
     for units in alike(tensors, lambda each: (directions[each].kind, each.shape)):
         some = [directions[each] for each in units]
-        solutions.update(
-            zip(units, some[0].solve(some, [tensors.pop(each) for each in units]), strict=True)
-        )
+        found = iter(some[0].solve(some, [tensors.pop(each) for each in units]))
+        for unit in units:
+            solution = next(found)
+            # What is kept serves a rank that holds all of it, and may be as large.
+            alone = unit.spans[round_.rank].numel == prod(unit.shape)
+            solutions[unit] = solution if alone else Solution(solution.answer)
+            del solution
     answers = _scattered(round_, requests, solutions)
     while requests:
         each = requests.pop(0)
@@ -119,10 +152,9 @@ def _solved(round_: Round, requests: list[_Request]) -> Iterator[tuple[int, Tens
             answer = each.prepared[0].new_empty(each.prepared[0].numel(), dtype=answer.dtype)
             for span, part in zip(mine, found, strict=True):
                 span.of(answer).copy_(part.reshape(-1))
-        elif solved[0] is not None and mine[0].numel == prod(each.units[0].shape):
+        elif solved[0] is not None:
             kept = solved[0].kept
-        made = each.direction.finish(each.prepared, answer, kept)
-        yield each.number, made.contiguous()
+        yield each.number, each.direction.finish(each.prepared, answer, kept).contiguous()
 
 
 def _gathered(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Tensor, ...]]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,13 +18,25 @@ from torch import Tensor
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard, Span
 
-__all__ = ["Round", "Unit", "rounds_here", "rounds_of"]
+__all__ = ["Cut", "Round", "Unit", "rounds_here", "rounds_of", "rounds_over"]
 
 _TOGETHER = 2**20
 """Elements that are solved together where nothing has to be sent; larger tensors are alone."""
 
 _AT_A_TIME = 2**24
 """Elements of a round for each rank, which are in memory as a whole, and twice while they move."""
+
+
+class Cut(Protocol):
+    """What is asked of a :class:`torch_bf16.sharding.Shard` here."""
+
+    parameter: Any
+    shape: Any
+
+    @property
+    def numel(self) -> int: ...
+
+    def holders(self) -> Mapping[int, Span]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +71,7 @@ class Round:
     parameters: list[tuple[Tensor, list[Unit]]]
 
 
-def rounds_here(some: Iterable[tuple[Shard, Rule]]) -> Iterator[Round]:
+def rounds_here(some: Iterable[tuple[Cut, Rule]]) -> Iterator[Round]:
     """What is solved together of parameters that this rank holds all of."""
     round_, elements = Round(None, 0, []), 0
     for shard, rule in some:
@@ -86,19 +98,31 @@ def rounds_of(every: Iterable[tuple[Shard, Rule]]) -> list[Round]:
     for shard, rule in every:
         if shard.holders():
             alike[tuple(dist.get_process_group_ranks(shard.exchange_group()))].append((shard, rule))
-    return [each for ranks, some in alike.items() for each in _rounds(ranks, some)]
+    rounds: list[Round] = []
+    for ranks, some in alike.items():
+        rounds += rounds_over(ranks, dist.get_rank(), some, some[0][0].exchange_group())
+    return rounds
 
 
-def _rounds(ranks: Sequence[int], some: Sequence[tuple[Shard, Rule]]) -> list[Round]:
+def rounds_over(
+    ranks: Sequence[int], rank: int, some: Sequence[tuple[Cut, Rule]], group: Any = None
+) -> list[Round]:
+    """The rounds of parameters that the same ranks hold.
+
+    Args:
+        ranks: global ones, in the order of their group.
+        rank: this one.
+        some: the parameters, in an order that all ranks have.
+        group: the process group.
+    """
     shapes = [_unit_shape(shard, rule) for shard, rule in some]
     order = sorted(range(len(some)), key=lambda n: (-_cost(shapes[n]), shapes[n], n))
     work = dict.fromkeys(ranks, 0)
-    group = some[0][0].exchange_group()
-    rounds, elements, units = [Round(group, dist.get_rank(), [])], 0, 0
+    rounds, elements, units = [Round(group, rank, [])], 0, 0
     for n in order:
         shard = some[n][0]
         if elements >= _AT_A_TIME * len(ranks) and units >= len(ranks):
-            rounds.append(Round(group, dist.get_rank(), []))
+            rounds.append(Round(group, rank, []))
             elements = units = 0
         found = [
             Unit(first, shape, _owner(spans, shape, work), spans)
@@ -110,7 +134,7 @@ def _rounds(ranks: Sequence[int], some: Sequence[tuple[Shard, Rule]]) -> list[Ro
 
 
 def _cut(
-    shard: Shard, rule: Rule, held: Mapping[int, Span]
+    shard: Cut, rule: Rule, held: Mapping[int, Span]
 ) -> Iterator[tuple[int, tuple[int, ...], dict[int, Span]]]:
     """Each unit's first element, shape, and what ranks hold of it; one if it is empty."""
     shape = _unit_shape(shard, rule)
@@ -125,7 +149,7 @@ def _owner(spans: dict[int, Span], shape: tuple[int, ...], work: dict[int, int])
     return owner
 
 
-def _unit_shape(shard: Shard, rule: Rule) -> tuple[int, ...]:
+def _unit_shape(shard: Cut, rule: Rule) -> tuple[int, ...]:
     dims = len(shard.shape) if rule.stage_dims is None else rule.stage_dims
     return shard.shape[len(shard.shape) - dims :]
 

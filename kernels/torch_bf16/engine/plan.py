@@ -184,6 +184,8 @@ class Plan:
     ) -> list[ScalarRows] | None:
         """Each batch's scalars for the next step; None where it is to be skipped.
 
+        Ranks that exchange matrices agree first whether they skip it.
+
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
             told: what this step was told.
@@ -191,6 +193,7 @@ class Plan:
         Raises:
             ValueError: no step follows from a group's options.
         """
+        self._directions.agree(told)
         active, rows = self._active(), {}
         started: list[ScalarSource] = []
         try:
@@ -228,6 +231,7 @@ class Plan:
                 for number, direction in self._directions.run(flags, found.gradients, told):
                     part, rows = directed[number]
                     part.follow(direction, rows)
+                    del direction
                     done.add(part)
         except BaseException as error:
             for parts, source, _ in active.sources:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,8 +121,10 @@ class _Relative:
         size = size * min(float(group["lr"]), self._step**-0.5)
         return size / (_rms(update) / group["d"]).clamp(min=1.0)
 
-    def solve(self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]) -> list[Solution]:
-        return [other._solve(*each) for other, each in zip(others, tensors, strict=True)]
+    def solve(
+        self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]
+    ) -> Iterator[Solution]:
+        return (other._solve(*each) for other, each in zip(others, tensors, strict=True))
 
 
 class _Matrix(_Relative):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["orthogonalise", "orthogonalise_each"]
+__all__ = ["SMALL", "orthogonalise", "orthogonalise_each"]
 
-_SMALL = 2**16
+SMALL = 2**16
 """Elements of a matrix up to which products of many at a time take less time than one by one."""
 
 
@@ -45,7 +45,7 @@ def orthogonalise_each(
         coefficients: as there, like all that follows.
     """
     (rows, columns), device = matrices[0].shape, matrices[0].device
-    small = 0 < matrices[0].numel() <= _SMALL
+    small = 0 < matrices[0].numel() <= SMALL
     if len(matrices) == 1 or not small or not _same_bits(len(matrices), rows, columns, device):
         return [orthogonalise(each, coefficients, steps, eps) for each in matrices]
     scaled = [_scaled(each, eps) for each in matrices]

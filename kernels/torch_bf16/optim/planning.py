@@ -105,8 +105,7 @@ def make_plan(
         members = [known[p] for p in ordered if p in known]
     if isinstance(optimizer.state, States):
         optimizer.state.plans += 1
-    rounds = _rounds(optimizer) if any(each.direction for each in members) else ()
-    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds)
+    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, _rounds(optimizer))
     plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
@@ -118,14 +117,16 @@ def make_plan(
 def _rounds(optimizer: BF16Optimizer) -> list[Round]:
     """In which ranks exchange what rules look at as a whole: of all parameters that there are.
 
-    FSDP1 leaves some ranks nothing of a parameter, and no gradient.
+    Also where none of those that take part is one: FSDP1 leaves some ranks nothing of a parameter,
+    and no gradient.
     """
     every = []
     for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
+        looking = optimizer.rule_of(group).stage_states
+        for position, parameter in enumerate(group["params"] if looking else ()):
             rule = optimizer.rule_for(group, parameter)
             shard = shard_of(parameter)
-            if rule.stage_states and shard.sharded:
+            if shard.sharded:
                 with prefix_errors(functools.partial(optimizer.label, number, position)):
                     shard.holders()
                 every.append((shard, rule))

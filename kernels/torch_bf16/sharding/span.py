@@ -113,17 +113,19 @@ class Span:
         Returns:
             Indices into it in row-major order: int64 ``[numel]``.
         """
-        left, found, stride = self.indices(device), torch.zeros_like(self.indices(device)), 1
+        left, stride = self.indices(device), 1
+        found = torch.zeros_like(left)
         for whole, size in zip(reversed(self.shape), reversed(shape), strict=True):
             if size > 1:
-                found += left % whole * stride
-            left, stride = left // whole, stride * size
+                found += (left % whole).mul_(stride)
+            left, stride = left.floor_divide_(whole), stride * size
         return found
 
     def indices(self, device: torch.device) -> Tensor:
         """The index of each element in the whole tensor: int64 ``[numel]``."""
         e = torch.arange(self.numel, device=device)
-        return self.offset + e // self.width * self.pitch + e % self.width
+        starts = (e // self.width).mul_(self.pitch).add_(self.offset)
+        return e.remainder_(self.width).add_(starts)
 
 
 def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:

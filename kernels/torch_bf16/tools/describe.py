@@ -14,7 +14,7 @@ from torch_bf16.foreign.optimizer import ForeignOptimizer
 from torch_bf16.gradients.gathering import LIMIT
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.rules import ADAMW, State
+from torch_bf16.rules import ADAMW, Rule
 from torch_bf16.sharding import shard_of
 from torch_bf16.states.views import MASTERS
 
@@ -85,19 +85,21 @@ def describe(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     parameters = list({id(p): p for each in models for p in each.parameters()}.values())
-    states: tuple[State, ...] = ADAMW.states
+    rules: dict[Tensor, Rule] = {}
     backend, released, largest, recipe = None, False, 0.0, optimizer_or_recipe
     held: dict[str, float] | None = None
     if isinstance(recipe, BF16Optimizer):
         if isinstance(recipe, ForeignOptimizer):
             held = _held(recipe, parameters)
         released = recipe._engine.release is not None
-        rule = recipe.rule_of(recipe.param_groups[0])
-        states = (*rule.states, *(each for each in rule.stage_states if each.shape is None))
+        rules = {
+            p: recipe.rule_for(group, p) for group in recipe.param_groups for p in group["params"]
+        }
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
-    roles = {"weights": "weights", **{state.name: state.role for state in states}}
-    sizes = dict.fromkeys(("weights", "gradients", *roles), 0.0)
+    # What is in no group is taken for more of the first.
+    other = next(iter(rules.values()), ADAMW)
+    sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
     dtypes: Counter[str] = Counter()
     trained = 0
     for p in parameters:
@@ -109,9 +111,9 @@ def describe(
             gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
             largest = max(largest, gradient)
             sizes["gradients"] += gradient
-            for name, role in roles.items():
+            for name, role in _roles(rules.get(p, other)).items():
                 format_ = recipe.format_of(role, shard.shape, p.dtype)
-                sizes[name] += numel * format_.bytes_per_element
+                sizes[name] = sizes.get(name, 0.0) + numel * format_.bytes_per_element
     if released:
         # One is there, and smaller ones wait for it.
         sizes["gradients"] = min(sizes["gradients"], largest + LIMIT)
@@ -126,6 +128,12 @@ def describe(
         bytes_by_role={name: size / trained for name, size in sizes.items() if trained},
         backend=choose(parameters[0].device, backend).name if parameters else None,
     )
+
+
+def _roles(rule: Rule) -> dict[str, str]:
+    """Of the weight and of each state, by name; those that are small beside a matrix left out."""
+    states = (each for each in (*rule.states, *rule.stage_states) if each.shape is None)
+    return {"weights": "weights", **{each.name: each.role for each in states}}
 
 
 def _held(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> dict[str, float]:

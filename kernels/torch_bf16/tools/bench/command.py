@@ -235,6 +235,8 @@ def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str
         raise ValueError(f"no entry {options.baseline!r}; known ones: {', '.join(known)}")
     found = [each for peer in peers.values() if peer.installed for each in peer.entries]
     missing = {name: peer.pip for name, peer in peers.items() if not peer.installed}
+    missing |= {each.name: each.needs[1] for each in found if each.needs and not each.installed}
+    found = [each for each in found if each.installed]
     baseline = known[options.baseline]
     more = in_ways((baseline, *recipes), options.ways)
     chosen = {each.name: each for each in (baseline, *found, *recipes, *more)}

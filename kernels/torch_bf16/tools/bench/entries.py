@@ -44,6 +44,7 @@ class Entry:
         compiles: its first step runs ``torch.compile``.
         only_on: the device type that it needs, None for any.
         way: how its steps are taken, one of ``WAYS``; None for gradients that stay where they are.
+        needs: a library beside its peer's: what is imported, and what is installed.
     """
 
     name: str
@@ -58,6 +59,12 @@ class Entry:
     compiles: bool = False
     only_on: str | None = None
     way: str | None = None
+    needs: tuple[str, str] | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether what it needs can be found; importing it may still fail."""
+        return self.needs is None or importlib.util.find_spec(self.needs[0]) is not None
 
     def make(self, shapes: Shapes, device: torch.device) -> torch.optim.Optimizer:
         """The optimizer over parameters of these shapes, each with a gradient."""
@@ -115,9 +122,33 @@ def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.
 
 def _muon(parameters: Sequence[Tensor], kind: str, **options: Any) -> torch.optim.Optimizer:
     """A Muon of what it is for: matrices, but for those of embeddings, which are much longer."""
-    made = importlib.import_module(kind).Muon
+    made: Any = importlib.import_module(kind).Muon
     hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) <= 8 * min(p.shape)]
-    return made(hidden, **options)
+    # One library is told whose they are, the others take what they are given.
+    groups: Any = [{"params": hidden, "use_muon": True}] if kind == "pytorch_optimizer" else hidden
+    return made(groups, **options)
+
+
+def _muon_entry(
+    name: str,
+    stores: str,
+    kind: str,
+    *,
+    fp32: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Entry:
+    """A library's Muon; all take five iterations, and bytes of weight, gradient and momentum."""
+    made: dict[str, Any] = {"arguments": {"lr": 1e-4, "weight_decay": 0.01}, **more}
+    return Entry(
+        name,
+        stores,
+        f"{__name__}:_muon",
+        estimate=12 if fp32 else 6.1,
+        options={"kind": kind, **(options or {})},
+        dtype=torch.float32 if fp32 else torch.bfloat16,
+        **made,
+    )
 
 
 BASELINE = "torch fused fp32"
@@ -275,21 +306,26 @@ PEERS: dict[str, Peer] = {
     "muon": Peer(
         "torch",
         "torch",
-        tuple(
-            Entry(
-                name,
-                stores,
-                f"{__name__}:_muon",
-                estimate=estimate,
-                arguments={"lr": 1e-4, "weight_decay": 0.01},
-                options={"kind": kind},
-                dtype=dtype,
-            )
-            for name, stores, kind, estimate, dtype in (
-                ("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", 12, torch.float32),
-                ("torch Muon bf16", "torch.optim.Muon, all bf16", "torch.optim", 6, torch.bfloat16),
-                ("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16", 6.1, torch.bfloat16),
-            )
+        (
+            _muon_entry("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", fp32=True),
+            _muon_entry("torch Muon bf16", "torch.optim.Muon, all bf16", "torch.optim"),
+            _muon_entry(
+                "pytorch-optimizer Muon",
+                "all fp32",
+                "pytorch_optimizer",
+                fp32=True,
+                needs=("pytorch_optimizer", "pytorch-optimizer"),
+            ),
+            _muon_entry(
+                "heavyball Muon SR",
+                "weights and momentum bf16 stochastic",
+                "heavyball",
+                arguments={"lr": 1e-4, "weight_decay": 0.01, "betas": (0.95, 0.99)},
+                options={"storage_dtype": "bfloat16", "consume_grad": False},
+                compiles=True,
+                needs=("heavyball", "heavyball"),
+            ),
+            _muon_entry("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16"),
         ),
     ),
 }

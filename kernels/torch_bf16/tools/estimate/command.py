@@ -7,11 +7,12 @@ import argparse
 import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, REDUCTIONS
+from torch_bf16.rules import MUON
 from torch_bf16.tools.output import add_json_argument, write_json
 
 from .activations import activations, batch_argument
 from .memory import memory
-from .optimizers import OPTIMIZERS, stepped
+from .optimizers import OPTIMIZERS, Stepped, stepped
 from .precisions import precisions
 from .report import row, show
 from .shapes import ModelShapes
@@ -99,7 +100,9 @@ def estimate(options: argparse.Namespace) -> int:
             live = activations(shapes.model, precision, options.batch, device)
         alone = memory(shapes, precision, optimizer)
         part = memory(shapes, precision, optimizer, options.ranks) if options.ranks > 1 else None
-        sent = traffic(shapes, precision, options.ranks) if part is not None else None
+        sent = None
+        if part is not None:
+            sent = traffic(shapes, precision, options.ranks, stepped=optimizer)
         rows.append(row(precision, alone, live, part, sent))
     zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate))]
     zero = zero if options.ranks > 1 else []
@@ -117,7 +120,7 @@ def estimate(options: argparse.Namespace) -> int:
         "rows": rows,
         "zero": [each.record(options.ranks) for each in zero],
         "notes": [
-            *_notes(shapes, optimizer.scratch, options),
+            *_notes(shapes, optimizer, options),
             *(_zero_notes(shapes, options) if zero else ()),
         ],
     }
@@ -128,7 +131,7 @@ def estimate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _notes(shapes: ModelShapes, scratch: float | None, options: argparse.Namespace) -> list[str]:
+def _notes(shapes: ModelShapes, optimizer: Stepped, options: argparse.Namespace) -> list[str]:
     notes = list(shapes.notes)
     if options.batch is None:
         notes.append("activations are not counted: --batch 8x1024 measures them by one step")
@@ -139,13 +142,23 @@ def _notes(shapes: ModelShapes, scratch: float | None, options: argparse.Namespa
         )
     else:
         notes.append(f"activations: one step over {_batch_text(options)} on {options.device}")
-    if scratch is None:
+    if optimizer.scratch is None:
         notes.append(f"torch has no {options.optimizer} of its own")
     else:
+        how = "one tensor after the other"
+        if not optimizer.rule.stage_states:
+            how = "with foreach=True, its default on GPUs; fused=True holds no scratch"
         notes.append(
-            "peak of torch's precisions: with foreach=True, its default on GPUs; fused=True holds "
-            "no scratch. bf16-true rounds to nearest and loses updates"
+            f"peak of torch's precisions: {how}. bf16-true rounds to nearest and loses updates"
         )
+    if optimizer.rule.stage_states:
+        notes.append(
+            f"{optimizer.rule.name.title()} looks at whole matrices: on ranks each has an owner, "
+            "what it gathers and computes with is in the recipes' peaks, and what it sends in "
+            "theirs per step"
+        )
+        if optimizer.rule is MUON and any(each.hidden is None for each in shapes.weights):
+            notes.append("no module says which matrices are embeddings, AdamW's: all are Muon's")
     notes.append(
         "three formats are those of weights and moments: "
         'get_recipe("bf16-stochastic", weights=..., exp_avg=..., exp_avg_sq=...)'

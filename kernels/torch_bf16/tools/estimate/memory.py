@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from types import SimpleNamespace
 
 import torch
 
@@ -13,14 +12,12 @@ from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding.dtensor import box_at
 
+from .directed import ROWS, Looked, looked
 from .optimizers import Stepped
 from .precisions import Precision
 from .shapes import ModelShapes, Weight
 
-__all__ = ["Held", "Memory", "dtype_of", "held_of", "memory", "part_of"]
-
-# FSDP2's placement, without importing what defines it, which takes longer than all else here.
-_ROWS = SimpleNamespace(dim=0, is_replicate=lambda: False, is_partial=lambda: False)
+__all__ = ["Held", "Memory", "dtype_of", "held_of", "looked_at", "memory", "part_of"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,8 @@ class Memory:
         master: what weights have beyond the parameter.
         sums: of gradients over micro-batches, where they have a format of their own.
         passing: what lives beside all these at the worst time, activations not counted: torch's
-            scratch in ``optimizer.step()``, or in the first step the bits that the cast took.
+            scratch in ``optimizer.step()``, in the first step the bits that the cast took, or what
+            Muon and Adafactor gather and compute with.
         unsaved: of weights, buffers and master, what checkpoints do not hold.
     """
 
@@ -77,7 +75,7 @@ def part_of(shape: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...
     """The shape of what a rank holds of a parameter under ``fully_shard``."""
     if ranks == 1 or not shape:
         return shape
-    box = box_at(shape, (ranks,), (rank,), (_ROWS,))
+    box = box_at(shape, (ranks,), (rank,), (ROWS,))
     return tuple(each.stop - each.start for each in box)
 
 
@@ -107,7 +105,7 @@ def memory(
     buffers = shapes.buffer_bytes - narrowed
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
-    sums, scratch, rests = 0, 0.0, [0]
+    sums, scratch, rests, looking = 0, 0.0, [0], [0.0]
     kinds: dict[tuple[object, ...], Held] = {}
     for each in shapes.weights:
         # Layers repeat: a few kinds are all there are among thousands of weights.
@@ -124,7 +122,11 @@ def memory(
         sizes["moments"] += held.moments
         # What has the master's bytes becomes the master.
         rests.append(0 if held.rest == held.master else held.rest)
-        scratch += (stepped.scratch or 0.0) * held.weights
+        if (rule := stepped.rule_of(each)).stage_states:
+            # torch's look at one tensor after the other.
+            looking.append((stepped.scratch or 0.0) * held.weights)
+        else:
+            scratch += (stepped.scratch_of(rule) or 0.0) * held.weights
         gradients[each.unit if ranks > 1 else each.name] += held.weights
         sums += held.count * 4 if precision.sums == "fp32" else held.weights
     one_at_a_time = precision.released or precision.sums is not None
@@ -133,12 +135,29 @@ def memory(
     if not shapes.known:
         # One matrix is all there is, and not the largest of anything.
         largest, passing = 0, 0 if precision.released else passing
+    if not precision.released:
+        passing = max(passing, looked_at(shapes, precision, stepped, ranks, rank).peak)
+    scratch = max(scratch, *looking)
     return Memory(
         **sizes,
         gradients=largest if one_at_a_time else sum(gradients.values()),
         sums=0 if precision.sums is None else sums,
         passing=passing if precision.recipe is not None else round(scratch),
     )
+
+
+def looked_at(
+    shapes: ModelShapes, precision: Precision, stepped: Stepped, ranks: int, rank: int = 0
+) -> Looked:
+    """What a rule that looks at whole matrices holds and sends; args as for :func:`memory`."""
+    if precision.recipe is None or not stepped.rule.stage_states or not shapes.known:
+        return Looked()
+    trained = [
+        (each, stepped.rule_of(each), dtype_of(each, precision))
+        for each in shapes.weights
+        if each.trained
+    ]
+    return looked(trained, precision.recipe, ranks, rank)
 
 
 @dataclass(frozen=True)
@@ -163,10 +182,13 @@ def held_of(
     stepped: Stepped,
 ) -> Held:
     """What a rank holds of a weight, of which it has a part of that shape."""
-    count, recipe, states = prod(part), precision.recipe, stepped.rule.states
+    count, recipe, rule = prod(part), precision.recipe, stepped.rule_of(weight)
     weights = count * dtype.itemsize
+    states = [each for each in (*rule.states, *rule.stage_states) if each.shape is None]
+    # Whole on every rank.
+    factors = sum(prod(each.shape(weight.shape)) for each in rule.stage_states if each.shape)
     if recipe is None:
-        return Held(count, weights, 0, 0, len(states) * weights)
+        return Held(count, weights, 0, 0, len(states) * weights + factors * dtype.itemsize)
     stored = recipe.format_of("weights", weight.shape, dtype)
     moments = [recipe.format_of(each.role, weight.shape, dtype) for each in states]
     return Held(
@@ -174,7 +196,7 @@ def held_of(
         weights,
         rest=count * _rest_itemsize(weight, dtype, recipe),
         master=_bytes(stored, part, 1),
-        moments=sum(_bytes(each, part) for each in moments),
+        moments=sum(_bytes(each, part) for each in moments) + factors * 4,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from torch_bf16 import rules
-from torch_bf16.optim import adam, schedule_free, sgd
+from torch_bf16.optim import adafactor, adam, muon, schedule_free, sgd
 from torch_bf16.rules import Rule
 
 from .live import LiveBytes
+from .shapes import Weight
 
 __all__ = ["OPTIMIZERS", "PLAIN", "Stepped", "measured", "stepped"]
 
@@ -21,6 +23,7 @@ _CLASSES = (
     *(adam.AdamW, adam.Adam, adam.NAdam, adam.RAdam, adam.ADOPT),
     *(sgd.SGD, sgd.Lion, sgd.RMSprop, sgd.Adagrad),
     *(schedule_free.AdamWScheduleFree, schedule_free.SGDScheduleFree),
+    *(muon.Muon, adafactor.Adafactor),
 )
 OPTIMIZERS = {each.__name__: each for each in _CLASSES}
 # Rule and scratch without options. Making an optimizer imports all of torch's compiler.
@@ -36,6 +39,8 @@ PLAIN: dict[str, tuple[Rule, float | None]] = {
     "Adagrad": (rules.ADAGRAD, 2.0),
     "AdamWScheduleFree": (rules.SCHEDULE_FREE_ADAMW, None),
     "SGDScheduleFree": (rules.SCHEDULE_FREE_SGD, None),
+    "Muon": (rules.MUON, 3.0),
+    "Adafactor": (rules.ADAFACTOR, 1.0),
 }
 _PROBE = (512, 512)
 
@@ -48,12 +53,29 @@ class Stepped:
         name: as it was given.
         rule: whose states it keeps.
         scratch: elements, of the parameters' dtype, that torch's own step holds for each parameter
-            in its default on GPUs, ``foreach=True``; None where torch has no such optimizer.
+            in its default on GPUs, ``foreach=True``; None where torch has no such optimizer. Of
+            those that look at whole tensors for one at a time.
     """
 
     name: str
     rule: Rule
     scratch: float | None
+
+    def rule_of(self, weight: Weight) -> Rule:
+        """The rule of a weight: Muon's matrices have AdamW beside them."""
+        if self.rule is rules.MUON and not _orthogonalised(weight):
+            return rules.ADAMW
+        if self.rule is rules.ADAFACTOR and len(weight.shape) < 2:
+            return rules.ADAFACTOR_VECTOR
+        return self.rule
+
+    def scratch_of(self, rule: Rule) -> float | None:
+        """That of what :meth:`rule_of` found."""
+        return self.scratch if rule is self.rule else PLAIN["AdamW"][1]
+
+
+def _orthogonalised(weight: Weight) -> bool:
+    return len(weight.shape) == 2 if weight.hidden is None else weight.hidden
 
 
 def stepped(text: str) -> Stepped:
@@ -68,13 +90,14 @@ def stepped(text: str) -> Stepped:
 
 def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
     """The same, found by making the optimizer and by a step of torch's."""
-    parameter = torch.empty(_PROBE, device="meta", requires_grad=True)
+    # With numbers: torch's Adafactor reads some.
+    parameter = torch.zeros(_PROBE, requires_grad=True)
     made: Any = OPTIMIZERS[name]
     try:
         optimizer = made([parameter], **{"lr": 1e-3, **options}, backend="eager")
         rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
         known = getattr(torch.optim, name, None)
-        theirs = known and known([parameter], **{"lr": 1e-3, **options}, foreach=True)
+        theirs = known and _made(known, parameter, {**options, "foreach": not rule.stage_states})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
     return Stepped(text, rule, theirs and _scratch(theirs, parameter))
@@ -92,15 +115,21 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     except (SyntaxError, ValueError, AttributeError) as error:
         raise ValueError(f"{text!r} is no optimizer such as SGD(momentum=0.9): {error}") from None
     if name not in OPTIMIZERS:
-        raise ValueError(
-            f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}. Those that look at whole "
-            "matrices (Muon, Adafactor) are counted by torch_bf16.describe(model, optimizer)"
-        )
+        raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
     return name, options
 
 
+def _made(
+    known: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """torch's, with those of the options that it has."""
+    its = inspect.signature(known).parameters
+    given = {"lr": 1e-3, **options}
+    return known([parameter], **{key: each for key, each in given.items() if key in its})
+
+
 def _scratch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:
-    parameter.grad = torch.empty_like(parameter)
+    parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     with LiveBytes() as live:
         optimizer.step()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.model.casting import fp32_parameters
+from torch_bf16.model.parameter_groups import param_groups
 
 __all__ = ["ModelShapes", "Weight", "shapes_of"]
 
@@ -28,6 +29,8 @@ class Weight:
         trained: whether it requires a gradient.
         stays_fp32: whether ``cast_model`` leaves it in fp32, as norms with running statistics.
         frozen_as: its dtype where it is frozen in another than fp32; every precision leaves it.
+        hidden: whether Muon orthogonalises its updates, as ``param_groups(model, muon=True)`` says;
+            None where no model says it: then all matrices are.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Weight:
     trained: bool = True
     stays_fp32: bool = False
     frozen_as: torch.dtype | None = None
+    hidden: bool | None = None
 
     @property
     def numel(self) -> int:
@@ -44,7 +48,7 @@ class Weight:
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """What decides its bytes: all but the name."""
-        return self.shape, self.trained, self.stays_fp32, self.frozen_as
+        return self.shape, self.trained, self.stays_fp32, self.frozen_as, self.hidden
 
     @cached_property
     def unit(self) -> str:
@@ -91,6 +95,9 @@ class ModelShapes:
 def shapes_of(model: nn.Module, source: str) -> ModelShapes:
     """The shapes of a model, on whatever device."""
     staying = {id(p) for p in fp32_parameters(model).values()}
+    trained = any(p.requires_grad for p in model.parameters())
+    groups = param_groups(model, muon=True) if trained else ()
+    hidden = {name for each in groups if each["use_muon"] for name, _ in each["params"]}
     weights = [
         Weight(
             name,
@@ -98,6 +105,7 @@ def shapes_of(model: nn.Module, source: str) -> ModelShapes:
             p.requires_grad,
             id(p) in staying,
             None if p.requires_grad or p.dtype == torch.float32 else p.dtype,
+            name in hidden,
         )
         for name, p in model.named_parameters()
     ]

@@ -8,7 +8,8 @@ from math import prod
 
 import torch
 
-from .memory import dtype_of, part_of
+from .memory import dtype_of, looked_at, part_of
+from .optimizers import Stepped
 from .precisions import Precision
 from .shapes import ModelShapes
 
@@ -39,6 +40,7 @@ def traffic(
     precision: Precision,
     ranks: int,
     reduce_dtype: torch.dtype = torch.float32,
+    stepped: Stepped | None = None,
 ) -> Traffic:
     """What a step brings and sends.
 
@@ -48,6 +50,7 @@ def traffic(
             says.
         ranks: over which the model is sharded.
         reduce_dtype: of the gradients on the wire.
+        stepped: the optimizer, which may send matrices.
     """
     whole: dict[str, int] = defaultdict(int)
     gradients: dict[str, int] = defaultdict(int)
@@ -70,6 +73,8 @@ def traffic(
                 exchanged[each.unit] += 2 * part * ranks * dtype.itemsize
                 wire = dtype
             sent += (ranks - 1) * part * wire.itemsize
+    if stepped is not None:
+        sent += looked_at(shapes, precision, stepped, ranks).sent
     if not shapes.known:
         return Traffic(0, 0, sent)
     layers = sorted((size for unit, size in whole.items() if unit), reverse=True)

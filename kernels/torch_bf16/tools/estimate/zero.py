@@ -50,14 +50,16 @@ def zero_rows(
 ) -> Iterator[ZeroRow]:
     """DeepSpeed's own two ways, and the recipes that train in its engine.
 
-    None for schedule-free optimizers, which cannot be evaluated there.
+    None for schedule-free optimizers, which cannot be evaluated there, nor for those that look at
+    whole matrices.
 
     Args:
         shapes: of the model; DeepSpeed casts all of it.
         stepped: the optimizer.
         precisions: those to choose from.
     """
-    if any(each.role == ITERATE for each in stepped.rule.states):
+    rule = stepped.rule
+    if rule.stage_states or any(each.role == ITERATE for each in rule.states):
         return
     weights = sum(_weight_bytes(each) for each in shapes.weights)
     trained = [each for each in shapes.weights if each.trained]
@@ -65,7 +67,7 @@ def zero_rows(
     one = {each.kind: each for each in trained}
     times = Counter(each.kind for each in trained)
     kinds = [(one[kind], times[kind]) for kind in one]
-    numbers, count = sum(each.numel for each in trained), len(stepped.rule.states)
+    numbers, count = sum(each.numel for each in trained), len(rule.states)
     yield ZeroRow("DeepSpeed, fp32 masters", False, weights, numbers * 4 * (1 + count))
     cast = any(each.stays_fp32 for each in shapes.weights)
     for precision in [] if cast else filter(_trains, precisions):
