@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -128,6 +130,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         # torch knows this argument since 2.7.
         self._construct(
@@ -173,6 +176,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -234,6 +238,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -276,6 +281,7 @@ class ADOPT(BF16Optimizer):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)

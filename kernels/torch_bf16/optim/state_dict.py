@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import REMAINDERS
@@ -54,8 +55,10 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
     finally:
         for hook in hooks:
             hook.remove()
-    names = optimizer._engine.names.known(optimizer.param_groups)
-    found[schema.HEADER] = schema.header(optimizer.recipe, names)
+    engine = optimizer._engine
+    names = engine.names.known(optimizer.param_groups)
+    norm = None if engine.last_norm is None else engine.last_norm.item()
+    found[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
     return found
 
 
@@ -128,6 +131,8 @@ def load(
         dict.update(optimizer.state, loaded)
         _note(optimizer, seen)
         optimizer._engine.invalidate()
+        norm = (header or {}).get("last_norm")
+        optimizer._engine.last_norm = None if norm is None else torch.tensor(norm)
         optimizer.recipe = recipe
         if changes.counts:
             _logger.log(
