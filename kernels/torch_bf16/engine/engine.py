@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ class Accumulation(Protocol):
 
 class Release(Protocol):
     """Steps inside the backward pass; see :mod:`torch_bf16.gradients.release`."""
+
+    by_last_step: bool
 
     def finish(self, left: list[Tensor]) -> None: ...
     def hook_parameters(self, *, anew: bool = False) -> None: ...
@@ -114,6 +117,22 @@ class Engine:
         for each in (self.accumulation, self.release):
             if each is not None:
                 each.hook_parameters()
+
+    def load_norm(self, norm: float | None, *, begun: bool) -> None:
+        """Clip the next released step by a norm that was saved.
+
+        Args:
+            norm: None where the state dict has none.
+            begun: whether it is of a run that has taken steps.
+        """
+        self.last_norm = None if norm is None else torch.tensor(norm)
+        if begun and norm is None and self.release is not None and self.release.by_last_step:
+            warnings.warn(
+                "the state dict has no norm of the step before, which this optimizer clips by: the "
+                "next step clips each gradient by its own norm. get_optimizer_state_dict drops the "
+                "entry 'torch_bf16', which has it: keep that of optimizer.state_dict(), too",
+                stacklevel=2,
+            )
 
     def invalidate(self) -> None:
         """Drop what was derived from the tensors of the last step."""

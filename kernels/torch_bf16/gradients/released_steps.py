@@ -50,7 +50,11 @@ class _Pass(Waiting):
 
 
 class ReleasedSteps:
-    """A handle on released gradients; see :func:`torch_bf16.release_gradients`."""
+    """A handle on released gradients; see :func:`torch_bf16.release_gradients`.
+
+    Attributes:
+        by_last_step: whether they are clipped by the norm of the step before.
+    """
 
     def __init__(self, model: nn.Module | None, optimizer: Any, options: ReleaseOptions) -> None:
         engine: Engine = optimizer._engine
@@ -58,7 +62,7 @@ class ReleasedSteps:
             engine.release.remove()
         self._engine = engine
         self._options = options
-        self._by_last_step = options.norm == "last_step"
+        self.by_last_step = options.max_norm is not None and options.norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
         self._gathering = Gathering(self._take)
         self._passes = Passes(_Pass, self._end)
@@ -246,7 +250,7 @@ class ReleasedSteps:
     @property
     def _by_its_own(self) -> bool:
         """Whether each gradient is clipped by its own norm."""
-        by_last = self._by_last_step and self.last_norm is not None
+        by_last = self.by_last_step and self.last_norm is not None
         return self._options.max_norm is not None and not by_last
 
     def _end(self, running: _Pass) -> None:
@@ -285,14 +289,23 @@ class ReleasedSteps:
         bound = self._options.max_norm
         told = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
         self._stepped.update(map(id, taken))
-        group.made = optimizer._update(taken, group.made, self._setting, told)
+        # A plan steps all that has a gradient, and these may have sums that are not complete.
+        others = [each for n, each in enumerate(group.members) if n not in there]
+        aside = [(each, each.grad) for each in others if each.grad is not None]
+        for parameter, _ in aside:
+            parameter.grad = None
+        try:
+            group.made = optimizer._update(taken, group.made, self._setting, told)
+        finally:
+            for parameter, gradient in aside:
+                parameter.grad = gradient
         for parameter in taken:
             parameter.grad = None
 
     @torch.no_grad()
     def _coefficient(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         norms = norms_of(parameters)
-        if self._by_last_step:
+        if self.by_last_step:
             for groups, some in norms.items():
                 self._norms[groups] += some
             if self.last_norm is not None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import REMAINDERS
@@ -131,8 +130,7 @@ def load(
         dict.update(optimizer.state, loaded)
         _note(optimizer, seen)
         optimizer._engine.invalidate()
-        norm = (header or {}).get("last_norm")
-        optimizer._engine.last_norm = None if norm is None else torch.tensor(norm)
+        optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         optimizer.recipe = recipe
         if changes.counts:
             _logger.log(
