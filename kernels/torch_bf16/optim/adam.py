@@ -59,6 +59,10 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         backend: name of the backend that takes the steps, as ``python -m torch_bf16 info`` lists
             them; None for the best that works on the parameters' device.
+        release: take steps inside ``backward()`` and free gradients with them: True, or a dict with
+            ``max_norm``, ``norm`` or ``accumulation_steps`` of
+            :func:`torch_bf16.release_gradients`. Copies do so, too. With several ranks and no
+            ``fully_shard`` the module must be shown to that function.
 
     Raises:
         ValueError: the recipe or the backend is unknown, an argument is out of range, or a
