@@ -17,7 +17,7 @@ from .kept_fp32 import fp32_adapters, fp32_parts
 from .models import bare, is_wrapped
 from .optimizers import inner, ours, owns
 from .recipe_options import BF16RecipeKwargs
-from .refusals import refuse_accumulation, refuse_under_deepspeed, refuse_wrapped
+from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
 
 __all__ = ["Preparation"]
@@ -131,12 +131,13 @@ class Preparation:
         """What a model computes in."""
         return self._recipe_for(bare(model)).compute
 
-    def attach(self, wrapped: Sequence[nn.Module], steps: int) -> None:
+    def attach(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
         """Let gradients of what is new go as asked, over ranks and within one, and modes follow.
 
         Args:
             wrapped: all models as ``prepare`` returned them.
             steps: the accelerator's ``gradient_accumulation_steps``.
+            sync_each: whether each of them is reduced; FSDP2 shows no others.
         """
         options = self._options
         for optimizer, bare_models in self._news():
@@ -146,16 +147,19 @@ class Preparation:
             if not models:
                 continue
             model = models[0] if len(models) == 1 else nn.ModuleList(models)
-            if options.release_gradients:
-                refuse_accumulation(steps)
-                norm = options.release_norm or "parameter"
-                torch_bf16.release_gradients(
-                    model, optimizer, max_norm=options.release_max_norm, norm=norm
-                )
-            elif optimizer.recipe.accumulate != "bf16_nearest":
+            if optimizer.recipe.accumulate != "bf16_nearest":
                 torch_bf16.accumulate_gradients(model, optimizer)
             if optimizer.recipe.reduce != "wrapper":
                 torch_bf16.reduce_gradients(model, optimizer)
+            if options.release_gradients:
+                shows_last = hasattr(models[0], "set_requires_gradient_sync") and not sync_each
+                torch_bf16.release_gradients(
+                    model,
+                    optimizer,
+                    max_norm=options.release_max_norm,
+                    norm=options.release_norm or "parameter",
+                    accumulation_steps=1 if shows_last else steps,
+                )
 
     def report(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""

@@ -26,8 +26,8 @@ class BF16RecipeKwargs(KwargsHandler):
             :class:`torch_bf16.Recipe` explains.
         accumulate, reduce, keep_fp32, seed, backend, vectors, compute: replace its other fields.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
-            in one process, without gradient accumulation, ``clip_grad_norm_`` and
-            ``clip_grad_value_``.
+            without ``clip_grad_norm_`` and ``clip_grad_value_``. Of ``gradient_accumulation_steps``
+            passes the last one takes it.
         release_max_norm, release_norm: clip what is released; see
             :func:`torch_bf16.release_gradients`.
 
@@ -60,11 +60,6 @@ class BF16RecipeKwargs(KwargsHandler):
         if self.release_gradients not in (None, True, False):
             raise ValueError(
                 f"release_gradients={self.release_gradients!r} must be True, False or None"
-            )
-        if self.release_gradients and self.accumulate not in (None, "bf16_nearest"):
-            raise ValueError(
-                f"release_gradients=True and accumulate={self.accumulate!r} exclude each other: a "
-                "gradient that was released cannot be added to. Choose one of them"
             )
         if self.release_max_norm is not None and self.release_gradients is False:
             raise ValueError(

@@ -106,16 +106,6 @@ def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None)
         )
 
 
-def refuse_accumulation(steps: int) -> None:
-    """Raise if released gradients would be accumulated."""
-    if steps > 1:
-        raise NotImplementedError(
-            f"release_gradients=True cannot be combined with gradient_accumulation_steps={steps}: "
-            "the step of a batch runs inside its backward pass. Use larger batches, or "
-            "accumulate='bf16_stochastic' without release"
-        )
-
-
 def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
     """Raise if ``TrainingArguments`` ask for fp16, or for another mode than the launcher."""
     if launched not in (None, mode):

@@ -58,10 +58,12 @@ class PrecisionBody(_Base):
         vectors: ``"like_matrices"`` keeps parameters of one dimension in the formats of the others,
             which DeepSpeed may need.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
-            on a single device, without accumulation and without ``gradient_clip_val``.
+            without ``gradient_clip_val``.
         release_max_norm: how gradients that are released are clipped; None does not clip.
         release_norm: ``"parameter"`` or ``"last_step"``, see
             :func:`torch_bf16.release_gradients`.
+        release_accumulation_steps: how many backward passes make one released step; None for the
+            Trainer's ``accumulate_grad_batches``, and 1 in Fabric.
 
     Example:
         >>> plugin = BF16Precision("bf16-fp32-master", keep_fp32=["head"])
@@ -89,6 +91,7 @@ class PrecisionBody(_Base):
         release_gradients: bool = False,
         release_max_norm: float | None = None,
         release_norm: str = "parameter",
+        release_accumulation_steps: int | None = None,
     ) -> None:
         super().__init__("bf16-true")
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -99,9 +102,10 @@ class PrecisionBody(_Base):
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.recipe = torch_bf16.get_recipe(recipe, **overrides)
         self.compute = self.recipe.compute
-        _check_release(self.recipe, release_gradients, release_max_norm, release_norm)
+        _check_release(release_gradients, release_max_norm, release_norm)
         clip: dict[str, Any] = {"max_norm": release_max_norm, "norm": release_norm}
         self.release = clip if release_gradients else None
+        self.release_accumulation_steps = release_accumulation_steps
         self._modules: list[weakref.ref[Module]] = []
 
     @property
@@ -222,12 +226,19 @@ class PrecisionBody(_Base):
         for optimizer in optimizers:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
                 continue
-            if self.release is not None:
-                torch_bf16.release_gradients(module, optimizer, **self.release)
-            elif optimizer.recipe.accumulate != "bf16_nearest":
+            if optimizer.recipe.accumulate != "bf16_nearest":
                 torch_bf16.accumulate_gradients(module, optimizer)
             if optimizer.recipe.reduce != "wrapper":
                 torch_bf16.reduce_gradients(module, optimizer)
+            if self.release is not None:
+                steps = self.accumulation_steps()
+                torch_bf16.release_gradients(
+                    module, optimizer, **self.release, accumulation_steps=steps
+                )
+
+    def accumulation_steps(self) -> int:
+        """How many backward passes make one released step."""
+        return self.release_accumulation_steps or 1
 
     def sync_replicas(self, module: Module, strategy: Any) -> None:
         """Let exact masters of a wrapped module start from rank 0's, as the weights did."""
@@ -259,15 +270,8 @@ def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
     return _trained_by(optimizer) <= set(module.parameters())
 
 
-def _check_release(
-    recipe: torch_bf16.Recipe, release: bool, max_norm: float | None, norm: str
-) -> None:
+def _check_release(release: bool, max_norm: float | None, norm: str) -> None:
     """Refuse options that cannot be meant, before anything is trained."""
-    if release and recipe.accumulate != "bf16_nearest":
-        raise ValueError(
-            f"release_gradients=True and accumulate={recipe.accumulate!r} exclude each other: a "
-            "gradient that was released cannot be added to. Choose one of them"
-        )
     if max_norm is not None and not release:
         raise ValueError(
             f"release_max_norm={max_norm} clips released gradients, and release_gradients=False; "

@@ -72,6 +72,14 @@ class TrainerBody(PrecisionBody):
         self.announce(converted)
         return model, optimizers, lr_schedulers
 
+    def accumulation_steps(self) -> int:
+        """The most that ``accumulate_grad_batches`` will be; fewer are stepped after the pass."""
+        if self.release_accumulation_steps is not None or self._trainer is None:
+            return super().accumulation_steps()
+        schedules = [getattr(each, "scheduling", {}) for each in self._trainer.callbacks]
+        every = [n for each in schedules if isinstance(each, dict) for n in each.values()]
+        return max([self._trainer.accumulate_grad_batches, *every])
+
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """Convert an optimizer that was made after `connect`, in a hook, before its first step."""
         if converted := self.convert_optimizers([optimizer]):
@@ -104,12 +112,6 @@ class TrainerBody(PrecisionBody):
 
 def _check_trainer(trainer: Any) -> None:
     """Refuse what a Trainer would do to gradients that were released."""
-    if trainer.accumulate_grad_batches > 1:
-        raise NotImplementedError(
-            "release_gradients=True cannot be combined with accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches}: the step of a batch runs inside its backward "
-            "pass. Use larger batches, or accumulate='bf16_stochastic' without release"
-        )
     if trainer.gradient_clip_val:
         raise NotImplementedError(
             "release_gradients=True cannot be combined with gradient_clip_val="

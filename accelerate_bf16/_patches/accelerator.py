@@ -269,7 +269,11 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         with Patches() as patches:
             patches.set(accelerator.state, "_mixed_precision", "no")
             yield _current
-        _current.attach(list(_wrapped(accelerator)), accelerator.gradient_accumulation_steps)
+        _current.attach(
+            list(_wrapped(accelerator)),
+            accelerator.gradient_accumulation_steps,
+            sync_each=accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
+        )
         lines = list(_current.report())
     finally:
         _current = None

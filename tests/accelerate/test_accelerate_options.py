@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import torch_bf16
 from accelerate_bf16 import BF16RecipeKwargs
@@ -124,8 +125,6 @@ def test_variables_are_read_or_refused_by_name():
 def test_options_that_cannot_be_meant_are_refused():
     with pytest.raises(ValueError, match="has no effect with mixed_precision='no'"):
         Accelerator(cpu=True, kwargs_handlers=[BF16RecipeKwargs()])
-    with pytest.raises(ValueError, match="exclude each other"):
-        BF16RecipeKwargs(release_gradients=True, accumulate="fp32")
     with pytest.raises(ValueError, match="clips released gradients"):
         BF16RecipeKwargs(release_gradients=False, release_max_norm=1.0)
     with pytest.raises(ValueError, match="release_gradients='maybe' must be True, False or None"):
@@ -216,12 +215,25 @@ def test_released_gradients_train_the_same_bits(make_accelerator):
     assert all(map(torch.equal, *ends))
 
 
-def test_release_and_accumulation_are_refused_at_prepare(make_accelerator):
-    accelerator = make_accelerator(
-        "bf16-stochastic",
-        kwargs_handlers=[BF16RecipeKwargs(release_gradients=True)],
-        gradient_accumulation_steps=2,
-    )
-    model = network()
-    with pytest.raises(NotImplementedError, match="gradient_accumulation_steps=2"):
-        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+@pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])
+def test_released_sums_train_the_same_bits(make_accelerator, accumulate):
+    """Five batches, of which the last one makes a step alone: the sum is stepped by ``step()``."""
+    ends = []
+    for release in (False, True):
+        options = BF16RecipeKwargs(release_gradients=release, accumulate=accumulate)
+        accelerator = make_accelerator(
+            "bf16-stochastic", kwargs_handlers=[options], gradient_accumulation_steps=2
+        )
+        bare, data = network(), DataLoader(batches(5), batch_size=None)
+        model, optimizer, loader = accelerator.prepare(
+            bare, torch.optim.AdamW(bare.parameters(), lr=0.01), data
+        )
+        for x, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).float().square().mean())
+                full = accelerator.sync_gradients and not loader.end_of_dataloader
+                assert all((p.grad is None) == (release and full) for p in bare.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([p.detach().clone() for p in bare.parameters()])
+    assert all(map(torch.equal, *ends))

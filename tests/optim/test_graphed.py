@@ -40,11 +40,11 @@ def _with_recordings(function, *arguments):
         function(*arguments)
 
 
-def pair(recipe="stochastic", **options):
+def pair(recipe="stochastic", kind="adamw", **options):
     dense = {n: p for n, p in make_parameters().items() if p.is_contiguous()}
     for _ in range(2):
         mine = {n: nn.Parameter(p.detach().clone()) for n, p in dense.items()}
-        optimizer = make_optimizer("adamw", recipe, "triton", mine.items(), **options)
+        optimizer = make_optimizer(kind, recipe, "triton", mine.items(), **options)
         set_gradients(parameters_of(optimizer), 0)
         yield optimizer
 
@@ -87,6 +87,27 @@ def replays_are_steps(recipe, first):
 @pytest.mark.parametrize("first", [False, True], ids=["at once", "after a step"])
 def test_replays_have_the_bits_of_steps(recorded, recipe, first):
     recorded(replays_are_steps, recipe, first)
+
+
+def schedule_free_replays(kind):
+    ours, plain = pair("stochastic", kind)
+    step = ours.graphed()
+    for seed in range(1, 5):
+        for optimizer, take in ((ours, step), (plain, plain.step)):
+            write_gradients(optimizer, seed)
+            take()
+            if seed == 2:
+                optimizer.eval()
+                optimizer.train()
+        assert_same(snapshot(ours), snapshot(plain))
+    ours.eval()
+    with pytest.raises(RuntimeError, match="eval"):
+        step()
+
+
+@pytest.mark.parametrize("kind", ["schedule_free_adamw", "schedule_free_sgd"])
+def test_schedule_free_replays_count_as_steps_do(recorded, kind):
+    recorded(schedule_free_replays, kind)
 
 
 def ordinary_steps_go_between():

@@ -288,3 +288,32 @@ def test_shards_have_the_bits_of_one_process_in_both_modes(ranks, case, recipe):
     expected = _two_modes(replace(ALONE, sizes=case.sizes), recipe)
     for number, alone in enumerate(expected):
         assert_same_parts(joined([alone]), joined([each[number] for each in found]))
+
+
+def _regathered():
+    """Outputs of a module that keeps its weights gathered, and of what they are as a whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch_bf16.cast_model(nn.Linear(8, 8, bias=False))
+    alone = copy.deepcopy(model)
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch_bf16.AdamWScheduleFree(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8).bfloat16()
+    for step in range(3):
+        model(x * (step + 1)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = []
+    with torch.no_grad():
+        for mode in (True, False, True):
+            optimizer.train(mode)
+            alone.weight.copy_(model.weight.full_tensor())
+            assert torch.equal(model(x), alone(x)), mode
+            seen.append(alone.weight.detach().clone())
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_fsdp2_gathers_anew_what_a_mode_wrote(ranks):
+    ranks(2, _regathered)

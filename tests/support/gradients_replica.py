@@ -257,21 +257,6 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def run_release_under_ddp(rank, ranks):
-    bare = Model()
-    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
-    with pytest.raises(NotImplementedError, match="DDP reduces them in buckets"):
-        torch_bf16.release_gradients(DistributedDataParallel(bare), optimizer)
-
-
-def run_ddp_around_release(rank, ranks):
-    bare = Model()
-    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
-    torch_bf16.release_gradients(bare, optimizer)
-    with pytest.raises(NotImplementedError, match="Shard the model with fully_shard"):
-        DistributedDataParallel(bare)(micro_batch(bare, rank, 0, 0))
-
-
 CASES = {
     "ddp-fp32": lambda rank, ranks: run_ddp(rank, ranks, "fp32", False, False),
     "ddp-fp32-static-graph": lambda rank, ranks: run_ddp(rank, ranks, "fp32", True, True),
@@ -308,8 +293,6 @@ CASES = {
         f"fsdp2-release-by-{norm}": functools.partial(run_fsdp_release_by_parameter, norm=norm)
         for norm in ("parameter", "last_step")
     },
-    "release-under-ddp": run_release_under_ddp,
-    "ddp-around-release": run_ddp_around_release,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -39,12 +40,16 @@ class Accumulation(Protocol):
 class Release(Protocol):
     """Steps inside the backward pass; see :mod:`torch_bf16.gradients.release`."""
 
-    def finish(self) -> None: ...
+    by_last_step: bool
+
+    def finish(self, left: list[Tensor]) -> None: ...
+    def hook_parameters(self, *, anew: bool = False) -> None: ...
     def remove(self) -> None: ...
+    def steps_next(self, parameter: Tensor) -> bool: ...
 
 
 class Engine:
-    """What one optimizer keeps between steps; copies and pickles of it keep the names alone.
+    """What one optimizer keeps between steps; copies and pickles keep names, and what was asked.
 
     An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
     the optimizer's attributes, but what they set stays with them.
@@ -58,6 +63,9 @@ class Engine:
         captured: plans that CUDA graphs refer to as long as they live.
         accumulation: how gradients are summed, where not by torch.
         release: of gradients inside the backward pass.
+        asked_release: the constructor's argument, which copies follow.
+        last_norm: fp32 norm of the gradients of the last step, 0-d, where released ones are clipped
+            by it.
         reduces: whether gradients are reduced as the recipe asks, or somebody was told how.
         host: who takes a step by several calls, each with some of the groups; None for nobody.
         data_writes_named: whether the user was told what a write through ``.data`` loses.
@@ -68,6 +76,8 @@ class Engine:
         self.captured: list[Plan] = []
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
+        self.asked_release: bool | Mapping[str, Any] = False
+        self.last_norm: Tensor | None = None
         self.reduces = False
         self.host: str | None = None
         self.data_writes_named = False
@@ -102,6 +112,28 @@ class Engine:
                 "be told anything here: set gradient_clipping in its configuration"
             )
 
+    def hook_parameters(self) -> None:
+        """Let what sums and releases gradients know of parameters that are new."""
+        for each in (self.accumulation, self.release):
+            if each is not None:
+                each.hook_parameters()
+
+    def load_norm(self, norm: float | None, *, begun: bool) -> None:
+        """Clip the next released step by a norm that was saved.
+
+        Args:
+            norm: None where the state dict has none.
+            begun: whether it is of a run that has taken steps.
+        """
+        self.last_norm = None if norm is None else torch.tensor(norm)
+        if begun and norm is None and self.release is not None and self.release.by_last_step:
+            warnings.warn(
+                "the state dict has no norm of the step before, which this optimizer clips by: the "
+                "next step clips each gradient by its own norm. get_optimizer_state_dict drops the "
+                "entry 'torch_bf16', which has it: keep that of optimizer.state_dict(), too",
+                stacklevel=2,
+            )
+
     def invalidate(self) -> None:
         """Drop what was derived from the tensors of the last step."""
         self.pending = Pending()
@@ -120,10 +152,12 @@ class Engine:
             self._shown = shown
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"names": self.names}
+        kept = "names", "asked_release", "last_norm"
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["names"])
+        self.asked_release, self.last_norm = state["asked_release"], state["last_norm"]
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:

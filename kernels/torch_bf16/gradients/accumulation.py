@@ -63,7 +63,7 @@ def accumulate_gradients(
     Raises:
         ValueError: the format is unknown, the optimizer is not one of ours, or the wrapper of the
             model has an option that would undo the format.
-        NotImplementedError: gradients are released, or FSDP1 sums them.
+        NotImplementedError: FSDP1 sums gradients.
 
     Example:
         >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "fp32")
@@ -84,11 +84,6 @@ def accumulate_gradients(
     if format not in ACCUMULATIONS:
         raise ValueError(
             f"accumulation format {format!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
-        )
-    if engine.release is not None:
-        raise NotImplementedError(
-            f"the parameters cannot be accumulated in {format!r}: their gradients are released "
-            "inside backward(), so that nothing adds up. remove() the release first"
         )
     if engine.host is not None:
         raise NotImplementedError(
@@ -138,6 +133,7 @@ class GradientAccumulation:
         if engine.accumulation is not None:
             engine.accumulation.remove()
         self.format = format
+        self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
         self._hooked: dict[Tensor, tuple[int, int]] = {}
@@ -169,6 +165,9 @@ class GradientAccumulation:
                 optimizer.register_load_state_dict_post_hook(self._after_step),
             ]
         engine.accumulation = self
+        if engine.release is not None:
+            # Steps are of sums.
+            engine.release.hook_parameters(anew=True)
 
     def remove(self) -> None:
         """Give gradients back to torch; those there are become the parameters' dtype."""
@@ -284,7 +283,10 @@ class GradientAccumulation:
 
     def _may_wait(self, parameter: Any) -> bool:
         """Whether nothing reads the sum before the backward pass is over."""
-        if len(parameter._post_accumulate_grad_hooks) > 1:
+        release = self._engine.release
+        reads = release is not None and release.steps_next(parameter)
+        others = len(parameter._post_accumulate_grad_hooks) - 1 - (release is not None)
+        if reads or others:
             return False
         if not (dist.is_available() and dist.is_initialized()) or is_dtensor(parameter):
             return True

@@ -26,7 +26,8 @@ __all__ = [
 _T = TypeVar("_T")
 
 released: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The parameters whose gradients die within the backward pass."""
+"""The parameters whose gradients die within the backward pass, each with a weak reference to who
+takes its step."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

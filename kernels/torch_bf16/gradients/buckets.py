@@ -25,6 +25,7 @@ from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span, all_gather, bare_name
 
 from .reduce_scatter import all_reduce_mean, check_all_to_all, sum_of_ranks
+from .reduction import announce
 from .sums import StepNumbers
 
 __all__ = ["BucketReduction"]
@@ -135,7 +136,7 @@ class BucketReduction:
         """DDP's communication hook: a future of the mean over all ranks."""
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         if buffer.dtype != torch.bfloat16 or ranks == 1:
-            return all_reduce_mean(buffer, self._group)
+            return announce(bucket, all_reduce_mean(buffer, self._group))
         number, parameters, numel = bucket.index(), bucket.parameters(), buffer.numel()
         sent = functional.pad(buffer, (0, -numel % ranks)) if numel % ranks else buffer
         received = torch.empty_like(sent)
@@ -155,7 +156,7 @@ class BucketReduction:
             # NCCL's is done once it is launched. Of others it is waited for, as another thread
             # would gather in another order than other ranks.
             future.wait()
-        return future.then(finish)
+        return announce(bucket, future.then(finish))
 
     def _round(self, mean: Tensor, bucket: int, parameters: list[Tensor]) -> Tensor:
         """This rank's share of a bucket in bf16."""

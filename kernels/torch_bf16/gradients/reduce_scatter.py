@@ -89,7 +89,8 @@ class ReduceScatter:
 
 def all_reduce_mean(buffer: Tensor, group: Any) -> Any:
     """DDP's own reduction: a future of the mean over ranks, in the dtype of ``buffer``."""
-    buffer.div_(dist.get_world_size(group))
+    # As DDP multiplies: of three ranks a quotient may have other bits.
+    buffer.mul_(1.0 / dist.get_world_size(group))
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()  # pyright: ignore
     return future.then(lambda done: done.value()[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         backend: name of the backend that takes the steps, as ``python -m torch_bf16 info`` lists
             them; None for the best that works on the parameters' device.
+        release: take steps inside ``backward()`` and free gradients with them: True, or a dict with
+            ``max_norm``, ``norm`` or ``accumulation_steps`` of
+            :func:`torch_bf16.release_gradients`. Copies do so, too. With several ranks and no
+            ``fully_shard`` the module must be shown to that function.
 
     Raises:
         ValueError: the recipe or the backend is unknown, an argument is out of range, or a
@@ -90,6 +95,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -128,6 +134,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         # torch knows this argument since 2.7.
         self._construct(
@@ -173,6 +180,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -234,6 +242,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -276,6 +285,7 @@ class ADOPT(BF16Optimizer):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ class Muon(BF16Optimizer, _Torchs):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         check_ranges(lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
         check_ranges(betas=adamw_betas, adamw_eps=adamw_eps)

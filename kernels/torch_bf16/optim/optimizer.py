@@ -20,6 +20,7 @@ from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States
 from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
+from torch_bf16.gradients.release import release_as
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
@@ -73,7 +74,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 constructor for them.
             without: arguments that torch's constructor must not see.
         """
-        ours = {"recipe", "backend", FULLY_DECOUPLED} & given.keys()
+        ours = {"recipe", "backend", "release", FULLY_DECOUPLED} & given.keys()
         options = {k: v for k, v in given.items() if k not in {"self", *ours, *without}}
         if defaults:
             torch.optim.Optimizer.__init__(self, options.pop("params"), options)
@@ -86,6 +87,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         recipe: str | Recipe,
         backend: str | None = None,
         *,
+        release: bool | Mapping[str, Any] = False,
         fully_decoupled_weight_decay: bool | float = False,
     ) -> None:
         """Set up what torch's constructor does not know; it has run already."""
@@ -104,6 +106,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self._engine = self._engine_class()
         check_blocks(self)
         accumulate_as(self.recipe, self)
+        release_as(release, self)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
@@ -154,19 +157,16 @@ class BF16Optimizer(torch.optim.Optimizer):
             for number, group in enumerate(groups):
                 self._check_options(group, number)
         setting = self._setting()
-        parameters = setting.parameters
-        # A plan finds those that have a gradient as it compares them all.
-        if engine.plan is None or engine.release is not None:
-            parameters = with_gradients(parameters)
+        parameters, told = setting.parameters, StepInputs()
         if engine.release is not None:
-            engine.release.finish()
-        told = StepInputs()
-        if parameters or engine.release is None:
-            gradients = (p.grad for p in parameters if p.grad is not None)
-            engine.pending.drop_if_stale(gradients)
-            told = engine.pending.inputs(
-                getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            )
+            engine.release.finish(with_gradients(parameters))
+        else:
+            # A plan finds those that have a gradient as it compares them all.
+            if engine.plan is None:
+                parameters = with_gradients(parameters)
+            engine.pending.drop_if_stale(p.grad for p in parameters if p.grad is not None)
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            told = engine.pending.inputs(scale, found_inf)
             engine.plan = self._update(parameters, engine.plan, setting, told, self.observers)
         self._count(told)
         engine.pending.reset()
@@ -323,9 +323,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         # torch's constructor adds the first groups, before there is an engine.
-        engine = engine_of(self)
-        if engine is not None and engine.accumulation is not None:
-            engine.accumulation.hook_parameters()
+        if (engine := engine_of(self)) is not None:
+            engine.hook_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.
@@ -376,6 +375,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             shards = [shard_of(each) for each in self.state if isinstance(each, Tensor)]
             self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
             accumulate_as(self.recipe, self)
+            release_as(self._engine.asked_release, self)
 
     def label(self, group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype."""

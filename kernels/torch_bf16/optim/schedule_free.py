@@ -194,6 +194,7 @@ class AdamWScheduleFree(_ScheduleFree):
         maximize: bool = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct_counting(locals())
 
@@ -227,6 +228,7 @@ class SGDScheduleFree(_ScheduleFree):
         maximize: bool = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct_counting(locals())
 

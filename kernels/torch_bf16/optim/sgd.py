@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         fused: bool | None = None,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -104,6 +106,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
         *,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
 
@@ -152,6 +155,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         fused: bool | None = None,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
         # Some versions of torch make the state here, in the parameters' dtype.
@@ -191,6 +195,7 @@ class Lion(BF16Optimizer):
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
+        release: bool | Mapping[str, Any] = False,
     ) -> None:
         check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)

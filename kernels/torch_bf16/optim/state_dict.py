@@ -54,8 +54,10 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
     finally:
         for hook in hooks:
             hook.remove()
-    names = optimizer._engine.names.known(optimizer.param_groups)
-    found[schema.HEADER] = schema.header(optimizer.recipe, names)
+    engine = optimizer._engine
+    names = engine.names.known(optimizer.param_groups)
+    norm = None if engine.last_norm is None else engine.last_norm.item()
+    found[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
     return found
 
 
@@ -128,6 +130,7 @@ def load(
         dict.update(optimizer.state, loaded)
         _note(optimizer, seen)
         optimizer._engine.invalidate()
+        optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         optimizer.recipe = recipe
         if changes.counts:
             _logger.log(

@@ -34,15 +34,19 @@ _NEEDED = (
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 
 
-def header(recipe: Recipe, names: list[list[str | None]]) -> dict[str, Any]:
+def header(
+    recipe: Recipe, names: list[list[str | None]], last_norm: float | None = None
+) -> dict[str, Any]:
     """The entry that says how a state dict is to be read.
 
     Args:
         recipe: the optimizer's.
         names: of the parameters of each group, None where unknown.
+        last_norm: what the next step of released gradients is clipped by; None where none is.
     """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
-    return {"schema": SCHEMA, "recipe": fields, "names": names}
+    found = {"schema": SCHEMA, "recipe": fields, "names": names}
+    return found if last_norm is None else {**found, "last_norm": last_norm}
 
 
 def check_whole(state_dict: Any) -> None:

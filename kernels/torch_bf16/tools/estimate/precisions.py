@@ -59,8 +59,8 @@ def precisions(accumulate: str = "bf16_nearest", reduce: str = "wrapper") -> Ite
     """All of them, the largest first.
 
     Args:
-        accumulate: the recipes' format for sums of gradients; others than ``bf16_nearest`` cannot
-            be had with released gradients.
+        accumulate: the recipes' format for sums of gradients; beside others than ``bf16_nearest``,
+            which are kept over several passes, released gradients save nothing and are left out.
         reduce: how the recipes' gradients are summed over ranks.
     """
     yield Precision("32-true", dtype=torch.float32)

@@ -1,0 +1,328 @@
+"""Steps inside the backward pass: when each is taken, and what is told to it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_bf16.backends import StepInputs
+from torch_bf16.engine.engine import Engine
+from torch_bf16.engine.pending import clip_coefficient
+from torch_bf16.sharding import is_dtensor, local, shard_of
+
+from .backward import Passes, released
+from .gathering import Gathering, Group, Waiting
+from .norm import norm_over_ranks, norms_of
+from .reduction import Bucket, announce_buckets
+
+__all__ = ["ReleaseOptions", "ReleasedSteps"]
+
+
+@dataclass(frozen=True)
+class ReleaseOptions:
+    """How gradients are released; see :func:`torch_bf16.release_gradients`."""
+
+    max_norm: float | None = None
+    norm: str = "parameter"
+    accumulation_steps: int = 1
+
+
+class _Pass(Waiting):
+    """What a backward pass leaves to its end, or to the next bucket.
+
+    Attributes:
+        buckets: that DDP reduces, in the order in which that began.
+        emptied: parameters of theirs, to which DDP gives a gradient at the end of the pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buckets: list[Bucket] = []
+        self.emptied: list[Tensor] = []
+
+
+class ReleasedSteps:
+    """A handle on released gradients; see :func:`torch_bf16.release_gradients`.
+
+    Attributes:
+        by_last_step: whether they are clipped by the norm of the step before.
+    """
+
+    def __init__(self, model: nn.Module | None, optimizer: Any, options: ReleaseOptions) -> None:
+        engine: Engine = optimizer._engine
+        if engine.release is not None:
+            engine.release.remove()
+        self._engine = engine
+        self._options = options
+        self.by_last_step = options.max_norm is not None and options.norm == "last_step"
+        self._optimizer = weakref.ref(optimizer)
+        self._gathering = Gathering(self._take)
+        self._passes = Passes(_Pass, self._end)
+        self._alone: dict[Tensor, Group] = {}
+        self._buckets: dict[tuple[int, ...], Group] = {}
+        self._left = Group()
+        # By id; the parameters are hooked.
+        self._order: dict[int, int] = {}
+        self._exchanged: set[int] = set()
+        self._arrived: dict[int, int] = defaultdict(int)
+        self._stepped: set[int] = set()
+        # What DDP reduces, by module, and which of it is announced.
+        self._reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._shown = model is not None
+        self._ranks: int | None = None
+        self._norms: dict[Any, list[Tensor]] = defaultdict(list)
+        # The same object for all parameters of a step: comparing it with itself costs nothing.
+        self._setting: Any = None
+        self._hooks: dict[Tensor, Any] = {}
+        self._module_hook: Any = None
+        if model is not None:
+            for each in model.modules():
+                if isinstance(each, DistributedDataParallel):
+                    self._follow(each)
+            self._module_hook = model.register_forward_pre_hook(self._look_around)
+        self.hook_parameters()
+        engine.release = self
+
+    @property
+    def last_norm(self) -> Tensor | None:
+        """fp32 norm of all gradients of the last step, 0-d, before clipping.
+
+        None until then, and where ``norm`` is not ``"last_step"``.
+        """
+        return self._engine.last_norm
+
+    def remove(self) -> None:
+        """Return to ordinary steps, after ``backward()``."""
+        if self._module_hook is not None:
+            self._module_hook.remove()
+        self._unhook()
+        engine = self._engine
+        if engine.release is self:
+            engine.release, engine.asked_release, engine.last_norm = None, False, None
+
+    def finish(self, left: list[Tensor]) -> None:
+        """Take the steps that are left, and count: the next backward pass is for the next step.
+
+        Args:
+            left: parameters that have a gradient yet; it is freed.
+        """
+        if getattr(self._optimizer(), "grad_scale", None) is not None:
+            raise NotImplementedError(
+                "gradients are released and torch.amp.GradScaler scales the loss: the steps inside "
+                "backward() saw scaled gradients, so the weights of this step are wrong. bf16 has "
+                "the range of fp32 and needs no scaling: train without GradScaler"
+            )
+        if left:
+            self._left.members = left
+            self._take_each(self._left)
+            self._left.members = []
+        if self._norms:
+            self._engine.last_norm = norm_over_ranks(self._norms)
+        self._norms.clear()
+        self._arrived.clear()
+        self._stepped.clear()
+        self._setting = self._ranks = None
+        self.hook_parameters()
+
+    def steps_next(self, parameter: Tensor) -> bool:
+        """Whether the next gradient of a parameter may lead to its step."""
+        return self._arrived[id(parameter)] + 1 >= self._options.accumulation_steps
+
+    def hook_parameters(self, *, anew: bool = False) -> None:
+        """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
+
+        Args:
+            anew: behind hooks that were registered meanwhile.
+        """
+        optimizer: Any = self._optimizer()
+        if anew:
+            self._unhook()
+        elif optimizer._engine.accumulation is not None:
+            # Its hooks come first, as steps are of sums.
+            optimizer._engine.accumulation.hook_parameters()
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._order = {id(parameter): number for number, parameter in enumerate(every)}
+        # Ranks would put others together than those with whom they exchange parts.
+        self._exchanged = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if optimizer.rule_for(group, parameter).stage_states and shard_of(parameter).sharded
+        }
+        reference = weakref.ref(self)
+        for parameter in every:
+            if parameter.requires_grad and parameter not in self._hooks:
+                released[parameter] = reference
+                hook = parameter.register_post_accumulate_grad_hook(self._arrive)
+                self._hooks[parameter] = hook
+
+    def reduced(self, bucket: Bucket) -> None:
+        """Take the steps of buckets whose reduction is over, and those of a new one later.
+
+        Args:
+            bucket: parameters of this optimizer, which DDP begins to reduce.
+        """
+        running = self._passes.current()
+        early = {key for keys in self._reduced.values() for key in keys}
+        last = self._options.accumulation_steps
+        bucket.keep(lambda p: id(p) in early and self._arrived[id(p)] >= last)
+        if running is None or not bucket.parameters:
+            return
+        self._take_buckets(running)
+        running.buckets.append(bucket)
+        for parameter in bucket.parameters:
+            # DDP has copied it.
+            parameter.grad = None
+
+    def _unhook(self) -> None:
+        for parameter, hook in self._hooks.items():
+            hook.remove()
+            released.pop(parameter, None)
+        self._hooks.clear()
+
+    def _look_around(self, *_: Any) -> None:
+        # Where DDP came later than the release.
+        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if around is not None and around not in self._reduced:
+            self._follow(around)
+
+    def _follow(self, module: DistributedDataParallel) -> None:
+        """Take steps of what a DDP module reduces where it has done so."""
+        why = announce_buckets(module)
+        self._reduced[module] = set() if why else {id(each) for each in module.parameters()}
+        if why:
+            _warn_of_ordinary_steps(why)
+
+    def _is_left(self, parameter: Any) -> bool:
+        """Whether others reduce what has come, so that a step now would be of one rank's."""
+        if self._reduced and not is_dtensor(parameter):
+            return True
+        if self._shown:
+            return False
+        if self._ranks is None:
+            there = dist.is_available() and dist.is_initialized()
+            self._ranks = dist.get_world_size() if there else 1
+        if self._ranks == 1:
+            return False
+        if is_dtensor(parameter) and parameter.device_mesh.size() == self._ranks:
+            return False
+        _warn_of_ordinary_steps(
+            f"there are {self._ranks} ranks, and which module reduces gradients is unknown. Call "
+            "torch_bf16.release_gradients(model, optimizer) with the model as it was wrapped"
+        )
+        return True
+
+    def _arrive(self, parameter: Tensor) -> None:
+        if self._optimizer() is None:
+            self.remove()
+            return
+        self._arrived[id(parameter)] += 1
+        stepped = id(parameter) in self._stepped
+        if stepped or self._gathering.waits(parameter) is not None:
+            # Else the next step would take it for one that came by another way.
+            parameter.grad = None
+            which = "The second gradients were" if stepped else "Neither gradient was"
+            steps = self._options.accumulation_steps
+            raise NotImplementedError(
+                f"another backward pass reached a parameter whose step was taken in pass {steps}, "
+                "as its gradient was released. Call optimizer.step() after that pass, or say how "
+                "many make a step: accumulation_steps=n in release_gradients(...), or release="
+                f"{{'accumulation_steps': n}}. {which} not used"
+            )
+        running = self._passes.current()
+        late = self._arrived[id(parameter)] < self._options.accumulation_steps
+        if late or self._is_left(parameter):
+            return
+        gradient = local(parameter.grad)  # pyright: ignore[reportArgumentType]
+        if running is None or self._by_its_own or id(parameter) in self._exchanged:
+            self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
+        else:
+            self._gathering.add(running, parameter, gradient, None, gradient.dtype)
+
+    @property
+    def _by_its_own(self) -> bool:
+        """Whether each gradient is clipped by its own norm."""
+        by_last = self.by_last_step and self.last_norm is not None
+        return self._options.max_norm is not None and not by_last
+
+    def _end(self, running: _Pass) -> None:
+        self._gathering.finish(running)
+        self._take_buckets(running, all_of_them=True)
+        for parameter in running.emptied:
+            parameter.grad = None
+
+    def _take_buckets(self, running: _Pass, *, all_of_them: bool = False) -> None:
+        while running.buckets and (all_of_them or running.buckets[0].done()):
+            bucket = running.buckets.pop(0)
+            parameters = bucket.parameters
+            key = tuple(map(id, parameters))
+            bucket.give_gradients()
+            self._take_each(self._buckets.setdefault(key, Group(*parameters)))
+            running.emptied += parameters
+
+    def _take_each(self, group: Group) -> None:
+        """Take the steps of all members, each by its own where it is clipped so."""
+        if not self._by_its_own:
+            self._take(group, dict.fromkeys(range(len(group.members))))
+            return
+        for parameter in group.members:
+            self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
+
+    def _take(self, group: Group, there: dict[int, None]) -> None:
+        """Take the steps of some members of a group, all by one coefficient."""
+        optimizer: Any = self._optimizer()
+        taken = [each for n in there if (each := group.members[n]).grad is not None]
+        if optimizer is None or not taken:
+            return
+        # As plans have them.
+        taken.sort(key=lambda each: self._order[id(each)])
+        if self._setting is None:
+            self._setting = optimizer._setting()
+        bound = self._options.max_norm
+        told = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
+        self._stepped.update(map(id, taken))
+        # A plan steps all that has a gradient, and these may have sums that are not complete.
+        others = [each for n, each in enumerate(group.members) if n not in there]
+        aside = [(each, each.grad) for each in others if each.grad is not None]
+        for parameter, _ in aside:
+            parameter.grad = None
+        try:
+            group.made = optimizer._update(taken, group.made, self._setting, told)
+        finally:
+            for parameter, gradient in aside:
+                parameter.grad = gradient
+        for parameter in taken:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _coefficient(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        norms = norms_of(parameters)
+        if self.by_last_step:
+            for groups, some in norms.items():
+                self._norms[groups] += some
+            if self.last_norm is not None:
+                return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
+        # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
+        return clip_coefficient(norm_over_ranks(norms), max_norm)
+
+
+_said: set[str] = set()
+
+
+def _warn_of_ordinary_steps(why: str) -> None:
+    """Say once that a release changes nothing, and why."""
+    if why not in _said:
+        _said.add(why)
+        warnings.warn(
+            "gradients are released, and stay until optimizer.step(), which takes all steps: "
+            f"{why}",
+            stacklevel=3,
+        )
