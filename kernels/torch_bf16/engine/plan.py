@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
+from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs, holding
 from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Parameters
 
 from .batch import alike
 from .directions import Directions
-from .guard import Guard
+from .guard import Found, Guard
 from .member import Member
 from .ownership import Round
 from .parts import Active, Part, Row, source_of
@@ -163,6 +163,11 @@ class Plan:
                     "on the host, and replays would repeat this one's; make the optimizer with "
                     "backend='triton'"
                 )
+            if part.batch.staged:
+                return (
+                    "its states are in host memory, and their copies run in streams of their own; "
+                    "take ordinary steps, or leave offload='states' out of the recipe"
+                )
             member = part.rows[0].member
             if member.direction is not None:
                 return "Muon and Adafactor count their steps on the host; take ordinary steps"
@@ -216,19 +221,8 @@ class Plan:
             told = told.on_host()
         done: set[Part] = set()
         try:
-            directed = {}
-            for part, rows in zip(active.parts, scalars, strict=True):
-                if part.directed:
-                    directed[part.rows[0].number] = part, rows
-                else:
-                    part.run(found, rows)
-                    done.add(part)
-            if directed:
-                flags = self._guard.taking_part
-                for number, direction in self._directions.run(flags, found.gradients, told):
-                    part, rows = directed[number]
-                    part.follow(direction, rows)
-                    done.add(part)
+            with holding(self.devices):
+                self._run(active, found, scalars, told, done)
         except BaseException as error:
             for parts, source, _ in active.sources:
                 flags = [np.full(len(part.rows), part in done) for part in parts]
@@ -237,6 +231,28 @@ class Plan:
             raise
         for _, source, _ in active.sources:
             source.count()
+
+    def _run(
+        self,
+        active: Active,
+        found: Found,
+        scalars: Sequence[ScalarRows],
+        told: StepInputs,
+        done: set[Part],
+    ) -> None:
+        directed = {}
+        for part, rows in zip(active.parts, scalars, strict=True):
+            if part.directed:
+                directed[part.rows[0].number] = part, rows
+            else:
+                part.run(found, rows)
+                done.add(part)
+        if directed:
+            flags = self._guard.taking_part
+            for number, direction in self._directions.run(flags, found.gradients, told):
+                part, rows = directed[number]
+                part.follow(direction, rows)
+                done.add(part)
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> Recording:
         """A CUDA graph of the step of those that take part now, over the gradients of now.
