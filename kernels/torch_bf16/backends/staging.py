@@ -24,7 +24,7 @@ from .bucket import Bucket
 from .bus import Bus, bus_of, in_host_memory
 from .inputs import KernelInputs, ScalarRows
 
-__all__ = ["BUFFER_BYTES", "BUFFERS", "StagedKernel", "fetch", "holding", "load"]
+__all__ = ["BUFFERS", "BUFFER_BYTES", "StagedKernel", "fetch", "holding", "load"]
 
 BUFFER_BYTES = 64 << 20
 """A copy of that size takes a millisecond, beside which launches and events take nothing."""
@@ -303,10 +303,13 @@ class StagedKernel:
     """
 
     def __init__(self, bucket: Bucket, backend: Backend, staging: Staging) -> None:
-        self._staging = staging
-        self._loads = [
-            _Load(bucket, pieces, backend, staging.next_slot()) for pieces in _loads(bucket)
-        ]
+        self._bucket, self._backend, self._staging = bucket, backend, staging
+
+    @functools.cached_property
+    def _loads(self) -> list[_Load]:
+        # Not before they are needed: a weight that is not contiguous is stepped as a copy.
+        bucket, backend, staging = self._bucket, self._backend, self._staging
+        return [_Load(bucket, pieces, backend, staging.next_slot()) for pieces in _loads(bucket)]
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""

@@ -157,16 +157,16 @@ class Plan:
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
         for part in self._active().parts:
+            if part.batch.staged:
+                return (
+                    "its states are in host memory, and their copies run in streams of their own; "
+                    "take ordinary steps, or leave offload='states' out of the recipe"
+                )
             if not part.batch.backend.capturable:
                 return (
                     f"the {part.batch.backend.name} backend reads step numbers and learning rates "
                     "on the host, and replays would repeat this one's; make the optimizer with "
                     "backend='triton'"
-                )
-            if part.batch.staged:
-                return (
-                    "its states are in host memory, and their copies run in streams of their own; "
-                    "take ordinary steps, or leave offload='states' out of the recipe"
                 )
             member = part.rows[0].member
             if member.direction is not None:

@@ -100,8 +100,9 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
         stride=stride,
     )
     if beside:
-        _, spec = made.__tensor_flatten__()
-        made = DTensor.__tensor_unflatten__({"_local_tensor": memory}, spec, shape, stride)
+        names, spec = made.__tensor_flatten__()
+        inner = {name: getattr(made, name) for name in names} | {"_local_tensor": memory}
+        made = DTensor.__tensor_unflatten__(inner, spec, shape, stride)
     return made
 
 

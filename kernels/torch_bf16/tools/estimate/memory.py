@@ -124,7 +124,7 @@ def memory(
         sizes["weights"] += held.weights
         if not each.trained:
             # Kept for as long as it may still be trained.
-            sizes["master"] += held.rest
+            sizes["host" if offloads else "master"] += held.rest
             sizes["unsaved"] += held.rest
             continue
         offloaded = offloads and each.numel >= SMALLEST
@@ -134,8 +134,8 @@ def memory(
         else:
             sizes["master"] += held.master
             sizes["moments"] += held.moments
-        # What has the master's bytes becomes the master, where it is on the same device.
-        rests.append(0 if held.rest == held.master and not offloaded else held.rest)
+        # What has the master's bytes becomes the master; and what will be on the host waits there.
+        rests.append(0 if held.rest == held.master or offloads else held.rest)
         scratch += (stepped.scratch or 0.0) * held.weights
         gradients[each.unit if ranks > 1 else each.name] += held.weights
         sums += held.count * 4 if precision.sums == "fp32" else held.weights
