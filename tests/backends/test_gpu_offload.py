@@ -1,4 +1,4 @@
-"""States in host memory on GPUs (`pytest -m gpu`): bits, memory, what is copied, and beside what."""
+"""States in host memory on GPUs (`pytest -m gpu`): bits, memory, and copies beside kernels."""
 
 import gc
 
@@ -207,7 +207,7 @@ def test_each_state_is_copied_up_and_down_once(device):
 
 @ON_GPU
 def test_a_captured_step_is_refused_by_name(device):
-    weights, optimizer = large("states")
+    _, optimizer = large("states")
     optimizer.step()
     with pytest.raises(RuntimeError, match="states are in host memory"):
         optimizer.graphed()
@@ -215,7 +215,7 @@ def test_a_captured_step_is_refused_by_name(device):
 
 @ON_GPU
 def test_a_state_is_read_right_after_a_step(device):
-    weights, optimizer = large("states")
+    _, optimizer = large("states")
     _, plain = large("none")
     for _ in range(3):
         optimizer.step()

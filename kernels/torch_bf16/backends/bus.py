@@ -56,9 +56,9 @@ class Bus(Protocol):
 
 
 class CudaBus:
-    """That of a CUDA or ROCm device, to pinned memory. Its two streams last as long as the process:
+    """That of a CUDA or ROCm device, to pinned memory.
 
-    memory that an allocator has given to a stream goes back to no other.
+    Its two streams last as long as the process: torch caches memory for each stream apart.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,9 @@ class CudaBus:
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """A new event."""
-        return stream.record_event()
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Without the host."""

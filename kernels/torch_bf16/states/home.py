@@ -15,9 +15,9 @@ from torch_bf16.sharding import Shard
 __all__ = ["SMALLEST", "Home"]
 
 SMALLEST = 1 << 16
-"""Elements of a parameter whose states go to the host: of a smaller one they take next to nothing,
+"""Elements of a parameter whose states go to the host.
 
-and each copy, whatever its size, takes some microseconds to be launched.
+Those of smaller ones take next to nothing, and the launch of a copy takes microseconds.
 """
 
 
