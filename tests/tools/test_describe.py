@@ -63,3 +63,11 @@ def test_states_of_an_optimizer_without_a_rule_are_counted_when_they_are_there()
     after = torch_bf16.describe(network, optimizer)
     assert after.bytes_by_role == {"weights": 4, "gradients": 2, "exp_avg": 4, "exp_inf": 4}
     assert after.unmade is None
+
+
+def test_states_in_host_memory_are_said():
+    recipe = torch_bf16.get_recipe("bf16-stochastic", offload="states")
+    found = torch_bf16.describe(nn.Linear(3, 3), recipe)
+    assert found.offload == "states"
+    assert ", states in host memory, backend " in str(found)
+    assert "host memory" not in str(torch_bf16.describe(nn.Linear(3, 3), "bf16-stochastic"))

@@ -102,6 +102,16 @@ class Staging:
             if event is not None:
                 self._bus.finish(event)
 
+    def fetch(self, planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Copies of planes in the current stream, once what is on its way has arrived."""
+        self.finish()
+        found = [plane.to(device, non_blocking=True) for plane in planes]
+        # Nobody writes the host's planes before they are read.
+        bus = self._bus
+        bus.wait(bus.down, bus.record(bus.compute))
+        self._under_way = bus.record(bus.down)
+        return found
+
     def next_slot(self) -> _Slot:
         """The buffers in turn."""
         self._turn = (self._turn + 1) % len(self._slots)
@@ -159,15 +169,12 @@ def holding(devices: Iterable[torch.device]) -> contextlib.AbstractContextManage
 
 
 def fetch(planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Planes on a device, once what kernels there have made of them is where they are.
-
-    Returns:
-        Themselves where they are on it.
-    """
+    """Planes on a device, as kernels there have made them: themselves where they are on it."""
     staging = _stagings.get(device)
-    if staging is not None:
-        staging.finish()
-    return [plane.to(device, non_blocking=True) for plane in planes]
+    if staging is None:
+        return [plane.to(device) for plane in planes]
+    with staging:
+        return staging.fetch(planes, device)
 
 
 def load(bucket: Bucket, backend: Backend) -> Kernel:

@@ -89,7 +89,7 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
     shape = torch.Size(tensor.shape if shape is None else shape)
     # Without shape and stride an uneven shard would be taken for an even one.
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    beside = memory.device.type != placed.device_mesh.device_type
+    beside = memory.device.type not in ("meta", placed.device_mesh.device_type)
     made: Any = DTensor.from_local(
         # It would move what is in host memory to the mesh's device.
         torch.empty_like(memory, device="meta") if beside else memory,
