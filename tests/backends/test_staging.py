@@ -1,5 +1,7 @@
 """Planes in host memory pass through buffers: the same bits in every order that is allowed."""
 
+import contextlib
+
 import pytest
 import torch
 from slow_bus import ORDERS, use
@@ -7,6 +9,7 @@ from slow_bus import ORDERS, use
 import torch_bf16
 from torch_bf16 import Recipe
 from torch_bf16.backends import bus, staging
+from torch_bf16.states import home
 
 SHAPES = [(64, 64), (70, 128), (9,), (0, 3), (130, 64)]
 RECIPES = {
@@ -15,6 +18,7 @@ RECIPES = {
     "bytes": Recipe(weights="bf16+8", exp_avg="int8", exp_avg_sq="int8"),
 }
 BUFFER = 1 << 13
+CALL = staging.StagedKernel.__call__
 
 
 def made(recipe, offload="none"):
@@ -172,6 +176,66 @@ def test_a_step_that_breaks_off_is_waited_for_and_the_next_one_is_right(monkeypa
     assert not same(contents(optimizer), before)
     optimizer.step()
     assert not any(link._queues.values())
+
+
+class Stream:
+    """As torch.cuda has it, of a device that is done at once."""
+
+    current = None
+
+    def __init__(self, device=None, name="side"):
+        self.name = name
+
+    def wait_event(self, event):
+        Stream.log.append((self.name, "after", event.stream))
+
+
+class Event:
+    def record(self, stream):
+        self.stream = stream.name
+
+    def synchronize(self):
+        Stream.log.append(("host", "after", self.stream))
+
+
+def test_streams_and_events_of_torch_are_used_as_they_are(monkeypatch):
+    expected = trained(made(RECIPES["master"]))
+    use(monkeypatch, buffer=BUFFER)
+    main, entered, host = Stream(name="compute"), [], []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda s: contextlib.nullcontext(entered.append(s.name))
+    )
+    monkeypatch.setattr(Stream, "log", [], raising=False)
+
+    def pinned(shape, dtype):
+        host.append(torch.empty(tuple(shape), dtype=dtype))
+        return host[-1]
+
+    monkeypatch.setattr(bus, "_pinned", pinned)
+    link = bus.CudaBus(torch.device("cuda", 0))
+    link.up.name, link.down.name = "up", "down"
+
+    def away(tensor, device):
+        return any(tensor.untyped_storage() is each.untyped_storage() for each in host)
+
+    monkeypatch.setattr(staging, "in_host_memory", away)
+    for module in (staging, home):
+        monkeypatch.setattr(module, "bus_of", lambda device: link)
+    # Without the end of a call that a SlowBus needs.
+    monkeypatch.setattr(staging.StagedKernel, "__call__", CALL)
+    assert same(trained(made(RECIPES["master"], "states")), expected)
+    loads = entered.count("compute")
+    assert entered == ["up", "compute", "down"] * loads
+    assert Stream.log[:3] == [
+        ("up", "after", "compute"),  # what had the buffer's memory before
+        ("compute", "after", "up"),
+        ("down", "after", "compute"),
+    ]
+    assert Stream.log.count(("up", "after", "down")) >= loads - 2
+    assert Stream.log.count(("host", "after", "down")) == 2
 
 
 def test_devices_without_a_bus_are_named():
