@@ -24,7 +24,8 @@ class BF16RecipeKwargs(KwargsHandler):
     Args:
         weights, exp_avg, exp_avg_sq: replace formats of the mode's recipe, which
             :class:`torch_bf16.Recipe` explains.
-        accumulate, reduce, keep_fp32, seed, backend, vectors, compute: replace its other fields.
+        accumulate, reduce, offload, keep_fp32, seed, backend, vectors, compute: replace its other
+            fields.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             without ``clip_grad_norm_`` and ``clip_grad_value_``. Of ``gradient_accumulation_steps``
             passes the last one takes it.
@@ -45,6 +46,7 @@ class BF16RecipeKwargs(KwargsHandler):
     exp_avg_sq: str | None = None
     accumulate: str | None = None
     reduce: str | None = None
+    offload: str | None = None
     keep_fp32: tuple[Any, ...] | None = None
     seed: int | None = None
     backend: str | None = None

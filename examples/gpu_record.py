@@ -28,7 +28,9 @@ BEGIN, END = (
     "<!-- gpu table: written by examples/gpu_record.py -->",
     "<!-- end of the gpu table -->",
 )
-PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,heavyball,pytorch-optimizer"
+PEERS = (
+    "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,heavyball,pytorch-optimizer,offload"
+)
 # Seconds that a part may take; all together are meant to stay below 20 minutes.
 LIMITS = {"selftest": 300, "tests": 900, "gpt2-124m": 400, "llama-1b": 400}
 

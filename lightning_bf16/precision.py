@@ -51,6 +51,7 @@ class PrecisionBody(_Base):
         accumulate: format of the sum of gradients over ``accumulate_grad_batches``.
         reduce: ``"bf16_wire"`` lets DDP and FSDP send gradients in bf16 and sum them in fp32; see
             :func:`torch_bf16.reduce_gradients`.
+        offload: ``"states"`` keeps moments and masters in host memory.
         keep_fp32: modules that stay in fp32, by pattern of their name or by class.
         seed: seed of the rounding noise, the same on every rank.
         backend: what takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``; None for the best
@@ -84,6 +85,7 @@ class PrecisionBody(_Base):
         exp_avg_sq: str | None = None,
         accumulate: str | None = None,
         reduce: str | None = None,
+        offload: str | None = None,
         keep_fp32: Sequence[Any] = (),
         seed: int | None = None,
         backend: str | None = None,
@@ -96,7 +98,8 @@ class PrecisionBody(_Base):
         super().__init__("bf16-true")
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         others = {"accumulate": accumulate, "reduce": reduce, "seed": seed, "backend": backend}
-        given: dict[str, Any] = {"compute": compute, **formats, **others, "vectors": vectors}
+        others |= {"vectors": vectors, "offload": offload}
+        given: dict[str, Any] = {"compute": compute, **formats, **others}
         overrides = {key: each for key, each in given.items() if each is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)

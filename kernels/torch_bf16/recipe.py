@@ -12,13 +12,16 @@ import torch
 from .argument_checks import check_backend, check_compute
 from .formats import BF16_PLUS_16, FP32, ROLES, Format
 
-__all__ = ["ACCUMULATIONS", "RECIPES", "REDUCTIONS", "VECTORS", "Recipe", "get_recipe"]
+__all__ = ["ACCUMULATIONS", "OFFLOADS", "RECIPES", "REDUCTIONS", "VECTORS", "Recipe", "get_recipe"]
 
 ACCUMULATIONS = ("bf16_nearest", "bf16_stochastic", "fp32")
 """Formats in which the gradients of several micro-batches can be summed."""
 
 REDUCTIONS = ("wrapper", "bf16_wire")
 """How the gradients of bf16 parameters can be reduced over ranks."""
+
+OFFLOADS = ("none", "states")
+"""What of an optimizer can live in host memory."""
 
 VECTORS = ("exact", "like_matrices")
 """How bf16 parameters with at most one dimension can be kept."""
@@ -57,6 +60,11 @@ class Recipe:
         reduce: how gradients of bf16 parameters are summed over ranks: ``wrapper``, as DDP or FSDP
             do, or ``bf16_wire``, sent in bf16 and summed in fp32; plain PyTorch calls
             :func:`torch_bf16.reduce_gradients` for it.
+        offload: ``none``, or ``states``: moments, and what a weight has beyond the parameter, live
+            in the host's pinned memory, and a step takes them through buffers of 128 MiB on the
+            GPU. It changes no bit; state dicts do not hold it, and are loaded where the live recipe
+            says. Where parameters are in host memory themselves, nothing is to be done. Parameters
+            of less than 65,536 elements, and Adafactor's rows and columns, stay whole on the GPU.
         keep_fp32: modules whose parameters ``cast_model`` leaves in fp32: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
             parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
@@ -88,6 +96,7 @@ class Recipe:
     vectors: str = "exact"
     reduce: str = "wrapper"
     compute: str = field(default="autocast", compare=False)
+    offload: str = "none"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -106,6 +115,11 @@ class Recipe:
             raise ValueError(
                 f"reduce={self.reduce!r} is no way to sum gradients over ranks; use one of "
                 + ", ".join(REDUCTIONS)
+            )
+        if self.offload not in OFFLOADS:
+            raise ValueError(
+                f"offload={self.offload!r} is nothing that can live in host memory; use one of "
+                + ", ".join(OFFLOADS)
             )
         if self.vectors not in VECTORS:
             raise ValueError(

@@ -115,7 +115,7 @@ def test_variables_are_read_or_refused_by_name():
     assert read == BF16RecipeKwargs(
         keep_fp32=("head", "*.router"), release_gradients=True, release_max_norm=0.5
     )
-    assert len(ENVIRONMENT) == 13
+    assert len(ENVIRONMENT) == 14
     with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
         from_environment({"BF16_SEED": "one"})
     with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):

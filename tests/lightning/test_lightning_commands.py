@@ -23,6 +23,7 @@ OPTIONS = {
     "exp_avg": "bf16_nearest",
     "exp_avg_sq": "bf16_stochastic",
     "accumulate": "bf16_nearest",
+    "offload": "states",
     "keep_fp32": ["head"],
     "seed": 11,
     "backend": "eager",

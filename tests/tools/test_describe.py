@@ -77,3 +77,11 @@ def test_each_group_of_muon_counts_the_states_of_its_own_rule():
     for name in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
         held = [state[name] for state in optimizer.state.values() if name in state]
         assert sizes[name] * trained == sum(each.nbytes for each in held), name
+
+
+def test_states_in_host_memory_are_said():
+    recipe = torch_bf16.get_recipe("bf16-stochastic", offload="states")
+    found = torch_bf16.describe(nn.Linear(3, 3), recipe)
+    assert found.offload == "states"
+    assert ", states in host memory, backend " in str(found)
+    assert "host memory" not in str(torch_bf16.describe(nn.Linear(3, 3), "bf16-stochastic"))

@@ -56,6 +56,21 @@ def test_a_number_is_multiplied_by_the_bytes_of_each_recipe(text, count, capsys)
     assert "a number has no shapes" in found["notes"][0]
 
 
+def test_host_memory_has_a_column_of_its_own(capsys):
+    _, found, _ = estimate(capsys, "8B", "--offload", "states")
+    rows = {each["precision"]: each for each in found["rows"] if not each["released"]}
+    for name, size in (("32-true", 0), ("bf16-fp32-master", 10), ("bf16-stochastic", 4)):
+        assert rows[name]["host"] == size * 8e9
+    row = rows["bf16-stochastic"]
+    assert row["peak"] == (2 + 2) * 8e9 + 2 * 64 * 2**20
+    assert row["recipe"]["offload"] == "states"
+    assert any("pinned" in note for note in found["notes"])
+    cli.main(["estimate", "8B", "--offload", "states"])
+    assert "host" in capsys.readouterr().out
+    cli.main(["estimate", "8B"])
+    assert "host" not in capsys.readouterr().out
+
+
 def test_what_deepspeed_keeps_is_divided_by_its_stages(capsys):
     _, found, _ = estimate(capsys, "8B", "--ranks", "4")
     rows = {each["precision"]: each for each in found["zero"]}

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from estimated_models import ROWS, Layer, allocated, nbytes
+from slow_bus import use
 from torch import nn
 
 import torch_bf16
+from torch_bf16.tools.estimate import memory as rows
 from torch_bf16.tools.estimate.live import LiveBytes
 from torch_bf16.tools.estimate.memory import memory
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, measured, stepped
+from torch_bf16.tools.estimate.precisions import precisions
 from torch_bf16.tools.estimate.shapes import shapes_of
 
 OURS = [name for name, each in ROWS.items() if each.recipe]
@@ -147,3 +150,26 @@ def test_the_checkpoint_has_the_size_of_the_file(label, tmp_path):
     torch_bf16.save_checkpoint(tmp_path / "run.pt", model=model, optimizer=optimizer)
     found = memory(shapes_of(Net(width=384), "Net"), precision, stepped("AdamW"))
     assert found.saved == pytest.approx((tmp_path / "run.pt").stat().st_size, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["bf16-stochastic", "bf16-fp32-master", "bf16+8 / int8 / int8"])
+def test_states_in_host_memory_are_counted_there(monkeypatch, name):
+    link = use(monkeypatch)
+    (there,) = (
+        each for each in precisions(offload="states") if each.name == name and not each.released
+    )
+    plain = memory(shapes_of(Net(), "Net"), ROWS[name], stepped("AdamW"))
+    small = memory(shapes_of(Net(), "Net"), there, stepped("AdamW"))
+    # All of its parameters are small.
+    assert (small.moments, small.staging) == (plain.moments, 0)
+    monkeypatch.setattr(rows, "SMALLEST", 0)
+    found = memory(shapes_of(Net(), "Net"), there, stepped("AdamW"))
+    _, optimizer = trained(there, Net())
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    frozen = 96 * 96 * (0 if name == "bf16-stochastic" else 2)
+    assert found.host == sum(each.nbytes for each in states if link.holds(each)) + frozen
+    assert (found.moments, found.master, found.passing) == (0, 0, 0)
+    assert found.staging == 2 * 64 * 2**20
+    assert (found.weights, found.gradients) == (plain.weights, plain.gradients)
+    assert found.saved == plain.saved
+    assert plain.held - found.held == found.host - found.staging

@@ -16,26 +16,36 @@ from torch_bf16.errors import BackendUnavailableError
 from . import cuda_graphs
 from .backend import Backend, Kernel, ScalarSource
 from .bucket import Bucket, Variant
+from .bus import Bus, bus_of
 from .certificates import fault_of, fault_of_squares
 from .cpu import CpuBackend
 from .eager import EagerBackend
 from .inputs import KernelInputs, ScalarRows, StepInputs
 from .pieces import READ_DTYPES
+from .staging import BUFFER_BYTES, BUFFERS, StagedKernel, fetch, holding, load
 from .triton import TritonBackend
 
 __all__ = [
     "BACKENDS",
+    "BUFFERS",
+    "BUFFER_BYTES",
     "Backend",
     "Bucket",
+    "Bus",
     "Kernel",
     "KernelInputs",
     "ScalarRows",
     "ScalarSource",
+    "StagedKernel",
     "StepInputs",
     "Variant",
+    "bus_of",
     "choose",
     "choose_for",
     "explain",
+    "fetch",
+    "holding",
+    "load",
     "squares",
 ]
 

@@ -22,8 +22,10 @@ from torch_bf16.backends import (
     Kernel,
     KernelInputs,
     ScalarRows,
+    StagedKernel,
     Variant,
     choose_for,
+    load,
 )
 from torch_bf16.formats import Format
 from torch_bf16.rules import Rule
@@ -44,6 +46,8 @@ class Job:
         formats: of the number that the rule updates, then of each of its states.
         planes: for each format its tensors, contiguous and written by each run; the span's part.
         gradient: dtype of what a run brings, bfloat16 or float32.
+        device: where a run brings it, and computes; planes may be in host memory beside that. None
+            for where the first of them is.
     """
 
     span: Span
@@ -51,11 +55,12 @@ class Job:
     formats: tuple[Format, ...]
     planes: tuple[tuple[Tensor, ...], ...]
     gradient: torch.dtype
+    device: torch.device | None = None
 
     @property
     def variant(self) -> Variant:
         """What the kernel for it is compiled for."""
-        device = self.planes[0][0].device
+        device = self.device or self.planes[0][0].device
         return Variant(self.rule, self.formats, self.gradient, device, self.span.strided)
 
 
@@ -98,12 +103,17 @@ class Batch:
         )
         self.bases = bucket.bases
         self._first_row = np.zeros(len(jobs), np.int64)
-        self._kernel: Kernel | None = backend.load(bucket)
+        self._kernel: Kernel | None = load(bucket, backend)
         # Without the tensors, which another kernel may replace.
         self._bucket = replace(bucket, planes=())
 
     def __len__(self) -> int:
         return len(self.bases)
+
+    @property
+    def staged(self) -> bool:
+        """Whether planes are in host memory, and pass through the device's for each run."""
+        return isinstance(self._kernel, StagedKernel)
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel now, for a rule with so many scalars, and not at its first run."""
@@ -117,7 +127,7 @@ class Batch:
                 come, so that it can be freed.
         """
         moved = None if planes is None else replace(self._bucket, planes=planes)
-        self._kernel = None if moved is None else self.backend.load(moved)
+        self._kernel = None if moved is None else load(moved, self.backend)
 
     def run(
         self,

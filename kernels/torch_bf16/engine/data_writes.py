@@ -147,7 +147,8 @@ def settle(
             found.append(changed & (local(parameter) != 0))
             state = dict.get(states, parameter, {})
             for key in REMAINDERS.intersection(state):
-                local(state[key]).masked_fill_(changed, 0)
+                rest = local(state[key])
+                rest.masked_fill_(changed.to(rest.device), 0)
     return sum(bool(each.any()) for each in found) if count else 0
 
 

@@ -64,7 +64,7 @@ def _job(member: Member, span: Span) -> Job:
         )
         for name, each in zip(names, member.formats, strict=True)
     )
-    return Job(span, member.rule, member.formats, planes, dtype)
+    return Job(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
 
 
 class Part:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs
+from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs, holding
 from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Parameters
 
 from .batch import alike
 from .directions import Directions
-from .guard import Guard
+from .guard import Found, Guard
 from .member import Member
 from .ownership import Round
 from .parts import Active, Part, Row, source_of
@@ -157,6 +157,11 @@ class Plan:
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
         for part in self._active().parts:
+            if part.batch.staged:
+                return (
+                    "its states are in host memory, and their copies run in streams of their own; "
+                    "take ordinary steps, or leave offload='states' out of the recipe"
+                )
             if not part.batch.backend.capturable:
                 return (
                     f"the {part.batch.backend.name} backend reads step numbers and learning rates "
@@ -219,20 +224,8 @@ class Plan:
             told = told.on_host()
         done: set[Part] = set()
         try:
-            directed = {}
-            for part, rows in zip(active.parts, scalars, strict=True):
-                if part.directed:
-                    directed[part.rows[0].number] = part, rows
-                else:
-                    part.run(found, rows)
-                    done.add(part)
-            if directed:
-                flags = self._guard.taking_part
-                for number, direction in self._directions.run(flags, found.gradients, told):
-                    part, rows = directed[number]
-                    part.follow(direction, rows)
-                    del direction
-                    done.add(part)
+            with holding(self.devices):
+                self._run(active, found, scalars, told, done)
         except BaseException as error:
             for parts, source, _ in active.sources:
                 flags = [np.full(len(part.rows), part in done) for part in parts]
@@ -241,6 +234,29 @@ class Plan:
             raise
         for _, source, _ in active.sources:
             source.count()
+
+    def _run(
+        self,
+        active: Active,
+        found: Found,
+        scalars: Sequence[ScalarRows],
+        told: StepInputs,
+        done: set[Part],
+    ) -> None:
+        directed = {}
+        for part, rows in zip(active.parts, scalars, strict=True):
+            if part.directed:
+                directed[part.rows[0].number] = part, rows
+            else:
+                part.run(found, rows)
+                done.add(part)
+        if directed:
+            flags = self._guard.taking_part
+            for number, direction in self._directions.run(flags, found.gradients, told):
+                part, rows = directed[number]
+                part.follow(direction, rows)
+                del direction
+                done.add(part)
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> Recording:
         """A CUDA graph of the step of those that take part now, over the gradients of now.

@@ -27,6 +27,7 @@ from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
 from torch_bf16.states.completion import complete_master, complete_moment, place_states
+from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
 
@@ -179,6 +180,7 @@ class ForeignOptimizer(BF16Optimizer):
         complete: dict[str, Any] = {}
         here: dict[str, Any] = {}
         done = {COUNTER, *MASTERS}
+        home = Home.of(shard, self.recipe)
         for key, value in state.items():
             if key in done:
                 continue
@@ -191,7 +193,7 @@ class ForeignOptimizer(BF16Optimizer):
             else:
                 known = {n for each in _MOMENTS for n in each.plane_names(key)}
                 saved = {k: shard.take(each) for k, each in state.items() if k in known}
-                planes = complete_moment(saved, key, format_, shard.memory, label, changes)
+                planes = complete_moment(saved, key, format_, home, label, changes)
                 here.update(zip(format_.plane_names(key), planes, strict=True))
                 done |= known
         complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)

@@ -66,11 +66,14 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     if len(planes) == 1 or weight.device.type == "meta":
         return shown_like(weight, memory.to(torch.bfloat16)), None
     if planes[1].dtype == torch.float32:
+        visible = memory.to(torch.bfloat16)
         rest = memory.clone(memory_format=torch.contiguous_format)
-        return shown_like(weight, memory.to(torch.bfloat16)), rest
-    # The halves belong together: their upper one rounds ties away from zero, not to even.
-    upper, lower = split16(memory)
-    return shown_like(weight, upper), lower.contiguous()
+    else:
+        # The halves belong together: their upper one rounds ties away from zero, not to even.
+        visible, lower = split16(memory)
+        rest = lower.contiguous()
+    # Where it will be, it also waits for the first step.
+    return shown_like(weight, visible), rest.cpu() if recipe.offload == "states" else rest
 
 
 def remember(module: nn.Module, rests: Mapping[int, Tensor]) -> None:
@@ -213,6 +216,7 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
         for each in (rest, sums):
             # As bytes, because NCCL knows no 16-bit integers.
             dist.broadcast(each.view(-1).view(torch.uint8), src=src, group=group)
+        rest = rest if residual is None else rest.to(residual.rest.device)
         synced[id(shard.parameter)] = _Residual(rest, shard.version(), sums, placed=False)
     _keep(model, synced)
 

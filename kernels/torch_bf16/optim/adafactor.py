@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.backends import StepInputs
+from torch_bf16.backends import StepInputs, fetch
 from torch_bf16.engine.direction import Direction, Solution
 from torch_bf16.engine.member import Member
 from torch_bf16.recipe import Recipe
@@ -113,7 +113,7 @@ class _Relative:
         self._scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
         format_, memory = member.formats[0], member.shard.memory.contiguous()
         others = [local(member.state[key]) for key in format_.plane_names("")[1:]]
-        return format_.decode((memory, *others)) if others else memory
+        return format_.decode((memory, *fetch(others, memory.device))) if others else memory
 
     def _factor(self, weight: Tensor, update: Tensor) -> Tensor:
         """What the whole update is multiplied by."""
@@ -182,7 +182,9 @@ class _Vector(_Relative):
 
     def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
         weight, g = self._begin(step, told), gradient.float() * self._scale
-        v = local(self._member.state["variance"]).lerp_(g * g, self._share).clone()
+        kept = local(self._member.state["variance"])
+        v = kept.to(g.device).lerp_(g * g, self._share)
+        v = kept.copy_(v).to(g.device, copy=True)
         return v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g), weight
 
     def _solve(self, update: Tensor, weight: Tensor) -> Solution:

@@ -96,6 +96,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"reduce={recipe.reduce!r} of recipe {recipe.name!r} has no effect under DeepSpeed, "
             "which reduces gradients by itself. Leave reduce out"
         )
+    if recipe.offload != "none":
+        raise NotImplementedError(
+            f"offload={recipe.offload!r} of recipe {recipe.name!r} has no effect under DeepSpeed, "
+            "which keeps states in host memory by zero_optimization.offload_optimizer of its "
+            "configuration. Leave offload out"
+        )
     if optimizer._engine.release is not None:
         raise NotImplementedError(
             "gradients are released inside the backward pass, and DeepSpeed reduces them first. "

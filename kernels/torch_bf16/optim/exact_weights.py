@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.backends import cuda_graphs
+from torch_bf16.backends import cuda_graphs, fetch
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.encoder import Encoder
@@ -51,7 +51,8 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     format_ = stored_format(masters, "") if masters else None
     if format_ is None:
         return shard.place(visible.float())
-    planes = [visible, *(masters[key] for key in format_.plane_names("")[1:])]
+    rest = fetch([masters[key] for key in format_.plane_names("")[1:]], visible.device)
+    planes = [visible, *rest]
     return shard.place(format_.decode(planes))
 
 

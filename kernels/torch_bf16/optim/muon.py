@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.argument_checks import check_ranges
-from torch_bf16.backends import StepInputs
+from torch_bf16.backends import StepInputs, fetch
 from torch_bf16.engine.batch import Batch, Job
 from torch_bf16.engine.direction import Direction, Solution
 from torch_bf16.engine.member import Member
@@ -162,6 +162,7 @@ class _Momentum:
         self._groups, self._group = optimizer.param_groups, member.group
         shard, dtype, recipe = member.shard, member.parameter.dtype, optimizer.recipe
         self._shape, self._here = shard.shape, shard.memory.shape
+        self._device = shard.memory.device
         self._format = recipe.format_of(FIRST_MOMENT, shard.shape, dtype)
         names = self._format.plane_names("momentum_buffer")
         self._planes = tuple(local(member.state[key]).detach() for key in names)
@@ -173,7 +174,7 @@ class _Momentum:
     def _job(self, span: Span, gradient: torch.dtype) -> Job:
         pairs = zip(self._planes, self._format.planes, strict=True)
         planes = tuple(span.of(each, plane.block) for each, plane in pairs)
-        return Job(span, AVERAGE, (self._format,), (planes,), gradient)
+        return Job(span, AVERAGE, (self._format,), (planes,), gradient, self._device)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -190,7 +191,7 @@ class _Momentum:
         momentum = float(options["momentum"])
         parts = [span.of(gradient) for span in self._spans]
         self._average.run_alike(parts, step, (1.0 - momentum,), scale=scale)
-        update = self._format.decode(self._planes).view(self._here)
+        update = self._format.decode(fetch(self._planes, self._device)).view(self._here)
         if options["nesterov"]:
             update = (gradient.float() * scale).lerp(update, momentum)
         # What is orthogonalised is bf16, and so is what goes over the wire.

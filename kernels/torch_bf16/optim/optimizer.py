@@ -30,7 +30,7 @@ from torch_bf16.states.recoding import Changes
 from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
-from .planning import check_blocks, make_plan, with_gradients
+from .planning import check_recipe, make_plan, with_gradients
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 
 __all__ = ["BF16Optimizer"]
@@ -104,7 +104,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self.backend = self.recipe.backend if backend is None else backend
         self.observers = []
         self._engine = self._engine_class()
-        check_blocks(self)
+        check_recipe(self)
         accumulate_as(self.recipe, self)
         release_as(release, self)
 

@@ -21,6 +21,7 @@ from torch_bf16.errors import prefix_errors
 from torch_bf16.model import residuals
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
+from torch_bf16.rules import STORE
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
@@ -30,7 +31,7 @@ from .validation import check_gradient, check_parameter, check_replaced, check_u
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check_blocks", "collect", "keep_states", "make_plan", "with_gradients"]
+__all__ = ["check_recipe", "collect", "keep_states", "make_plan", "with_gradients"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -38,6 +39,8 @@ _logger = logging.getLogger("torch_bf16")
 def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Shard, int, str]]:
     """Shard, group and label of all that takes part, checked."""
     taking_part, engine = set(parameters), optimizer._engine
+    # Then states may be anywhere, and are brought home.
+    offloads = optimizer.recipe.offload != "none"
     found, labels = [], {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -49,7 +52,8 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
             shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
-                    check_unchanged(shard, snapshot, dict.get(optimizer.state, parameter, {}))
+                    state = dict.get(optimizer.state, parameter, {})
+                    check_unchanged(shard, snapshot, {} if offloads else state)
                 check_parameter(shard)
                 if parameter.grad is not None:
                     check_gradient(shard)
@@ -133,14 +137,23 @@ def _rounds(optimizer: BF16Optimizer) -> list[Round]:
     return rounds_of(every)
 
 
-def check_blocks(optimizer: BF16Optimizer) -> None:
+def check_recipe(optimizer: BF16Optimizer) -> None:
     """Refuse a recipe whose blocks would be cut, where every rank sees every parameter.
 
-    FSDP1 leaves some ranks nothing of a parameter that they could refuse to step.
+    FSDP1 leaves some ranks nothing of a parameter that they could refuse to step. And one that
+    offloads states of which no kernel knows.
 
     Raises:
-        NotImplementedError: a parameter is cut within the blocks of one of its formats.
+        NotImplementedError: a parameter is cut within the blocks of one of its formats, or the
+            class takes steps of its own on states in host memory.
     """
+    rules = [optimizer.rule_of(group) for group in optimizer.param_groups]
+    if optimizer.recipe.offload != "none" and STORE in rules:
+        raise NotImplementedError(
+            f"offload={optimizer.recipe.offload!r} is for optimizers with a fused rule, and "
+            f"{type(optimizer).__name__} takes steps of its own on fp32 copies. Leave offload out, "
+            "or use an optimizer of torch_bf16"
+        )
     for group in optimizer.param_groups:
         for shard in map(shard_of, group["params"]):
             if shard.sharded and not shard.can_gather:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
-from torch_bf16.backends import StepInputs, cuda_graphs
+from torch_bf16.backends import StepInputs, cuda_graphs, fetch
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.setting import Setting
 from torch_bf16.recipe import Recipe
@@ -19,6 +19,7 @@ from torch_bf16.rules import ITERATE, Rule, State
 from torch_bf16.rules.schedule_free import average_weight, interpolation
 from torch_bf16.sharding import Shard, local, reshard, shard_of
 from torch_bf16.states.completion import complete_state
+from torch_bf16.states.home import Home
 from torch_bf16.states.recoding import Changes
 
 from .optimizer import BF16Optimizer
@@ -84,16 +85,18 @@ class _ScheduleFree(BF16Optimizer):
     def _swap(self, parameter: Tensor, beta1: float, mode: bool) -> None:
         shard, state = shard_of(parameter), dict.get(self.state, parameter, {})
         snapshot = self._engine.snapshots.setdefault(parameter, Snapshot.of(shard))
-        now, z = local(self.exact_weight(parameter)).contiguous(), local(state["z"]).float()
+        now = local(self.exact_weight(parameter)).contiguous()
+        z = fetch([local(state["z"])], now.device)[0].float()
         aside = state.pop("y", None)
         if mode and aside is not None and snapshot.version == shard.version():
-            value = local(aside).float()
+            value = local(aside).to(now.device).float()
         else:
             value = now + (z - now) * (1.0 - beta1 if mode else 1.0 - 1.0 / beta1)
         format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
         if not mode:
             kept = self.recipe.format_of(ITERATE, shard.shape, parameter.dtype)
-            aside = shard.place(now.to(kept.planes[0].dtype, copy=True))
+            aside = Home.of(shard, self.recipe).put(now.to(kept.planes[0].dtype, copy=True))
+            aside = shard.place(aside)
         if len(format_.planes) > 1:
             self.set_exact_weight(parameter, shard.place(value))
         else:

@@ -39,6 +39,10 @@ class Fsdp1Shard(Shard):
     can_gather = False
     takes_parts = True
     takes_part_without_gradient = True
+    offload_obstacle = (
+        "belongs to FullyShardedDataParallel (FSDP1), which gathers states on the device: "
+        "offload='states' is not for it. Shard with fully_shard (FSDP2), or leave offload out"
+    )
 
     @cached_property
     def _handle(self) -> Any:

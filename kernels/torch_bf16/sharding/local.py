@@ -63,7 +63,11 @@ def version_of(tensor: Tensor) -> int:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or the whole one that a DTensor is a part of, gathered on every rank."""
     placed: Any = tensor
-    return placed.full_tensor() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    device = placed.device_mesh.device_type
+    # Of states in host memory: collectives are those of the mesh's devices.
+    return (placed if placed.device.type == device else placed.to(device)).full_tensor()
 
 
 def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -85,9 +89,21 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
     shape = torch.Size(tensor.shape if shape is None else shape)
     # Without shape and stride an uneven shard would be taken for an even one.
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        memory, placed.device_mesh, placed.placements, run_check=False, shape=shape, stride=stride
+    beside = memory.device.type not in ("meta", placed.device_mesh.device_type)
+    made: Any = DTensor.from_local(
+        # It would move what is in host memory to the mesh's device.
+        torch.empty_like(memory, device="meta") if beside else memory,
+        placed.device_mesh,
+        placed.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
+    if beside:
+        names, spec = made.__tensor_flatten__()
+        inner = {name: getattr(made, name) for name in names} | {"_local_tensor": memory}
+        made = DTensor.__tensor_unflatten__(inner, spec, shape, stride)
+    return made
 
 
 def shown_like(tensor: Tensor, memory: Tensor) -> Tensor:

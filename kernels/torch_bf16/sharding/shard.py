@@ -37,6 +37,7 @@ class Shard:
             is waited for all the same where its group sums something up.
         loads_states_first: whether a checkpoint's states come before the weights that they are of.
         mixed: why it cannot hold numbers of several formats, if it is made of several tensors.
+        offload_obstacle: why its states cannot be in host memory while it is not, or nothing.
     """
 
     sharded: ClassVar[bool] = False
@@ -46,6 +47,7 @@ class Shard:
     takes_part_without_gradient: ClassVar[bool] = False
     loads_states_first: ClassVar[bool] = False
     mixed: ClassVar[str] = ""
+    offload_obstacle: ClassVar[str] = ""
 
     def __init__(self, parameter: Tensor, name: str = "") -> None:
         self.parameter, self.name = parameter, name

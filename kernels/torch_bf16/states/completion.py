@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.errors import StateMismatchError
+from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.formats import FP32, INT8, Format
 from torch_bf16.model import residuals
 from torch_bf16.recipe import Recipe
@@ -23,6 +23,7 @@ from torch_bf16.rules import Rule, State
 from torch_bf16.sharding import Shard, local
 from torch_bf16.sharding import whole as gathered
 
+from .home import Home
 from .recoding import Changes, recode, recode_weight, stored_format
 from .views import masters_in
 
@@ -62,7 +63,9 @@ def complete_state(
             parameter that is fp32 now.
     """
     factors = {each.name for each in rule.stage_states if each.shape is not None}
-    given, state, memory = state, _take_states(state, shard, factors, label), shard.memory
+    given, state = state, _take_states(state, shard, factors, label)
+    with prefix_errors(lambda: label):
+        home = Home.of(shard, recipe)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
@@ -77,7 +80,7 @@ def complete_state(
         format_ = recipe.format_of(each.role, shard.shape, shard.parameter.dtype)
         if format_.block > 1:
             shard.check_blocks(format_.block)
-        planes = complete_moment(state, each.name, format_, memory, label, changes)
+        planes = complete_moment(state, each.name, format_, home, label, changes)
         complete.update(zip(format_.plane_names(each.name), planes, strict=True))
     complete |= complete_master(state, shard, recipe, label, changes)
     whole = {
@@ -92,7 +95,7 @@ def complete_moment(
     state: Mapping[str, Any],
     name: str,
     format_: Format,
-    parameter: Tensor,
+    home: Home,
     label: str,
     changes: Changes,
 ) -> tuple[Tensor, ...]:
@@ -102,14 +105,11 @@ def complete_moment(
         StateMismatchError: it has another shape, or a dtype that no format has.
     """
     if state.get(name) is None:
-        return tuple(
-            torch.zeros(plane.shape(parameter.shape), dtype=plane.dtype, device=parameter.device)
-            for plane in format_.planes
-        )
+        return tuple(home.zeros(plane.shape(home.shape), plane.dtype) for plane in format_.planes)
     # What is in no format may still be numbers, which are read as those of fp32 are.
     source = stored_format(state, name) or FP32
     saved = tuple(
-        _fitting(state[key], plane.shape(parameter.shape), parameter.device, key, label)
+        _fitting(state[key], plane.shape(home.shape), home, key, label)
         for key, plane in zip(source.plane_names(name), source.planes, strict=True)
     )
     if [each.dtype for each in saved] == [plane.dtype for plane in format_.planes]:
@@ -120,7 +120,7 @@ def complete_moment(
             "damaged, load it as it was saved"
         )
     x = source.decode(saved)
-    planes = recode(x, format_)
+    planes = tuple(map(home.put, recode(x, format_)))
     changes.add(name, source, format_, x.numel(), _differing(format_.decode(planes), x))
     return planes
 
@@ -134,13 +134,13 @@ def complete_master(
         StateMismatchError: a plane has another shape or dtype than every format, or belongs to a
             parameter that is fp32 now.
     """
-    memory, dtype = shard.memory, shard.parameter.dtype
+    memory, dtype, home = shard.memory, shard.parameter.dtype, Home.of(shard, recipe)
     weights = recipe.format_of("weights", shard.shape, dtype)
     keys = weights.plane_names("")[1:]
     saved = masters_in(state)
     if not saved:
         return {
-            key: _first_master(shard, plane.dtype)
+            key: _first_master(shard, plane.dtype, home)
             for key, plane in zip(keys, weights.planes[1:], strict=True)
         }
     if dtype != torch.bfloat16:
@@ -162,14 +162,12 @@ def complete_master(
             f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
             "load the state dict as it was saved"
         )
-    planes = [
-        _fitting(each, memory.shape, memory.device, key, label) for key, each in saved.items()
-    ]
+    planes = [_fitting(each, memory.shape, home, key, label) for key, each in saved.items()]
     if source == weights:
         return dict(zip(keys, planes, strict=True))
-    visible = memory.contiguous()
+    visible = memory.to(home.device).contiguous()
     x = source.decode([visible, *planes])
-    rest = recode_weight(x, visible, weights)
+    rest = tuple(map(home.put, recode_weight(x, visible, weights)))
     now = weights.decode([visible, *rest])
     changes.add("weights", source, weights, x.numel(), _differing(now, x))
     return dict(zip(keys, rest, strict=True))
@@ -211,16 +209,14 @@ def _check_shape(saved: Any, shape: Sequence[int], key: str, label: str) -> None
         )
 
 
-def _fitting(
-    saved: Any, shape: Sequence[int], device: torch.device, key: str, label: str
-) -> Tensor:
+def _fitting(saved: Any, shape: Sequence[int], home: Home, key: str, label: str) -> Tensor:
     _check_shape(saved, shape, key, label)
-    if saved.layout != torch.strided or (saved.is_meta and device.type != "meta"):
+    if saved.layout != torch.strided or (saved.is_meta and home.device.type != "meta"):
         raise StateMismatchError(
             f"{key} of {label} is {saved.layout} on {saved.device} in the state dict and must be a "
             "dense tensor with memory; load it as it was saved"
         )
-    return saved.to(device).contiguous()
+    return home.put(saved)
 
 
 def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
@@ -248,24 +244,24 @@ def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
 def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
     """A state with a shape of its own, in fp32, all of it on every rank."""
     shape = state.shape(shard.shape)  # pyright: ignore[reportOptionalCall]
-    device = shard.memory.device
+    # Small, and looked at as a whole.
+    beside = Home(shape, shard.memory.device)
     if saved is None:
-        return torch.zeros(shape, dtype=torch.float32, device=device)
+        return beside.zeros(shape, torch.float32)
     if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
         # FSDP1 gathers what has a number for each of the parameter's.
         saved = shard.unexpanded(saved, shape)
-    return _fitting(saved, shape, device, state.name, label).float()
+    return _fitting(saved, shape, beside, state.name, label).float()
 
 
-def _first_master(shard: Shard, dtype: torch.dtype) -> Tensor:
+def _first_master(shard: Shard, dtype: torch.dtype, home: Home) -> Tensor:
     """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
     known = residuals.second_plane(shard, dtype)
     if known is not None:
-        return known
-    memory = shard.memory
+        return home.put(known)
     if not dtype.is_floating_point:
-        return torch.zeros(memory.shape, dtype=dtype, device=memory.device)
-    return memory.to(dtype).contiguous()
+        return home.zeros(home.shape, dtype)
+    return home.put(shard.memory.to(dtype))
 
 
 def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:

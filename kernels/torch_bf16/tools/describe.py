@@ -34,6 +34,7 @@ class Description:
         unmade: the class whose own first step will make states, which are not counted; None where
             they are known.
         compute: what the model computes in, as :class:`torch_bf16.Recipe` says it.
+        offload: what lives in host memory, likewise.
     """
 
     recipe: str
@@ -43,6 +44,7 @@ class Description:
     backend: str | None
     unmade: str | None = None
     compute: str = "autocast"
+    offload: str = "none"
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -61,6 +63,8 @@ class Description:
             line += f", {bytes_} per trained parameter ({each})"
         if self.compute != "autocast":
             line += f", computes in {self.compute}"
+        if self.offload != "none":
+            line += f", {self.offload} in host memory"
         return line if self.backend is None else f"{line}, backend {self.backend}"
 
 
@@ -122,6 +126,7 @@ def describe(
     return Description(
         unmade=unmade,
         compute=recipe.compute,
+        offload=recipe.offload,
         recipe=recipe.name,
         parameters=dict(dtypes),
         trained=trained,

@@ -278,7 +278,9 @@ def _decode(member: Member, number: int, where: Tensor) -> Tensor:
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
         # The places are whole blocks.
         at = where if plane.block == 1 else where[:: plane.block] // plane.block
-        planes.append(local(tensors[key]).reshape(-1)[at])
+        memory = local(tensors[key])
+        # Of a state in host memory the sample alone comes over.
+        planes.append(memory.reshape(-1)[at.to(memory.device)].to(where.device))
     return _with_fp64(stored.decode(planes))
 
 

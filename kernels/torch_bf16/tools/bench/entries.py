@@ -303,6 +303,30 @@ PEERS: dict[str, Peer] = {
             ),
         ),
     ),
+    "offload": Peer(
+        "torch",
+        "torch",
+        (
+            Entry(
+                "torchao offload bf16",
+                "moments and a copy of the weights on the host, bf16 to nearest, steps there",
+                "torch_bf16.tools.bench.offload:TorchaoOffload",
+                estimate=6,
+                only_on="cuda",
+            ),
+            *(
+                Entry(
+                    f"{name}, states on the host",
+                    "ours, with offload='states'",
+                    "torch_bf16:AdamW",
+                    estimate=2.1 + get_recipe(name).bytes_per_parameter,
+                    options={"recipe": get_recipe(name, offload="states")},
+                    scratch=0,
+                )
+                for name in ("bf16-stochastic", "bf16-fp32-master")
+            ),
+        ),
+    ),
     "muon": Peer(
         "torch",
         "torch",

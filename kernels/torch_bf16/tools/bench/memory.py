@@ -35,10 +35,12 @@ _BEYOND = re.compile("master|remainder|kahan|error|correction", re.IGNORECASE)
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Weights, gradients and states, as allocated; what is shared counts once."""
+    """Weights, gradients and states, as allocated on the device; what is shared counts once."""
     parameters = _parameters(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return _sizes([*parameters, *gradients, *_states(optimizer)])
+    devices = {p.device for p in parameters}
+    here = [each for each in _states(optimizer) if each.device in devices]
+    return _sizes([*parameters, *gradients, *here])
 
 
 def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> dict[str, int]:

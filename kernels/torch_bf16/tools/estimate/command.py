@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from torch_bf16.recipe import ACCUMULATIONS, REDUCTIONS
+from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
 from torch_bf16.tools.output import add_json_argument, write_json
 
@@ -55,6 +55,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the recipes' gradients travel between ranks (default: as FSDP2 does it)",
     )
     parser.add_argument(
+        "--offload",
+        choices=OFFLOADS,
+        default="none",
+        help="what the recipes keep in host memory, in the column 'host' (default: nothing)",
+    )
+    parser.add_argument(
         "--batch",
         type=batch_argument,
         metavar="SHAPE",
@@ -91,7 +97,7 @@ def estimate(options: argparse.Namespace) -> int:
             "or module:factory"
         )
     rows = []
-    for precision in precisions(options.accumulate, options.reduce):
+    for precision in precisions(options.accumulate, options.reduce, options.offload):
         if precision.recipe is None and optimizer.scratch is None:
             continue
         live = None
@@ -116,6 +122,7 @@ def estimate(options: argparse.Namespace) -> int:
         "ranks": options.ranks,
         "accumulate": options.accumulate,
         "reduce": options.reduce,
+        "offload": options.offload,
         "batch": _batch_text(options),
         "rows": rows,
         "zero": [each.record(options.ranks) for each in zero],
@@ -142,6 +149,11 @@ def _notes(shapes: ModelShapes, optimizer: Stepped, options: argparse.Namespace)
         )
     else:
         notes.append(f"activations: one step over {_batch_text(options)} on {options.device}")
+    if options.offload != "none":
+        notes.append(
+            "host: bytes of pinned memory of each process, which torch allocates in powers of two "
+            "per tensor; a step copies them to the device and back"
+        )
     if optimizer.scratch is None:
         notes.append(f"torch has no {options.optimizer} of its own")
     else:

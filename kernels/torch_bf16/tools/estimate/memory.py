@@ -8,9 +8,11 @@ from math import prod
 
 import torch
 
+from torch_bf16.backends import BUFFER_BYTES, BUFFERS
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.sharding.dtensor import box_at
+from torch_bf16.states.home import SMALLEST
 
 from .directed import ROWS, Looked, looked
 from .optimizers import Stepped
@@ -31,10 +33,12 @@ class Memory:
         moments: of the optimizer.
         master: what weights have beyond the parameter.
         sums: of gradients over micro-batches, where they have a format of their own.
+        staging: of the buffers that states in host memory pass through.
         passing: what lives beside all these at the worst time, activations not counted: torch's
             scratch in ``optimizer.step()``, in the first step the bits that the cast took, or what
             Muon and Adafactor gather and compute with.
         unsaved: of weights, buffers and master, what checkpoints do not hold.
+        host: of moments and master, what is in host memory; it is in none of the others.
     """
 
     weights: int = 0
@@ -43,8 +47,10 @@ class Memory:
     moments: int = 0
     master: int = 0
     sums: int = 0
+    staging: int = 0
     passing: int = 0
     unsaved: int = 0
+    host: int = 0
 
     @property
     def states(self) -> int:
@@ -54,12 +60,12 @@ class Memory:
     @property
     def held(self) -> int:
         """That, and the gradients: what lives when a backward pass has ended."""
-        return self.states + self.gradients + self.sums
+        return self.states + self.gradients + self.sums + self.staging
 
     @property
     def saved(self) -> int:
         """What a checkpoint of model and optimizer holds."""
-        return self.states - self.unsaved
+        return self.states + self.host - self.unsaved
 
     def peak(self, beside: int = 0) -> int:
         """The most at one time.
@@ -107,6 +113,7 @@ def memory(
     gradients: dict[str, int] = defaultdict(int)
     sums, scratch, rests, looking = 0, 0.0, [0], [0.0]
     kinds: dict[tuple[object, ...], Held] = {}
+    offloads = precision.recipe is not None and precision.recipe.offload == "states"
     for each in shapes.weights:
         # Layers repeat: a few kinds are all there are among thousands of weights.
         if (held := kinds.get(each.kind)) is None:
@@ -115,13 +122,18 @@ def memory(
         sizes["weights"] += held.weights
         if not each.trained:
             # Kept for as long as it may still be trained.
-            sizes["master"] += held.rest
+            sizes["host" if offloads else "master"] += held.rest
             sizes["unsaved"] += held.rest
             continue
-        sizes["master"] += held.master
-        sizes["moments"] += held.moments
-        # What has the master's bytes becomes the master.
-        rests.append(0 if held.rest == held.master else held.rest)
+        offloaded = offloads and each.numel >= SMALLEST
+        if offloaded:
+            sizes["host"] += held.master + held.moments
+            sizes["staging"] = BUFFERS * BUFFER_BYTES
+        else:
+            sizes["master"] += held.master
+            sizes["moments"] += held.moments
+        # What has the master's bytes becomes the master; and what will be on the host waits there.
+        rests.append(0 if held.rest == held.master or offloads else held.rest)
         if (rule := stepped.rule_of(each)).stage_states:
             # torch's look at one tensor after the other.
             looking.append((stepped.scratch or 0.0) * held.weights)

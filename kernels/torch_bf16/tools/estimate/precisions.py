@@ -55,18 +55,21 @@ class Precision:
         return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
 
 
-def precisions(accumulate: str = "bf16_nearest", reduce: str = "wrapper") -> Iterator[Precision]:
+def precisions(
+    accumulate: str = "bf16_nearest", reduce: str = "wrapper", offload: str = "none"
+) -> Iterator[Precision]:
     """All of them, the largest first.
 
     Args:
         accumulate: the recipes' format for sums of gradients; beside others than ``bf16_nearest``,
             which are kept over several passes, released gradients save nothing and are left out.
         reduce: how the recipes' gradients are summed over ranks.
+        offload: what of the recipes lives in host memory.
     """
     yield Precision("32-true", dtype=torch.float32)
     yield Precision("bf16-mixed", dtype=torch.float32, autocast=True)
     recipes: dict[str, Recipe] = {}
-    ways = {"accumulate": accumulate, "reduce": reduce}
+    ways = {"accumulate": accumulate, "reduce": reduce, "offload": offload}
     recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", **ways)
     for options in _OPTIONS:
         recipe = get_recipe("bf16-stochastic", **ways, **options)

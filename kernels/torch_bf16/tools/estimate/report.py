@@ -70,7 +70,7 @@ def show(found: Mapping[str, Any]) -> None:
     trained = "" if found["trained"] == found["parameters"] else f", {found['trained']:,} trained"
     print(f"{found['model']}: {found['parameters']:,} parameters{trained}, {found['optimizer']}")
     rows, ranks = found["rows"], found["ranks"]
-    names = ["weights", "gradients", "moments", "master", "sums", "activations"]
+    names = ["weights", "gradients", "moments", "master", "sums", "staging", "activations", "host"]
     names = [name for name in names if name == "master" or any(each[name] for each in rows)]
     unit, size = ("GB", 10**9) if rows[0]["peak"] > 10**9 else ("MB", 10**6)
     table = []
@@ -113,7 +113,7 @@ def _label(each: Mapping[str, Any]) -> str:
 
 
 def _formats(precision: Precision) -> dict[str, str]:
-    names = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "reduce")
+    names = ("weights", "exp_avg", "exp_avg_sq", "accumulate", "reduce", "offload")
     return {name: getattr(precision.recipe, name) for name in names}
 
 

@@ -1,0 +1,332 @@
+"""Kernels over planes that live in host memory: these pass through two buffers on the device.
+
+A bucket is cut into loads that fit a buffer. While one is computed, the next is copied up and the
+one before copied down; what is in the device's memory, weights and gradients, is read and written
+where it is. A tensor may be cut between any two blocks: noise is keyed by the element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .backend import Backend, Kernel
+from .bucket import Bucket
+from .bus import Bus, bus_of, in_host_memory
+from .inputs import KernelInputs, ScalarRows
+
+__all__ = ["BUFFERS", "BUFFER_BYTES", "StagedKernel", "fetch", "holding", "load"]
+
+BUFFER_BYTES = 64 << 20
+"""A copy of that size takes a millisecond, beside which launches and events take nothing."""
+
+BUFFERS = 2
+"""A kernel takes a twentieth of the time of the copies around it: a third would hide no more."""
+
+# Bytes between planes in a buffer, and elements that a cut tensor's parts are multiples of: whole
+# blocks, at addresses that vectors are read from.
+_ALIGNED = 256
+
+
+@dataclass
+class _Slot:
+    """One of the buffers.
+
+    Attributes:
+        buffer: uint8, on the device.
+        free: happens when what was in it is back in host memory.
+    """
+
+    buffer: Tensor
+    free: Any
+
+
+class Staging:
+    """The buffers of a device, which all kernels there share, and what is on its way through them.
+
+    A context: when the outermost one ends, the host's planes are what the kernels made of them.
+    Within a backward pass that is at its end.
+    """
+
+    def __init__(self, bus: Bus, device: torch.device) -> None:
+        self._bus = bus
+        self._slots = [
+            _Slot(
+                torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device),
+                # What had the memory before may be read until then.
+                bus.record(bus.compute),
+            )
+            for _ in range(BUFFERS)
+        ]
+        self._turn = 0
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._under_way: Any = None
+        self._pass = -1
+
+    def __enter__(self) -> Staging:
+        self._lock.acquire()
+        # A backward pass that failed has not come to its end.
+        if self._depth == 0 and self._pass != torch._C._current_graph_task_id():
+            self.finish()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        try:
+            if self._depth == 0 and self._under_way is not None:
+                running = torch._C._current_graph_task_id()
+                if running < 0:
+                    self.finish()
+                elif running != self._pass:
+                    self._pass = running
+                    engine: Any = torch.autograd.Variable._execution_engine
+                    engine.queue_callback(self.finish)
+        finally:
+            self._lock.release()
+
+    def finish(self) -> None:
+        """Let the host wait for all that is on its way."""
+        with self._lock:
+            event, self._under_way, self._pass = self._under_way, None, -1
+            if event is not None:
+                self._bus.finish(event)
+
+    def fetch(self, planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Copies of planes in the current stream, once what is on its way has arrived."""
+        self.finish()
+        found = [plane.to(device, non_blocking=True) for plane in planes]
+        # Nobody writes the host's planes before they are read.
+        bus = self._bus
+        bus.wait(bus.down, bus.record(bus.compute))
+        self._under_way = bus.record(bus.down)
+        return found
+
+    def next_slot(self) -> _Slot:
+        """The buffers in turn."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        return self._slots[self._turn]
+
+    def run(
+        self, slot: _Slot, moves: Sequence[tuple[Tensor, Tensor]], work: Callable[[], None]
+    ) -> None:
+        """Queue copies to a slot, what computes there, and the copies back.
+
+        Args:
+            slot: whose buffer the copies are in.
+            moves: a plane in host memory, and its copy.
+            work: launches the kernel.
+        """
+        if not moves:
+            work()
+            return
+        bus, compute = self._bus, self._bus.compute
+        bus.wait(bus.up, slot.free)
+        bus.run(bus.up, lambda: _copy((staged, host) for host, staged in moves))
+        bus.wait(compute, bus.record(bus.up))
+        bus.run(compute, work)
+        bus.wait(bus.down, bus.record(compute))
+        bus.run(bus.down, lambda: _copy(moves))
+        slot.free = self._under_way = bus.record(bus.down)
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for to, from_ in pairs:
+        to.copy_(from_, non_blocking=True)
+
+
+# As long as a kernel uses them.
+_stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
+_NOTHING = contextlib.nullcontext()
+
+
+def _staging_of(device: torch.device) -> Staging:
+    found = _stagings.get(device)
+    if found is None:
+        bus: Any = bus_of(device)
+        found = _stagings[device] = Staging(bus, device)
+    return found
+
+
+def holding(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[Any]:
+    """A context around kernels that one wait at its end is enough for."""
+    if not _stagings:
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for device in devices:
+        stack.enter_context(_stagings.get(device, _NOTHING))
+    return stack
+
+
+def fetch(planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Planes on a device, as kernels there have made them: themselves where they are on it."""
+    staging = _stagings.get(device)
+    if staging is None:
+        return [plane.to(device) for plane in planes]
+    with staging:
+        return staging.fetch(planes, device)
+
+
+def load(bucket: Bucket, backend: Backend) -> Kernel:
+    """The backend's kernel for a bucket, staged where planes of it are in host memory."""
+    device = bucket.variant.device
+    every = (plane for each in bucket.planes for planes in each for plane in planes)
+    if not any(in_host_memory(plane, device) for plane in every):
+        return backend.load(bucket)
+    return StagedKernel(bucket, backend, _staging_of(device))
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor of a bucket: its number, and elements in memory from ``start`` on."""
+
+    row: int
+    start: int
+    numel: int
+
+
+class _Load:
+    """Pieces whose planes are in a buffer together.
+
+    Args:
+        bucket: whose pieces.
+        pieces: at least one.
+        backend: what computes them.
+        slot: the buffer.
+    """
+
+    def __init__(
+        self, bucket: Bucket, pieces: Sequence[_Piece], backend: Backend, slot: _Slot
+    ) -> None:
+        self.slot, self._pieces = slot, pieces
+        self._rows = np.array([piece.row for piece in pieces], np.int64)
+        self._moves: list[list[tuple[Tensor, Tensor]]] = []
+        self._used = 0
+        planes = [self._stage(bucket, piece) for piece in pieces]
+        self.kernel = backend.load(_cut(bucket, self._rows, pieces, planes))
+
+    def _stage(self, bucket: Bucket, piece: _Piece) -> tuple[tuple[Tensor, ...], ...]:
+        """The piece's planes, those in host memory as their place in the buffer."""
+        device, moves = bucket.variant.device, []
+        found = []
+        for format_, planes in zip(bucket.variant.formats, bucket.planes[piece.row], strict=True):
+            taken = []
+            for plane, tensor in zip(format_.planes, planes, strict=True):
+                first, last = (n // plane.block for n in (piece.start, piece.start + piece.numel))
+                part = tensor.view(-1)[first:last]
+                if in_host_memory(tensor, device):
+                    end = self._used + part.nbytes
+                    staged = self.slot.buffer[self._used : end].view(part.dtype)
+                    self._used = -(-end // _ALIGNED) * _ALIGNED
+                    moves.append((part, staged))
+                    part = staged
+                taken.append(part)
+            found.append(tuple(taken))
+        self._moves.append(moves)
+        return tuple(found)
+
+    def inputs(self, inputs: KernelInputs) -> tuple[KernelInputs, list[tuple[Tensor, Tensor]]]:
+        """What the pieces take of what the bucket takes, and the moves of those with a gradient."""
+        gradients = [
+            None if (whole := inputs.gradients[row]) is None else whole.view(-1)[start : start + n]
+            for row, start, n in self._pieces
+        ]
+        pairs = zip(gradients, self._moves, strict=True)
+        moves = [move for gradient, its in pairs if gradient is not None for move in its]
+        scalars, bases = inputs.scalars, inputs.bases
+        steps = None if scalars.steps is None else scalars.steps[self._rows]
+        rows = ScalarRows(steps, scalars.rows[self._rows], scalars.table)
+        return KernelInputs(gradients, rows, None if bases is None else bases[self._rows]), moves
+
+
+def _cut(
+    bucket: Bucket, rows: np.ndarray, pieces: Sequence[_Piece], planes: Sequence[Any]
+) -> Bucket:
+    """A bucket of pieces of another one's tensors."""
+    starts = np.array([piece.start for piece in pieces], np.int64)
+    numels = np.array([piece.numel for piece in pieces], np.int64)
+    widths, pitches = bucket.widths[rows], bucket.pitches[rows]
+    offsets = bucket.offsets[rows] + starts // widths * pitches + starts % widths
+    return Bucket(
+        bucket.variant,
+        planes,
+        numels,
+        offsets,
+        # What is not whole runs lies within one.
+        np.maximum(np.minimum(widths, numels), 1),
+        pitches,
+        bucket.bases[rows],
+    )
+
+
+def _loads(bucket: Bucket) -> Iterator[list[_Piece]]:
+    """All elements of a bucket in pieces, those together that fit a buffer."""
+    device, found, room = bucket.variant.device, [], BUFFER_BYTES
+    for row, of_tensor in enumerate(bucket.planes):
+        size, planes = 0.0, 0
+        for format_, tensors in zip(bucket.variant.formats, of_tensor, strict=True):
+            for plane, tensor in zip(format_.planes, tensors, strict=True):
+                if in_host_memory(tensor, device):
+                    size, planes = size + plane.dtype.itemsize / plane.block, planes + 1
+        numel, width, start = int(bucket.numels[row]), int(bucket.widths[row]), 0
+        while start < numel:
+            fitting = numel if not planes else int((room - planes * _ALIGNED) / size)
+            n = _stretch(start, numel, width, fitting)
+            if n > 0:
+                found.append(_Piece(row, start, n))
+                start += n
+                room -= int(n * size) + planes * _ALIGNED
+            if start < numel:
+                yield found
+                found, room = [], BUFFER_BYTES
+    if found:
+        yield found
+
+
+def _stretch(start: int, numel: int, width: int, fitting: int) -> int:
+    """How many elements from ``start`` on are a piece: whole runs, or a part of one."""
+    left = width - start % width
+    if left == width and fitting >= width:
+        return min(numel - start, fitting // width * width)
+    return left if fitting >= left else max(fitting, 0) // _ALIGNED * _ALIGNED
+
+
+class StagedKernel:
+    """A backend's kernel for a bucket some of whose planes are in host memory.
+
+    Args:
+        bucket: what it updates.
+        backend: what computes it.
+        staging: the buffers that those planes pass through.
+    """
+
+    def __init__(self, bucket: Bucket, backend: Backend, staging: Staging) -> None:
+        self._bucket, self._backend, self._staging = bucket, backend, staging
+
+    @functools.cached_property
+    def _loads(self) -> list[_Load]:
+        # Not before they are needed: a weight that is not contiguous is stepped as a copy.
+        bucket, backend, staging = self._bucket, self._backend, self._staging
+        return [_Load(bucket, pieces, backend, staging.next_slot()) for pieces in _loads(bucket)]
+
+    def __call__(self, inputs: KernelInputs) -> None:
+        """Update every tensor of the bucket, in place."""
+        with self._staging as staging:
+            for each in self._loads:
+                taken, moves = each.inputs(inputs)
+                if any(gradient is not None for gradient in taken.gradients):
+                    staging.run(each.slot, moves, functools.partial(each.kernel, taken))
+
+    def compile(self, n_scalars: int) -> None:
+        """Compile what the first call would."""
+        for each in self._loads:
+            each.kernel.compile(n_scalars)
