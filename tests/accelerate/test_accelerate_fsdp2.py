@@ -19,7 +19,7 @@ if Version(version("accelerate")) < Version("1.10"):
     )
 
 import fsdp2_on_ranks as on_ranks
-from sharded_llama import assert_same
+from sharded_llama import assert_same, averages
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
@@ -63,6 +63,7 @@ def test_what_accelerate_does_around_sharding_changes_no_bit(ranks, trained, mod
         assert_same(numbers, expected)
 
 
+@averages
 @every_mode
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
 def test_training_has_the_bits_of_ddp(ranks, mode, name):

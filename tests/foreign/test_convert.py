@@ -93,8 +93,6 @@ def train_with(scheduler, optimizer, kind):
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @every_scheduler
-# torch 2.7's SequentialLR calls the others with it.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 def test_schedulers_built_before_or_after_steer_it(kind, when, name):
     optimizer = torch_optimizer(name, make_module().parameters())
     if when == "before":
