@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import accelerate_reduction as on_ranks
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
-of_fsdp2 = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"),
-    reason="this torch's fully_shard takes no other reduction, and that is refused",
-)
-RUNS = [
-    on_ranks.under_ddp,
-    on_ranks.under_fsdp1,
-    pytest.param(on_ranks.under_fsdp2, marks=of_fsdp2),
-]
+RUNS = [on_ranks.under_ddp, on_ranks.under_fsdp1, on_ranks.under_fsdp2]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
