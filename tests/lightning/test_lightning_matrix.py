@@ -61,6 +61,8 @@ def alike(everywhere):
 
 
 def assert_near_fp32(cell, numbers, together):
+    if "fsdp2" in cell.strategy and torch.__version__ < "2.8":
+        pytest.skip("torch 2.7's FSDP2 sums gradients over gloo where it should average")
     expected, _ = in_fp32(first_of(cell), together)
     torch.manual_seed(3)
     first = [p.detach() for p in network().parameters()]
