@@ -273,7 +273,7 @@ PEERS: dict[str, Peer] = {
         ),
     ),
     "muon": Peer(
-        "torch",
+        "torch.optim._muon",  # since torch 2.9
         "torch",
         tuple(
             Entry(
