@@ -75,6 +75,8 @@ def test_training_has_the_bits_of_ddp(ranks, mode, name):
 @pytest.mark.skipif(version("transformers") < "5", reason="tensor parallelism came with 5")
 @every_mode
 def test_tensor_parallelism_trains_the_same_on_every_rank(ranks, mode, tmp_path):
+    if torch.__version__ < "2.8":
+        ranks.close()  # in a process that sharded an embedding before, it finds no mask
     ranks(2, on_ranks.tensor_parallelism_trains_the_same_on_every_rank, mode, tmp_path)
 
 
