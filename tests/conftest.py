@@ -40,6 +40,9 @@ def pytest_runtest_call():
         raise
 
 
+pytest_runtest_setup = pytest_runtest_call
+
+
 @pytest.fixture(scope="session")
 def interpreted():
     """``interpreted(function, *arguments)``: a call in a process where Triton interprets.
