@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -18,6 +19,10 @@ from torchrun_variables import as_torchrun_says
 
 TOKENS = torch.tensor([each["input_ids"] for each in sequences()])
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+averages = pytest.mark.skipif(
+    torch.__version__ < "2.8",
+    reason="torch 2.7's FSDP2 sums gradients over gloo where it should average",
+)
 _make_state = PartialState.__init__
 _sharding = True
 

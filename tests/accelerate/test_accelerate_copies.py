@@ -88,7 +88,7 @@ class Distilled(nn.Module):
     def forward(self, x):
         with torch.no_grad():
             target = self.teacher(x.half()).float() + self.mean + self.base
-        return self.student(x) - target
+        return self.student(x) - target.float()
 
 
 def test_what_is_frozen_in_another_dtype_is_left_alone_also_in_the_optimizer(

@@ -15,12 +15,13 @@ if Version(version("accelerate")) < Version("1.10"):
     )
 
 import fsdp1_on_ranks as on_ranks
-from sharded_llama import assert_same
+from sharded_llama import assert_same, averages
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_kind = pytest.mark.parametrize("kind", ["SHARDED", "FULL"])
 
 
+@averages
 @every_mode
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "optimizer-later"])
 def test_training_has_the_bits_of_fsdp2(ranks, mode, late):

@@ -19,7 +19,7 @@ if Version(version("accelerate")) < Version("1.10"):
     )
 
 import fsdp2_on_ranks as on_ranks
-from sharded_llama import assert_same
+from sharded_llama import assert_same, averages
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
@@ -57,12 +57,15 @@ def trained(ranks):
 @every_mode
 @pytest.mark.parametrize("around", [each for each in on_ranks.AROUND if each != "nothing"])
 def test_what_accelerate_does_around_sharding_changes_no_bit(ranks, trained, mode, around):
+    if around == "compiled" and torch.__version__ < "2.8":
+        pytest.skip("what torch 2.7 compiles has other bits, in stock bf16 as well")
     found = ranks(2, on_ranks.trained, mode, around)
     for (losses, numbers), (known, expected) in zip(found, trained(mode), strict=True):
         assert losses == known
         assert_same(numbers, expected)
 
 
+@averages
 @every_mode
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
 def test_training_has_the_bits_of_ddp(ranks, mode, name):
@@ -72,6 +75,8 @@ def test_training_has_the_bits_of_ddp(ranks, mode, name):
 @pytest.mark.skipif(version("transformers") < "5", reason="tensor parallelism came with 5")
 @every_mode
 def test_tensor_parallelism_trains_the_same_on_every_rank(ranks, mode, tmp_path):
+    if torch.__version__ < "2.8":
+        ranks.close()  # in a process that sharded an embedding before, it finds no mask
     ranks(2, on_ranks.tensor_parallelism_trains_the_same_on_every_rank, mode, tmp_path)
 
 

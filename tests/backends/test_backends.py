@@ -133,7 +133,7 @@ def test_the_fastest_backend_that_works_is_chosen():
 
 
 def test_on_gpus_the_triton_backend_is_chosen_unasked():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.5")
     assert choose(torch.device("cuda")).name == "triton"
 
 

@@ -49,7 +49,7 @@ def test_the_cpu_kernel_is_right_to_fp64(dtype, scale):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_triton_kernel_is_right_to_fp32(interpreted, dtype, scale):
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     # A sum of at most 32 squares for each lane, then a tree of 2048 of them: 32 + 11 roundings.
     assert interpreted(relative_error, "triton", dtype, scale) < 43 * 2.0**-24
 
@@ -66,7 +66,7 @@ def wrong_sum(name, dtype, change=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_kernels_pass_the_trial(interpreted, dtype):
     assert wrong_sum("cpu", dtype) is None
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     assert interpreted(wrong_sum, "triton", dtype) is None
 
 
@@ -88,7 +88,7 @@ def one_element_on(patch):
 
 @pytest.mark.parametrize("change", [one_element_short, one_element_on])
 def test_a_planted_fault_is_found(interpreted, change):
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     assert "a sum of squares is" in interpreted(wrong_sum, "triton", torch.bfloat16, change)
 
 

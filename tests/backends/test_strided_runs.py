@@ -45,13 +45,13 @@ def test_steps_on_runs_equal_the_oracle_bit_for_bit(backend, case):
 
 @pytest.mark.parametrize("case", CASES, ids=id_of)
 def test_tritons_steps_on_runs_equal_the_oracle_bit_for_bit(interpreted, case):
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     interpreted(run_and_compare, case, "triton")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_triton_compiles_a_kernel_for_runs(target):
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     from dataclasses import replace
 
     from triton_variants import all_variants, compiled

@@ -10,7 +10,7 @@ from torch_bf16.backends.certificates import certificate, trial
 from torch_bf16.backends.certificates.trial import digests_of
 from torch_bf16.rules import ADAM, ADAMW, arithmetic
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 
 def fault_in(rule, number, plant=None):

@@ -7,7 +7,7 @@ import torch
 
 from torch_bf16.formats import FORMATS, get_format
 
-triton = pytest.importorskip("triton", reason="the Triton backend needs triton")
+triton = pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 tl = pytest.importorskip("triton.language")
 
 from torch_bf16.backends.triton import codecs  # noqa: E402

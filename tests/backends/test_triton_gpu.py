@@ -22,7 +22,7 @@ from gpu_marks import gpus
 from torch_bf16 import backends
 from torch_bf16.tools.selftest.steps import waiting_is_an_error
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 pytestmark = gpus()
 AT_ZERO = (0,) * len(SIZES)

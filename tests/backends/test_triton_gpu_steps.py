@@ -19,7 +19,7 @@ from optimizer_cases import (
 import torch_bf16
 from torch_bf16.tools.selftest.steps import waiting_is_an_error
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 pytestmark = gpus()
 HERE = str(Path(__file__).parent)

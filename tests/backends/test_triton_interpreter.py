@@ -33,7 +33,7 @@ from optimizer_cases import (
 
 from torch_bf16 import backends
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 AT_ZERO = (0,) * len(SIZES)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from bucket_cases import SIZES, inputs_of, make_case
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 from launchless import Driver
 from triton.runtime import driver

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 import gcn
 import sass

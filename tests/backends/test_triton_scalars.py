@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bf16
 from torch_bf16.rules import arithmetic
 
-pytest.importorskip("triton", reason="the Triton backend needs triton")
+pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
 
 class NothingIsRead(TorchDispatchMode):

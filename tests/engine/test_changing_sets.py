@@ -79,7 +79,7 @@ def test_a_direction_is_made_only_where_there_is_a_gradient(rule):
 
 @pytest.mark.parametrize(("rule", "recipe"), CASES)
 def test_the_same_on_the_device(interpreted, rule, recipe):
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     interpreted(one_plan_serves_all_sets, rule, recipe, "triton")
 
 
@@ -279,7 +279,7 @@ def a_device_takes_its_count_back():
 
 
 def test_a_device_takes_its_count_back_where_a_launch_fails(interpreted):
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     interpreted(a_device_takes_its_count_back)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
+
 import lightning.fabric
 import lightning_fabric
 import torch
+
+faulthandler.dump_traceback_later(170)  # the end of a run once took forever
 
 for package in (lightning.fabric, lightning_fabric):
     fabric = package.Fabric()

@@ -126,7 +126,8 @@ def test_scripted_traced_and_compiled_modules(fabric_package):
         assert torch.allclose(script(X).float(), expected, atol=0.02)
     traced: Any = torch.jit.trace(net, X)
     assert torch.allclose(traced(X), expected)
-    assert torch.equal(torch.compile(net, backend="eager", fullgraph=True)(X), expected)
+    whole = torch.__version__ >= "2.8"  # torch 2.7 breaks the graph at a weak reference
+    assert torch.equal(torch.compile(net, backend="eager", fullgraph=whole)(X), expected)
 
 
 def test_what_turns_autocast_off_within_a_step_is_left_alone(pl):

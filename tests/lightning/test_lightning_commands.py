@@ -35,14 +35,18 @@ OPTIONS = {
 
 def start(*command, given=None, **environment):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("BF16_", "PL_", "LT_"))}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**clean, "OMP_NUM_THREADS": "1", **environment},
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, *map(str, command)],
+            env={**clean, "OMP_NUM_THREADS": "1", **environment},
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as late:
+        said = [each or b"" for each in (late.stdout, late.stderr)]
+        pytest.fail(f"{late}\n{b''.join(said).decode()}")
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -154,8 +158,9 @@ def test_fabric_run_takes_the_name_for_scripts_of_both_packages():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ("--accelerator=cpu", f"--main-port={port}", "--precision=bf16-stochastic")
-    # What the command ``fabric`` does.
-    command = "from lightning.fabric.cli import _main; _main()"
+    # What the command ``fabric`` does. It hung once at its end: then it and the script say where.
+    watch = f"import faulthandler; faulthandler.dump_traceback_later({TIMEOUT - 60}); "
+    command = watch + "from lightning.fabric.cli import _main; _main()"
     out = start("-c", command, "run", *options, HERE / "fabric_app.py")
     assert out.splitlines() == [
         f"{package} {plugin} torch_bf16.optim.adam torch.bfloat16 torch.float32"

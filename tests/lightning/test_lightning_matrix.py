@@ -60,7 +60,13 @@ def alike(everywhere):
     return everywhere[0]
 
 
+def skip_sums(cell):
+    if "fsdp2" in cell.strategy and torch.__version__ < "2.8":
+        pytest.skip("torch 2.7's FSDP2 sums gradients over gloo where it should average")
+
+
 def assert_near_fp32(cell, numbers, together):
+    skip_sums(cell)
     expected, _ = in_fp32(first_of(cell), together)
     torch.manual_seed(3)
     first = [p.detach() for p in network().parameters()]
@@ -112,6 +118,7 @@ def test_trainer_and_fabric_of_both_packages_train_the_same_bits(fits, cells):
 @pytest.mark.parametrize(("before", "after"), RESUMED)
 def test_fsdp_goes_on_on_another_number_of_ranks(ranks, fits, before, after, tmp_path):
     """On data that are the same on every rank: how many there are changes nothing."""
+    skip_sums(before)
     path = tmp_path / "half.ckpt"
     ranks(before.world, stop, before, path)
     found = ranks(after.world, go_on, after, path)

@@ -28,7 +28,7 @@ from torch_bf16.optim import graphed
 @pytest.fixture
 def recorded(interpreted):
     """``recorded(function, *arguments)``: a call where recordings stand for CUDA graphs."""
-    pytest.importorskip("triton", reason="the Triton backend needs triton")
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
     return lambda function, *arguments: interpreted(_with_recordings, function, *arguments)
 
 

@@ -129,6 +129,20 @@ def test_a_run_resumed_from_a_checkpoint_of_either_mode_has_the_bits_of_one(kind
     assert second.param_groups[0]["weight_sum"] == whole.param_groups[0]["weight_sum"]
 
 
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+@pytest.mark.parametrize("mode", [True, False])
+def test_before_the_first_step_the_weight_is_its_own_average(recipe, mode):
+    model = nn.Linear(8, 8)
+    optimizer = torch_bf16.AdamWScheduleFree(model.parameters(), recipe=recipe)
+    optimizer = torch_bf16.prepare(model, optimizer, recipe)[1]
+    optimizer.train(mode)
+    # It holds what the cast has cut off, and with it an iterate of zeros.
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = weights(optimizer)
+    optimizer.train(not mode)
+    assert all(map(torch.equal, weights(optimizer), before))
+
+
 def test_a_step_in_eval_mode_is_refused_and_changes_nothing():
     optimizer = make(KINDS[0], "stochastic")
     take_steps(optimizer, range(2))

@@ -19,7 +19,9 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_goes_on(
     survivor, _ = failure.value.outcomes
     assert survivor.startswith("Traceback")
     assert "RuntimeError" in survivor or "CheckpointException" in survivor
-    assert "remote worker" in survivor or "Timed out" in survivor
+    # By what the sockets tell; torch 2.7 has one more word for it.
+    words = ("remote worker", "Timed out", "Connection reset by peer", "Connection closed by peer")
+    assert any(each in survivor for each in words)
     # No half-written checkpoint loads: what lists its parts is written last.
     assert not (tmp_path / str(LAST) / ".metadata").exists()
     if when == "save":

@@ -201,6 +201,12 @@ def _run(
     )
     result = function(*arguments)
     dist.barrier()
+    if torch.__version__ < "2.8":
+        # It joins gloo's threads without letting go of the GIL, for which they may wait
+        # (https://github.com/pytorch/pytorch/pull/154976).
+        from torch_bf16.sharding.exit import _settle
+
+        _settle()
     dist.destroy_process_group()
     _forget_shardings()
     return result

@@ -118,7 +118,7 @@ def test_libraries_are_measured_or_named_with_the_reason(peers, capsys, tmp_path
     }
     assert record["missing"] == {"absent": "pip-absent"}
     assert "failed: bad one: RuntimeError: step 1 is too much" in out
-    assert "missing: absent (pip install pip-absent)" in out
+    assert "missing: absent (pip install -U pip-absent)" in out
     assert "every step" not in out + err
     assert "tuning" not in out + err
 

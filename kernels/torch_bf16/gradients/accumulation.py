@@ -45,7 +45,7 @@ def accumulate_gradients(
       them in one kernel call: ``p.grad`` is the sum when ``backward`` returns. Where something may
       look at it before, namely a hook on the parameter or a DDP module that reduces in this pass,
       each is added as it arrives.
-    - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter.
+    - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter; torch 2.10 or newer.
 
     Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
     ``no_sync``, in bf16 for the first two and in fp32 for the last. Under FSDP2 the sharded
@@ -66,7 +66,7 @@ def accumulate_gradients(
         NotImplementedError: FSDP1 sums gradients.
 
     Example:
-        >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+        >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
         >>> for micro_batch in torch.randn(3, 8, 4).unbind():
         ...     (model(micro_batch).square().mean() / 3).backward()
         >>> optimizer.step()

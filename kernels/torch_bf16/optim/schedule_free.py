@@ -70,7 +70,9 @@ class _ScheduleFree(BF16Optimizer):
                 if group["train_mode"] != mode:
                     reshard(group["params"])
                     for parameter in group["params"]:
-                        if "z" in dict.get(self.state, parameter, ()):
+                        state = dict.get(self.state, parameter, {})
+                        # Before its first step, which copies the weight to it, z is zero.
+                        if "z" in state and int(state["step"]):
                             self._swap(parameter, interpolation(group), mode)
                     group["train_mode"] = mode
 

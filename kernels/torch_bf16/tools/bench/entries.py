@@ -328,7 +328,7 @@ PEERS: dict[str, Peer] = {
         ),
     ),
     "muon": Peer(
-        "torch",
+        "torch.optim._muon",  # since torch 2.9
         "torch",
         (
             _muon_entry("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", fp32=True),

@@ -48,7 +48,7 @@ def table(record: Mapping[str, Any]) -> str:
         storing.setdefault(row["stores"], []).append(row["name"])
     lines += [f"{', '.join(names)}: {stores}" for stores, names in storing.items()]
     lines += [f"failed: {name}: {why}" for name, why in record["failed"].items()]
-    lines += [f"missing: {name} (pip install {pip})" for name, pip in record["missing"].items()]
+    lines += [f"missing: {name} (pip install -U {pip})" for name, pip in record["missing"].items()]
     lines += [f"note: {note}" for note in record["notes"]]
     return "\n".join([*lines, "", LEGEND.format(baseline=record["baseline"])])
 

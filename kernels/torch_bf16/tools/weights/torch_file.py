@@ -104,7 +104,7 @@ def _load(path: Path) -> tuple[Any, list[str]]:
 
 def _reason(error: Exception) -> str:
     # Torch begins with how to run the file's code all the same, and ends with a link.
-    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n\n", str(error))[-1].strip()
+    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1].strip()
     first = (text.splitlines() or [type(error).__name__])[0]
     return first.partition(" Please use `torch")[0][:300].rstrip(".")
 
