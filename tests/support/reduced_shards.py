@@ -198,14 +198,20 @@ def run_refusals():
     refused(Model(), ValueError, "found nothing in Model that reduces gradients over the 2 ranks")
     hooked = DistributedDataParallel(Model())
     hooked.register_comm_hook(None, lambda state, bucket: None)
-    refused(hooked, ValueError, "takes one communication hook")
+    refused(hooked, ValueError, r"one communication hook, and this one's is that of .*<lambda>")
+    released = DistributedDataParallel(Model())
+    optimizer = torch_bf16.SGD(released.parameters(), lr=0.1)
+    torch_bf16.release_gradients(released, optimizer)
+    refused(released, ValueError, r"that of released gradients \(call release_gradients last\)")
+    with pytest.raises(ValueError, match="that of released gradients"):
+        torch_bf16.accumulate_gradients(released, optimizer, "fp32")
     summed = DistributedDataParallel(Model())
     torch_bf16.accumulate_gradients(summed, torch_bf16.SGD(summed.parameters(), lr=0.1), "fp32")
-    refused(summed, ValueError, "accumulate='bf16_stochastic' goes with both")
+    refused(summed, ValueError, "'bf16_stochastic' has none")
     wired = DistributedDataParallel(Model())
     optimizer = torch_bf16.SGD(wired.parameters(), lr=0.1)
     torch_bf16.reduce_gradients(wired, optimizer)
-    with pytest.raises(ValueError, match="reduce='bf16_wire' is one"):
+    with pytest.raises(ValueError, match="that of reduce='bf16_wire': leave it out, or"):
         torch_bf16.accumulate_gradients(wired, optimizer, "fp32")
     with pytest.raises(ValueError, match="has no recipe"):
         torch_bf16.reduce_gradients(wired, torch.optim.SGD(wired.parameters(), lr=0.1))

@@ -25,7 +25,7 @@ from torch_bf16.rules import STORE
 from torch_bf16.sharding import Span, all_gather, bare_name
 
 from .reduce_scatter import all_reduce_mean, check_all_to_all, sum_of_ranks
-from .reduction import announce
+from .reduction import announce, hook_holder
 from .sums import StepNumbers
 
 __all__ = ["BucketReduction"]
@@ -113,16 +113,11 @@ class BucketReduction:
         """
         reduction = _reductions.get(module)
         if reduction is None:
-            if getattr(module, "_comm_hooks", None):
-                if hasattr(module, "_torch_bf16_reduction"):
-                    holder = "fp32 sums over micro-batches (accumulate='fp32') have"
-                    instead = "; accumulate='bf16_stochastic' goes with both"
-                else:
-                    holder, instead = "something else has", ""
+            if holder := hook_holder(module):
                 raise ValueError(
                     "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
-                    f"communication hook, and {holder} registered it. Leave one of the two out"
-                    + instead
+                    f"communication hook, and this one's is that of {holder}. Leave one of the "
+                    "two out"
                 )
             reduction = cls(module)
             check_all_to_all(module.process_group, next(module.parameters()).device)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .backward import at_end_of_backward, released
 from .reduce_scatter import all_reduce_mean
 
-__all__ = ["Bucket", "DdpPass", "Fp32Reduction", "announce", "announce_buckets"]
+__all__ = ["Bucket", "DdpPass", "Fp32Reduction", "announce", "announce_buckets", "hook_holder"]
 
 
 class DdpPass:
@@ -81,8 +81,8 @@ class Fp32Reduction:
             )
         # DDP takes one communication hook in its life.
         reduction: Any = getattr(module, "_torch_bf16_reduction", None)
-        if reduction is None and getattr(module, "_comm_hooks", None):
-            why = "its DDP module has a communication hook already (reduce='bf16_wire' is one)"
+        if reduction is None and (holder := hook_holder(module)):
+            why = f"its DDP module has a communication hook already, that of {holder}: leave it out"
         if why:
             raise ValueError(
                 f"gradients cannot be accumulated in 'fp32': {why}, or accumulate in "
@@ -201,9 +201,23 @@ def announce(bucket: Any, future: Any) -> Any:
     return future
 
 
+def hook_holder(module: DistributedDataParallel) -> str | None:
+    """Who has registered the one communication hook that a DDP module takes; None for nobody."""
+    if getattr(module, "_torch_bf16_reduction", None) is not None:
+        return "fp32 sums of micro-batches (accumulate='fp32'; 'bf16_stochastic' has none)"
+    hooks = getattr(module, "_comm_hooks", None)
+    if not hooks:
+        return None
+    hook = hooks[0][0]
+    if hook is _reduce:
+        return "released gradients (call release_gradients last)"
+    if hook.__module__.startswith("torch_bf16."):
+        return "reduce='bf16_wire'"
+    return f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+
+
 def announce_buckets(module: DistributedDataParallel) -> str | None:
     """Let a DDP module announce its buckets; why it cannot, else."""
-    hooks = getattr(module, "_comm_hooks", None)
     if module.find_unused_parameters or module.static_graph:
         return (
             "DDP knows only at the end of a pass which gradients there are, as it finds unused ones"
@@ -212,10 +226,11 @@ def announce_buckets(module: DistributedDataParallel) -> str | None:
         return "DDP casts gradients by its own mixed_precision"
     if getattr(module, "_torch_bf16_reduction", None) is not None:
         return "sums of micro-batches in fp32 go round DDP's buckets; 'bf16_stochastic' does not"
+    hooks = getattr(module, "_comm_hooks", None)
     if not hooks:
         module.register_comm_hook(module.process_group, _reduce)
     elif not any(each.__module__.startswith("torch_bf16.") for each, _ in hooks):
-        return "its DDP module has a communication hook already"
+        return f"its DDP module has a communication hook already, that of {hook_holder(module)}"
     return None
 
 
