@@ -85,7 +85,10 @@ def stepped(text: str) -> Stepped:
         ValueError: it is none of those that keep numbers for each element, or an option is wrong.
     """
     name, options = _parsed(text)
-    return measured(text, name, options) if options else Stepped(text, *PLAIN[name])
+    if options:
+        return measured(text, name, options)
+    rule, scratch = PLAIN[name]
+    return Stepped(text, rule, scratch if hasattr(torch.optim, name) else None)
 
 
 def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
