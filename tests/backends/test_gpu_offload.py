@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from gpu_marks import each_device, gpus
+from offloaded import BYTES, contents, same
 from slow_bus import use
 from torch import nn
 
@@ -15,7 +16,7 @@ from torch_bf16.backends import BUFFER_BYTES, BUFFERS
 RECIPES = {
     "stochastic": Recipe(),
     "master": torch_bf16.get_recipe("bf16-fp32-master"),
-    "bytes": Recipe(weights="bf16+8", exp_avg="int8", exp_avg_sq="int8"),
+    "bytes": BYTES,
 }
 # More than two buffers of moments in bf16.
 LARGE = [(4096, 4096)] * 4 + [(1 << 16,)]
@@ -51,16 +52,6 @@ def trained(model, optimizer, micro_batches=1, bound=None, steps=range(4)):
         optimizer.step()
         optimizer.zero_grad()
     return contents(model, optimizer)
-
-
-def contents(model, optimizer):
-    states = [each for p in model.parameters() for each in optimizer.state[p].values()]
-    return [each.detach().cpu().clone().view(-1) for each in (*model.parameters(), *states)]
-
-
-def same(one, other):
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 @each_device()

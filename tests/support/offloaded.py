@@ -30,7 +30,8 @@ def backward(model, seed):
 
 def contents(model, optimizer):
     states = [each for p in model.parameters() for each in optimizer.state[p].values()]
-    return [x.detach().clone().contiguous().view(-1) for x in (*model.parameters(), *states)]
+    every = (*model.parameters(), *states)
+    return [each.detach().cpu().clone().contiguous().view(-1) for each in every]
 
 
 def same(one, other):
