@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 
@@ -29,7 +28,6 @@ class _Save(lightning.Callback):
 
 def train(folder: Path, lr: float) -> None:
     """Write ``MODE-0.ckpt`` and ``MODE-120.ckpt`` of each precision."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     corpus = load_corpus(300_000)
     for mode in lightning_demo.MODES:
         torch.manual_seed(0)
