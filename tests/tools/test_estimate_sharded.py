@@ -9,7 +9,9 @@ import torch.distributed as dist
 from estimated_models import ROWS, Stack, allocated
 from ranks import Ranks
 from sharded_models import local
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -116,6 +118,37 @@ def peak_of_backward(label):
             optimizer.step()
             optimizer.zero_grad()
     return found.peak
+
+
+def buckets_of_a_replica(label):
+    """Bytes of DDP's buckets, and of the gradients that share no memory with them."""
+    precision, model = precision_of(label), Stack()
+    if precision.recipe:
+        torch_bf16.cast_model(model, precision.recipe)
+    replica, buckets = DistributedDataParallel(model), {}
+
+    def reduce(group, bucket):
+        buckets[bucket.buffer().data_ptr()] = bucket.buffer().nbytes
+        return allreduce_hook(group, bucket)
+
+    replica.register_comm_hook(None, reduce)
+    for _ in range(2):
+        # DDP makes them anew after the first pass.
+        buckets.clear()
+        replica(torch.randint(0, 300, (2, 4))).float().square().mean().backward()
+    storages = {each.grad.untyped_storage().data_ptr() for each in model.parameters()}
+    beside = sum(each.grad.nbytes for each in model.parameters())
+    return sum(buckets.values()), beside if storages.isdisjoint(buckets) else 0
+
+
+@pytest.mark.parametrize("label", ["32-true", "bf16-stochastic"])
+def test_buckets_of_ddp_are_a_copy_of_all_gradients(ranks: Ranks, label):
+    found = memory(shapes_of(Stack(), "Stack"), precision_of(label), stepped("AdamW"))
+    for buckets, gradients in ranks(2, buckets_of_a_replica, label):
+        assert (found.buckets, found.gradients) == (buckets, gradients)
+    released = replace(precision_of(label), released=True)
+    found = memory(shapes_of(Stack(), "Stack"), released, stepped("AdamW"))
+    assert found.gradients < found.buckets == buckets
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -177,6 +177,10 @@ def _notes(shapes: ModelShapes, optimizer: Stepped, options: argparse.Namespace)
     )
     if options.ranks > 1:
         notes.append(
+            "DDP's buckets are a copy of all gradients, which stays where gradients are released; "
+            "with gradient_as_bucket_view=True the buckets are the gradients"
+        )
+        notes.append(
             "at the peak of a rank, the root's weights and two layers' are whole and one layer's "
             "gradients are reduced, in fp32; a numbered module is a layer, and gathered twice"
         )

@@ -39,6 +39,7 @@ class Memory:
             Muon and Adafactor gather and compute with.
         unsaved: of weights, buffers and master, what checkpoints do not hold.
         host: of moments and master, what is in host memory; it is in none of the others.
+        buckets: of DDP, a copy of all gradients; in none of the others.
     """
 
     weights: int = 0
@@ -51,6 +52,7 @@ class Memory:
     passing: int = 0
     unsaved: int = 0
     host: int = 0
+    buckets: int = 0
 
     @property
     def states(self) -> int:
@@ -153,6 +155,7 @@ def memory(
     return Memory(
         **sizes,
         gradients=largest if one_at_a_time else sum(gradients.values()),
+        buckets=sum(gradients.values()),
         sums=0 if precision.sums is None else sums,
         passing=passing if precision.recipe is not None else round(scratch),
     )

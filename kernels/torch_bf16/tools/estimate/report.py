@@ -46,12 +46,14 @@ def row(
         **{name: size for name, size in asdict(alone).items() if name != "unsaved"},
         "activations": activations,
         "peak": peak,
+        "replica_peak": peak + alone.buckets,
         "fits": fitting(peak),
         "checkpoint": alone.saved,
     }
     if part is not None and traffic is not None:
         beside = traffic.gathered + traffic.reduced + (activations or 0)
-        each = {name: size for name, size in asdict(part).items() if name != "unsaved"}
+        alone_only = {"unsaved", "buckets"}
+        each = {name: size for name, size in asdict(part).items() if name not in alone_only}
         found["rank"] = {
             **each,
             "states": part.states,
@@ -79,11 +81,11 @@ def show(found: Mapping[str, Any]) -> None:
         return _number(count, size)
 
     for each in rows:
-        cells = [_label(each), *(shown(each[name]) for name in names)]
-        table.append(
-            [*cells, shown(each["peak"]), _device(each["fits"]), shown(each["checkpoint"])]
-        )
-    columns = ("precision", *names, "peak", "fits", "checkpoint")
+        cells = [_label(each), *(shown(each[name]) for name in names), shown(each["peak"])]
+        replica = [shown(each["replica_peak"])] if ranks > 1 else []
+        table.append([*cells, *replica, _device(each["fits"]), shown(each["checkpoint"])])
+    replica = ["peak with DDP"] if ranks > 1 else []
+    columns = ("precision", *names, "peak", *replica, "fits", "checkpoint")
     print_table(f"{unit} (10^{len(str(size)) - 1} bytes) on one device", columns, table)
     if ranks > 1:
         table = []
