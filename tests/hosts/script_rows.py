@@ -40,6 +40,16 @@ def _trl(name: str, data: str, *options: str) -> Script:
     return Script("trl", f"trl/scripts/{name}.py", every, ("--bf16", "False"), ("--bf16", "True"))
 
 
+def _transformers(name: str, *options: str) -> Script:
+    model = ("--model_name_or_path", "{llama}", "--output_dir", "{out}", "--seed", "0")
+    run = ("--per_device_train_batch_size", "2", "--learning_rate", "1e-3")
+    path, every = f"examples/pytorch/{name}.py", (*model, *run, *options)
+    if name.endswith("_no_trainer"):  # it takes no precision but the launcher's
+        return Script("transformers", path, every, (), ())
+    rest = ("--do_train", "--use_cpu", "--report_to", "none", "--save_strategy", "no")
+    return Script("transformers", path, (*every, *rest), ("--bf16", "False"), ("--bf16", "True"))
+
+
 def _lightning(path: str, *options: str) -> Script:
     # Its Trainers and Fabrics are given the precision where they are made.
     return Script("lightning", f"examples/{path}.py", options, (), ())
@@ -89,6 +99,9 @@ SCRIPTS = (
         *("--reward_funcs", "digit_reward.share_of_digits", "--num_generations", "2"),
         *("--max_completion_length", "8"),
     ),
+    _transformers("language-modeling/run_clm", "--dataset_name", "{text}", "--block_size", "32"),
+    _transformers("text-classification/run_glue", "--task_name", "mrpc"),
+    _transformers("text-classification/run_glue_no_trainer", "--task_name", "mrpc"),
     _lightning("pytorch/basics/transformer"),
     _lightning("pytorch/basics/autoencoder"),
     _lightning("pytorch/basics/backbone_image_classifier"),

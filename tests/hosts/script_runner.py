@@ -2,7 +2,7 @@
 
 ``script_runner.py RECORD FOLDER MOST HOST SCRIPT OPTIONS...`` ends at MOST backward passes. Models
 and tokenizers that it asks the hub for are small and of fixed weights, and data sets are those of
-Accelerate's own tests, or made up. Names in braces in an option are folders: ``{llama}``,
+the host's own tests, or made up. Names in braces in an option are folders: ``{llama}``,
 ``{diffusion}``, ``{text}``, ``{preferences}``, ``{prompts}``, ``{images}``, ``{captioned}``,
 ``{classes}``, and ``{out}``, which is empty. ``BF16_SCRIPT_PRECISION`` is the precision of Trainers
 and Fabrics of Lightning; where timm makes an optimizer, ``BF16_MODE`` prepares it with the model.
@@ -96,8 +96,9 @@ def stub_hub() -> None:
     def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any:
         if path == "csv" or Path(path).is_dir():
             return own(path, *args, **kwargs)
-        files = {"train": "train.csv", "validation": "dev.csv"}
-        files = {name: f"tests/test_samples/MRPC/{each}" for name, each in files.items()}
+        rows = next(Path("tests").rglob("MRPC"))  # of the host's own tests
+        splits = {"train": "train.csv", "validation": "dev.csv", "test": "dev.csv"}
+        files = {split: str(rows / name) for split, name in splits.items()}
         found = own("csv", data_files=files).class_encode_column("label")
         for name, rows in found.items():  # more than the largest batch
             found[name] = datasets.concatenate_datasets([rows] * 8)

@@ -48,8 +48,9 @@ def run(script: Script, sources: Path, precision: str, path: str) -> dict[str, A
         environment |= {
             f"PL_TRAINER_LIMIT_{each}_BATCHES": "2" for each in ("VAL", "TEST", "PREDICT")
         }
-    elif precision in MODES:
-        environment["BF16_MODE"] = precision
+    else:
+        name = "BF16_MODE" if precision in MODES else "ACCELERATE_MIXED_PRECISION"
+        environment[name] = precision
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
         command = [

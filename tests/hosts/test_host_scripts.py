@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import script_rows
 import scripts
@@ -39,6 +41,14 @@ def test_a_script_runs_as_it_is_up_to_so_many_backward_passes(tmp_path, precisio
     assert (found["weights"], found["optimizers"]) == (weights, [steps])
     assert len(found["losses"]) == 6
     assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("precision", scripts.PRECISIONS)
+def test_a_script_that_names_no_precision_takes_the_launchers(tmp_path, precision):
+    text = "from accelerate import Accelerator as A\nraise SystemExit(str(A().mixed_precision))"
+    script = dataclasses.replace(made_in(tmp_path, text), fp32=(), bf16=())
+    found = scripts.run(script, tmp_path, precision, scripts.PATH)
+    assert found["failed"].splitlines()[-1] == precision
 
 
 def test_what_fails_is_told_by_its_last_lines(tmp_path):

@@ -64,7 +64,7 @@ def refusals() -> dict[str, str]:
         "mixed": refused(right, lambda module: torch_bf16.AdamW(module.parameters())),
         "int8": refused(right, _with(exp_avg="int8"), torch.nn.Linear(64, 4)),
         "keep_fp32": refused(right, _with(keep_fp32=("1",))),
-        "accumulate": refused(right, _with(accumulate="fp32")),
+        "accumulate": refused(right, _with(accumulate="bf16_stochastic")),
         "Adafactor": refused(right, lambda module: torch_bf16.Adafactor(module.parameters())),
         "Muon": refused(
             right, lambda module: torch_bf16.Muon(torch_bf16.param_groups(module, muon=True))
