@@ -15,7 +15,16 @@ import torch
 from torch_bf16 import AdamW
 from torch_bf16.backends.cpu import threads
 from torch_bf16.backends.cpu.compiler import carray
-from torch_bf16.backends.cpu.job import ARRAYS, EACH, compile_job, finish, new_job, take
+from torch_bf16.backends.cpu.job import (
+    ARRAYS,
+    EACH,
+    compile_job,
+    finish,
+    finished,
+    new_job,
+    share,
+    take,
+)
 from torch_bf16.backends.cpu.llvm_hints import address_as_pointer
 
 KINDS = [(np.int64, 1)]
@@ -39,7 +48,7 @@ def team(request, monkeypatch):
 
 def seen_threads(max_threads, meanwhile=lambda: time.sleep(0.02)):
     """Native ids of the threads that run a job of Python's."""
-    job, seen = new_job([], [], 0, 1), []
+    job, seen = new_job([], [], 0), []
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def work(address):
@@ -93,9 +102,9 @@ def test_a_piece_that_fails_is_an_error_and_not_silence(two_threads, team, capfd
             first, last = take(numbers)
             if first == last:
                 break
-            if first == 3:
+            if first <= 3 < last:
                 raise ValueError("the fourth piece")
-            written[first] = 1
+            written[first:last] = 1
             finish(numbers, last - first)
 
     work, written = compile_job(run, "fails_at_the_fourth"), np.zeros(8, np.int64)
@@ -103,17 +112,65 @@ def test_a_piece_that_fails_is_an_error_and_not_silence(two_threads, team, capfd
     sys.unraisablehook = told.append
     try:
         with pytest.raises(RuntimeError, match="broke off, for the reason printed above"):
-            threads.run(work, new_job(KINDS, [written], 8, 1), 2)
+            threads.run(work, new_job(KINDS, [written], 8), 2)
     finally:
         sys.unraisablehook = hook
     assert [str(each.exc_value) for each in told] == ["the fourth piece"]
+    # Two take pieces 0 and 1, 2, 3, and then one by one.
     assert written.sum() in (3, 7)
+
+
+def runs_of_pieces(count, sharing, running):
+    """A job's first and last pieces of each turn, that so many threads in fact took: int64."""
+
+    def run(job):
+        numbers = carray(job, (ARRAYS + EACH,), np.int64)
+        shape = (numbers[ARRAYS + 1], 2)
+        turns = carray(address_as_pointer(numbers[ARRAYS]), shape, np.int64)
+        while True:
+            first, last = take(numbers)
+            if first == last:
+                break
+            turns[first, 0] += 1
+            turns[first, 1] = last
+            finish(numbers, last - first)
+
+    work = compile_job(run, "notes_its_turns")
+    turns = np.zeros((count, 2), np.int64)
+    job = new_job([(np.int64, 2)], [turns], count)
+    share(job, sharing)
+    started = [threading.Thread(target=work, args=(job.ctypes.data,)) for _ in range(running)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(60)
+    assert finished(job)
+    # Each piece once: a turn begins where the one before it ends.
+    firsts = turns[:, 0].nonzero()[0]
+    assert (turns[firsts, 0] == 1).all()
+    assert turns[firsts, 1].tolist() == [*firsts[1:].tolist(), count]
+    return np.diff([*firsts, count]).tolist()
+
+
+def test_turns_are_long_at_first_and_short_at_the_end():
+    assert runs_of_pieces(100, sharing=1, running=1) == [100]
+    assert runs_of_pieces(7, sharing=3, running=1) == [1] * 7
+    turns = runs_of_pieces(1000, sharing=2, running=1)
+    assert turns[0] == 250
+    assert turns == sorted(turns, reverse=True)
+    assert turns[-4:] == [1] * 4
+    assert len(turns) < 30
+
+
+def test_threads_together_take_each_piece_once():
+    for count in (1, 2, 5, 64, 4097):
+        runs_of_pieces(count, sharing=4, running=4)
 
 
 def test_an_array_of_another_kind_is_refused():
     for wrong in (np.zeros(8, np.int32), np.zeros((8, 1), np.int64), np.zeros(8, np.int64)[::2]):
         with pytest.raises(TypeError, match="array 0 of a kernel is int"):
-            new_job(KINDS, [wrong], 8, 1)
+            new_job(KINDS, [wrong], 8)
 
 
 def test_an_interrupt_waits_for_the_threads(two_threads, team):

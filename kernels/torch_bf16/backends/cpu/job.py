@@ -1,7 +1,9 @@
 """What threads share of one call: a counter that hands out the work, and the arrays.
 
 A compiled function takes the address of a job and nothing else, so that OpenMP can call it. Each
-thread that does takes pieces until none is left.
+thread that does takes pieces until none is left: many in a row at first and few at the end, so that
+a thread on a busy core leaves the rest to the others, and all end together. Where one thread's
+pieces end and another's begin, both wait for lines that the other has just fetched.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from numba import types
 from .bits import inlined, intrinsic
 from .compiler import source_hash
 
-__all__ = ["ARRAYS", "EACH", "Work", "compile_job", "finish", "finished", "new_job", "take"]
+__all__ = [
+    "ARRAYS",
+    "EACH",
+    "Work",
+    "compile_job",
+    "finish",
+    "finished",
+    "new_job",
+    "share",
+    "take",
+]
 
 Work = Callable[[int], None]
 """A compiled function: takes the address of a job, and releases the GIL."""
@@ -27,28 +39,27 @@ ARRAYS, EACH = 24, 4
 """Where the first array is in a job of int64, and what each takes: its address, up to 3 sizes."""
 
 # What threads write lies in cache lines of its own.
-_NEXT, _FINISHED, _COUNT, _TURN = 0, 8, 16, 17
+_NEXT, _FINISHED, _COUNT, _PARTS = 0, 8, 16, 17
 
 _SIGNATURE = types.void(types.voidptr)
 _WORK: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def new_job(
-    kinds: Sequence[tuple[Any, int]], arrays: Sequence[np.ndarray], count: int, turn: int
+    kinds: Sequence[tuple[Any, int]], arrays: Sequence[np.ndarray], count: int
 ) -> np.ndarray:
-    """A job over ``count`` pieces, of which threads take ``turn`` at a time: int64.
+    """A job over ``count`` pieces, for one thread until :func:`share`: int64.
 
     Args:
         kinds: dtype and number of dimensions of each array, as the function reads them.
         arrays: contiguous; they must outlive the job.
         count: of pieces.
-        turn: at least 1.
 
     Raises:
         TypeError: an array is not of its kind.
     """
     job = np.zeros(ARRAYS + EACH * len(arrays), np.int64)
-    job[_COUNT], job[_TURN] = count, turn
+    job[_COUNT], job[_PARTS] = count, 1
     for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
         if (array.dtype, array.ndim) != kind or not array.flags.c_contiguous:
             found = f"{array.dtype}, {array.ndim} dimensions, strides {array.strides}"
@@ -56,6 +67,11 @@ def new_job(
         at = ARRAYS + EACH * number
         job[at], job[at + 1 : at + 1 + array.ndim] = array.ctypes.data, array.shape
     return job
+
+
+def share(job: np.ndarray, threads: int) -> None:
+    """Say how many threads will take pieces of a job: each takes half its share of what is left."""
+    job[_PARTS] = 1 if threads <= 1 else 2 * threads
 
 
 def finished(job: np.ndarray) -> bool:
@@ -102,11 +118,32 @@ def _fetch_add(typingctx, numbers, place, n):
     return types.int64(numbers, types.int64, types.int64), codegen
 
 
+@intrinsic
+def _exchange(typingctx, numbers, place, expected, new):
+    """Replace a number if it is the expected one, in one piece: what it was."""
+
+    def codegen(context, builder, signature, arguments):
+        numbers, place, expected, new = arguments
+        data = context.make_array(signature.args[0])(context, builder, numbers).data
+        where = builder.gep(data, [place])
+        was = builder.cmpxchg(where, expected, new, "monotonic", "monotonic")
+        return builder.extract_value(was, 0)
+
+    return types.int64(numbers, types.int64, types.int64, types.int64), codegen
+
+
 @inlined
 def take(numbers):
     """The next pieces of a job: the first, and the one after the last. Equal at its end."""
-    first = min(_fetch_add(numbers, _NEXT, numbers[_TURN]), numbers[_COUNT])
-    return first, min(first + numbers[_TURN], numbers[_COUNT])
+    count = numbers[_COUNT]
+    first = numbers[_NEXT]
+    while first < count:
+        last = first + max((count - first) // numbers[_PARTS], 1)
+        found = _exchange(numbers, _NEXT, first, last)
+        if found == first:
+            return first, last
+        first = found
+    return count, count
 
 
 @inlined

@@ -43,8 +43,9 @@ KINDS = [
 """Of chunks, addresses, numels, runs, bases, steps, rows and scalars."""
 
 # Elements that are prefetched together where no format is in blocks, and how far ahead: a
-# processor's own prefetching ends with each page of memory, which is 2048 numbers in bf16.
-_STRIP, _AHEAD = 128, 1024
+# processor's own prefetching ends with each page of memory, which is 2048 numbers in bf16. More at
+# a time is more than it fetches beside the update; fewer are not a loop of vectors everywhere.
+_STRIP, _AHEAD = 64, 512
 
 _u32 = np.uint32
 _ONE = _u32(1)

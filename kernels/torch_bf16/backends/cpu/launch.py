@@ -21,10 +21,6 @@ from .kernel import CHUNK, KINDS, compile_step
 
 __all__ = ["CpuKernel", "squares"]
 
-# Chunks, or pieces of a sum, taken at a time: well below a tenth of a millisecond of work, so that
-# a thread on a busy core leaves the rest to the others, and all end together.
-_TURN = 4
-
 # Elements: waking a thread takes as long as updating so many, a few tenths of a millisecond.
 _WORTH_A_THREAD = 1 << 18
 
@@ -41,8 +37,7 @@ class CpuKernel:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._chunks, self._addresses, self._runs = _tables(bucket)
-        useful = -(-int(bucket.numels.sum()) // _WORTH_A_THREAD)
-        self._max_threads = min(-(-len(self._chunks) // _TURN), useful)
+        self._max_threads = -(-int(bucket.numels.sum()) // _WORTH_A_THREAD)
         self._work: Work | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
@@ -60,7 +55,7 @@ class CpuKernel:
             scalars.rows,
             scalars.table,
         )
-        job = new_job(KINDS, arrays, len(self._chunks), _TURN)
+        job = new_job(KINDS, arrays, len(self._chunks))
         threads.run(work, job, self._max_threads)
 
     def compile(self, n_scalars: int) -> None:
@@ -79,7 +74,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     sums = np.empty(len(table))
     useful = -(-int(table[:, 1].sum()) // _WORTH_A_THREAD)
-    job = new_job(sums_of_squares.KINDS, [table, sums], len(table), _TURN)
+    job = new_job(sums_of_squares.KINDS, [table, sums], len(table))
     threads.run(sums_of_squares.compile_squares(tensors[0].dtype), job, useful)
     return torch.tensor(sums.sum())
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from . import PROCESS
-from .job import Work, finished
+from .job import Work, finished, share
 
 __all__ = ["run"]
 
@@ -37,6 +37,7 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
         RuntimeError: some of it failed; the reason was printed.
     """
     threads = min(torch.get_num_threads(), max_threads)
+    share(job, threads)
     if threads <= 1:
         work(job.ctypes.data)
     elif (parallel := _torchs_team()) is not None and os.getpid() == PROCESS:
