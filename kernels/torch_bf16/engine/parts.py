@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import itemgetter
@@ -17,6 +17,7 @@ from torch_bf16.sharding import Span, local
 from .batch import Batch, Job
 from .guard import Found
 from .member import Member
+from .statistics import Statistics
 
 __all__ = ["Active", "Part", "Row", "source_of"]
 
@@ -75,11 +76,16 @@ class Part:
         copied: whether each step goes through a contiguous copy.
         directed: whether its rule looks at a whole tensor first.
         direct: whether kernels read gradients where they are.
+        measured: whether its rule's statistic is summed first.
     """
 
-    def __init__(self, rows: Sequence[Row], seed: int, backend: str | None) -> None:
-        self.batch, self.rows = Batch([row.job for row in rows], seed, backend), rows
-        self._seed = seed
+    def __init__(
+        self, rows: Sequence[Row], seed: int, backend: str | None, statistics: Statistics
+    ) -> None:
+        self._totals = statistics.totals([row.member for row in rows])
+        self.measured = self._totals is not None
+        self.batch = Batch([row.job for row in rows], seed, backend, self._totals)
+        self._seed, self.rows = seed, rows
         self.numbers = np.array([row.number for row in rows], np.int64)
         self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
         self.copied = not rows[0].member.shard.memory.is_contiguous()
@@ -91,21 +97,30 @@ class Part:
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
 
+    def measure(self, found: Found, scalars: ScalarRows) -> None:
+        """Sum the statistic of the rows that have a gradient, before :meth:`run`."""
+        self._take(found, scalars, Batch.measure)
+
     def run(self, found: Found, scalars: ScalarRows) -> None:
         """Update the rows that have a gradient; ``found`` are all members' gradients."""
+        self._take(found, scalars, Batch.run)
+
+    def _take(self, found: Found, scalars: ScalarRows, work: Callable[..., None]) -> None:
         taken: Sequence[Tensor | None] = self._gradients(found.gradients)[1:]
         if found.addresses is None:
             taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
         elif self.direct:
-            self.batch.run(taken, scalars, addresses=self.addresses(found.addresses))
+            work(self.batch, taken, scalars, addresses=self.addresses(found.addresses))
             return
-        self._run(taken, scalars)
+        self._run(taken, scalars, work)
 
     def follow(self, direction: Tensor, scalars: ScalarRows) -> None:
         """Update the rows, all of one member, given its direction."""
-        self._run([direction] * len(self.rows), scalars)
+        self._run([direction] * len(self.rows), scalars, Batch.run)
 
-    def _run(self, taken: Sequence[Tensor | None], scalars: ScalarRows) -> None:
+    def _run(
+        self, taken: Sequence[Tensor | None], scalars: ScalarRows, work: Callable[..., None]
+    ) -> None:
         (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
@@ -114,10 +129,11 @@ class Part:
             (weight, *rest), *states = row.job.planes
             copy = weight.contiguous()
             job = replace(row.job, planes=((copy, *rest), *states))
-            Batch([job], self._seed, self.batch.backend).run(taken, scalars)
-            weight.copy_(copy)
+            work(Batch([job], self._seed, self.batch.backend, self._totals), taken, scalars)
+            if work is Batch.run:
+                weight.copy_(copy)
         else:
-            self.batch.run(taken, scalars)
+            work(self.batch, taken, scalars)
 
     def addresses(self, addresses: np.ndarray) -> np.ndarray:
         """Those of the rows; the same array for the same one."""

@@ -18,7 +18,17 @@ from numba import types
 from .bits import inlined, intrinsic
 from .compiler import source_hash
 
-__all__ = ["ARRAYS", "EACH", "Work", "compile_job", "finish", "finished", "new_job", "take"]
+__all__ = [
+    "ARRAYS",
+    "EACH",
+    "Work",
+    "compile_job",
+    "fetch_add",
+    "finish",
+    "finished",
+    "new_job",
+    "take",
+]
 
 Work = Callable[[int], None]
 """A compiled function: takes the address of a job, and releases the GIL."""
@@ -91,7 +101,7 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
 
 
 @intrinsic
-def _fetch_add(typingctx, numbers, place, n):
+def fetch_add(typingctx, numbers, place, n):
     """Add ``n`` to a number, in one piece with what other threads add: what it was."""
 
     def codegen(context, builder, signature, arguments):
@@ -105,11 +115,11 @@ def _fetch_add(typingctx, numbers, place, n):
 @inlined
 def take(numbers):
     """The next pieces of a job: the first, and the one after the last. Equal at its end."""
-    first = min(_fetch_add(numbers, _NEXT, numbers[_TURN]), numbers[_COUNT])
+    first = min(fetch_add(numbers, _NEXT, numbers[_TURN]), numbers[_COUNT])
     return first, min(first + numbers[_TURN], numbers[_COUNT])
 
 
 @inlined
 def finish(numbers, count):
     """Say that so many of a job's pieces are done."""
-    _fetch_add(numbers, _FINISHED, count)
+    fetch_add(numbers, _FINISHED, count)
