@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from paired_runs import CONTROL, MIXED, REFERENCE, Run, final_loss, run_all
+from paired_runs import CONTROL, MIXED, REFERENCE, VARIANTS, Run, final_loss, run_all
 from rich.console import Console
 from rich.table import Table
 
@@ -140,9 +140,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument(
         "--optimizer",
-        choices=["AdamW", "AdamWScheduleFree", "SGDScheduleFree"],
+        choices=["AdamW", *VARIANTS, "AdamWScheduleFree", "SGDScheduleFree"],
         default="AdamW",
-        help="the last two are of the package schedulefree, which must be installed",
+        help="AdamW, with an option of torch_bf16's, or of the package schedulefree, which must be "
+        "installed",
     )
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import itemgetter
@@ -99,41 +99,45 @@ class Part:
 
     def measure(self, found: Found, scalars: ScalarRows) -> None:
         """Sum the statistic of the rows that have a gradient, before :meth:`run`."""
-        self._take(found, scalars, Batch.measure)
+        self._take(found, scalars, reads=True)
 
     def run(self, found: Found, scalars: ScalarRows) -> None:
         """Update the rows that have a gradient; ``found`` are all members' gradients."""
-        self._take(found, scalars, Batch.run)
+        self._take(found, scalars)
 
-    def _take(self, found: Found, scalars: ScalarRows, work: Callable[..., None]) -> None:
+    def _take(self, found: Found, scalars: ScalarRows, reads: bool = False) -> None:
         taken: Sequence[Tensor | None] = self._gradients(found.gradients)[1:]
         if found.addresses is None:
             taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
         elif self.direct:
-            work(self.batch, taken, scalars, addresses=self.addresses(found.addresses))
+            work = self.batch.measure if reads else self.batch.run
+            work(taken, scalars, addresses=self.addresses(found.addresses))
             return
-        self._run(taken, scalars, work)
+        self._run(taken, scalars, reads)
 
     def follow(self, direction: Tensor, scalars: ScalarRows) -> None:
         """Update the rows, all of one member, given its direction."""
-        self._run([direction] * len(self.rows), scalars, Batch.run)
+        self._run([direction] * len(self.rows), scalars)
 
     def _run(
-        self, taken: Sequence[Tensor | None], scalars: ScalarRows, work: Callable[..., None]
+        self, taken: Sequence[Tensor | None], scalars: ScalarRows, reads: bool = False
     ) -> None:
         (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
             taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
+        batch = self.batch
         if self.copied:
             (weight, *rest), *states = row.job.planes
             copy = weight.contiguous()
             job = replace(row.job, planes=((copy, *rest), *states))
-            work(Batch([job], self._seed, self.batch.backend, self._totals), taken, scalars)
-            if work is Batch.run:
-                weight.copy_(copy)
-        else:
-            work(self.batch, taken, scalars)
+            batch = Batch([job], self._seed, batch.backend, self._totals)
+        if reads:
+            batch.measure(taken, scalars)
+            return
+        batch.run(taken, scalars)
+        if self.copied:
+            weight.copy_(copy)
 
     def addresses(self, addresses: np.ndarray) -> np.ndarray:
         """Those of the rows; the same array for the same one."""

@@ -319,7 +319,8 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
     mixed = numbers if {2, 4} <= sizes else 0
     # With 80 registers six programs share a multiprocessor. What packs bytes or holds much at once
     # would spill, so it gets more, and five, four or, with blocks, three do.
-    large = 1 in sizes or mixed > 3 or numbers > 4 or n_scalars > 9
+    holds_more = n_scalars > 9 or variant.rule.statistic is not None
+    large = 1 in sizes or mixed > 3 or numbers > 4 or holds_more
     registers = 160 if in_blocks else 128 if mixed > 4 else 96 if large else 80
     return {**exact, "num_warps": 4, "maxnreg": registers}
 

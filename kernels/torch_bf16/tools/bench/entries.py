@@ -303,6 +303,47 @@ PEERS: dict[str, Peer] = {
             ),
         ),
     ),
+    "variants": Peer(
+        "torch",
+        "torch",
+        (
+            Entry(
+                "torch-optimi StableAdamW fp32",
+                "AdamW with update clipping, all fp32",
+                "optimi:StableAdamW",
+                estimate=16,
+                dtype=torch.float32,
+                needs=("optimi", "torch-optimi"),
+            ),
+            Entry(
+                "torch-optimi StableAdamW Kahan",
+                "the same, weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+                "optimi:StableAdamW",
+                estimate=14,
+                options={"kahan_sum": True},
+                needs=("optimi", "torch-optimi"),
+            ),
+            Entry(
+                "pytorch-optimizer StableAdamW fp32",
+                "AdamW with update clipping, all fp32",
+                "pytorch_optimizer:StableAdamW",
+                estimate=16,
+                dtype=torch.float32,
+                needs=("pytorch_optimizer", "pytorch-optimizer"),
+            ),
+            *(
+                Entry(
+                    f"{option.replace('_', ' ')} 8 bytes",
+                    "ours, in bf16-stochastic",
+                    "torch_bf16:AdamW",
+                    estimate=10.1,
+                    options={option: True},
+                    scratch=0,
+                )
+                for option in ("cautious", "update_clipping")
+            ),
+        ),
+    ),
     "offload": Peer(
         "torch",
         "torch",
