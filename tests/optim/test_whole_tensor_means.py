@@ -317,6 +317,14 @@ def test_what_has_no_rule_is_refused_by_name(make, options, words):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("option", ["cautious", "update_clipping"])
+def test_an_option_that_is_a_number_is_refused(option):
+    with pytest.raises(
+        ValueError, match=rf"{option}=0.5 in parameter group 0 must be True or False"
+    ):
+        torch_bf16.AdamW(weights(), **{option: 0.5})
+
+
 @pytest.mark.parametrize(
     ("make", "option", "others"),
     [

@@ -40,11 +40,17 @@ def check_variant(
         kind: the class, for messages.
 
     Raises:
+        ValueError: it is neither True nor False.
         NotImplementedError: it has none for this option, or none with the group's other options.
     """
     asked = [name for name in VARIANTS if group.get(name)]
     if not asked:
         return
+    if others := [name for name in asked if not isinstance(group[name], bool)]:
+        raise ValueError(
+            f"{others[0]}={group[others[0]]!r} in parameter group {number} must be True or False: "
+            "cautious and update_clipping have no strength to choose"
+        )
     where = f"{' and '.join(f'{name}={group[name]!r}' for name in asked)} in parameter group"
     if unknown := [name for name in asked if name not in variants]:
         raise NotImplementedError(
