@@ -192,3 +192,14 @@ def scaled(make):
 @pytest.mark.parametrize("make", [muon, adafactor, summing])
 def test_an_infinite_gradient_on_one_rank_stops_nobody(ranks, make):
     ranks(2, scaled, make, timeout=20, seconds=60)
+
+
+def graphed(make):
+    run = Run(Case("fsdp2", (2,)), RECIPES[0], make)
+    run.give(0)
+    with pytest.raises(RuntimeError, match=r"of all ranks .* take ordinary steps"):
+        run.optimizer.graphed()
+
+
+def test_sums_of_ranks_are_refused_in_a_graph(ranks):
+    ranks(2, graphed, summing)
