@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.optim.variants import VARIANTS
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 
 from .models import Shapes
@@ -149,6 +150,21 @@ def _muon_entry(
         dtype=torch.float32 if fp32 else torch.bfloat16,
         **made,
     )
+
+
+_STABLE = {"torch-optimi": "optimi", "pytorch-optimizer": "pytorch_optimizer"}
+
+
+def _stable(library: str) -> Entry:
+    """A library's AdamW with update clipping, all fp32."""
+    needs, name = (_STABLE[library], library), f"{library} StableAdamW"
+    target = f"{needs[0]}:StableAdamW"
+    return Entry(name, "all fp32", target, 16, dtype=torch.float32, needs=needs)
+
+
+def _ours_with(option: str) -> Entry:
+    name, made = f"{option.replace('_', ' ')} 8 bytes", {option: True}
+    return Entry(name, "ours, in bf16-stochastic", "torch_bf16:AdamW", 10.1, made, scratch=0)
 
 
 BASELINE = "torch fused fp32"
@@ -303,47 +319,7 @@ PEERS: dict[str, Peer] = {
             ),
         ),
     ),
-    "variants": Peer(
-        "torch",
-        "torch",
-        (
-            Entry(
-                "torch-optimi StableAdamW fp32",
-                "AdamW with update clipping, all fp32",
-                "optimi:StableAdamW",
-                estimate=16,
-                dtype=torch.float32,
-                needs=("optimi", "torch-optimi"),
-            ),
-            Entry(
-                "torch-optimi StableAdamW Kahan",
-                "the same, weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
-                "optimi:StableAdamW",
-                estimate=14,
-                options={"kahan_sum": True},
-                needs=("optimi", "torch-optimi"),
-            ),
-            Entry(
-                "pytorch-optimizer StableAdamW fp32",
-                "AdamW with update clipping, all fp32",
-                "pytorch_optimizer:StableAdamW",
-                estimate=16,
-                dtype=torch.float32,
-                needs=("pytorch_optimizer", "pytorch-optimizer"),
-            ),
-            *(
-                Entry(
-                    f"{option.replace('_', ' ')} 8 bytes",
-                    "ours, in bf16-stochastic",
-                    "torch_bf16:AdamW",
-                    estimate=10.1,
-                    options={option: True},
-                    scratch=0,
-                )
-                for option in ("cautious", "update_clipping")
-            ),
-        ),
-    ),
+    "variants": Peer("torch", "torch", (*map(_stable, _STABLE), *map(_ours_with, VARIANTS))),
     "offload": Peer(
         "torch",
         "torch",
