@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from paired_runs import CONTROL, MIXED, REFERENCE, Run, final_loss, run_all
+from paired_runs import CONTROL, MIXED, REFERENCE, VARIANTS, Run, final_loss, run_all
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +55,8 @@ CLEARLY_WORSE = 0.03
 def losses(args: argparse.Namespace) -> dict[str, list[float]]:
     """Final validation losses: a list over seeds for the reference and for each recipe."""
     corpus = load_corpus(args.corpus_bytes)
-    kinds = {REFERENCE: REFERENCE, MIXED: MIXED, **RECIPES}
+    chosen = {name: RECIPES[name] for name in args.recipes}
+    kinds = {REFERENCE: REFERENCE, MIXED: MIXED, **chosen}
     jobs = {
         (name, seed): functools.partial(
             final_loss,
@@ -140,10 +141,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument(
         "--optimizer",
-        choices=["AdamW", "AdamWScheduleFree", "SGDScheduleFree"],
+        choices=["AdamW", *VARIANTS, "AdamWScheduleFree", "SGDScheduleFree"],
         default="AdamW",
-        help="the last two are of the package schedulefree, which must be installed",
+        help="AdamW, with an option of torch_bf16's, or of the package schedulefree, which must be "
+        "installed",
     )
+    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES], default=[*RECIPES])
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--validation-batches", type=int, default=128)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -169,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": platform.machine(),
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "check")},
         "losses": found,
-        "recipes": {name: asdict(each) for name, each in RECIPES.items()},
+        "recipes": {name: asdict(RECIPES[name]) for name in args.recipes},
         "differences": {
             reference: {name: asdict(each) for name, each in to_reference.items()}
             for reference, to_reference in differences.items()
@@ -179,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     plot(differences[REFERENCE], args.out / "convergence.png")
     print(f"Record and plot: {args.out.resolve()}")
     to_fp32 = differences[REFERENCE]
-    return int(args.check and not all(holds(name, to_fp32[name]) for name in RECIPES))
+    return int(args.check and not all(holds(name, to_fp32[name]) for name in args.recipes))
 
 
 if __name__ == "__main__":

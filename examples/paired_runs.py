@@ -24,6 +24,7 @@ from torch_bf16.tools.compare.schedule import learning_rate_factor
 
 REFERENCE = "fp32"
 MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others
+VARIANTS = ("cautious", "update_clipping")
 CONTROL = "bf16 nearest"  # weights and moments rounded to nearest: what plain bf16 training does
 
 
@@ -37,7 +38,8 @@ class Run:
         lr: peak learning rate.
         schedule: whether it warms up and decays; else it is constant.
         start: a state dict to start from instead of fresh weights.
-        optimizer: ``"AdamW"``, or a class of the package schedulefree, which has no schedule.
+        optimizer: ``"AdamW"``; ``"cautious"`` or ``"update_clipping"`` for that of torch_bf16 with
+            this option; or a class of the package schedulefree, which has no schedule.
     """
 
     seed: int
@@ -61,7 +63,7 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
     Args:
         run: what is trained; two calls that differ in ``recipe`` alone are a pair.
         recipe: how numbers are stored; ``REFERENCE`` is the optimizer of torch or of schedulefree
-            in fp32 throughout, ``MIXED`` the same under bf16 autocast.
+            in fp32 throughout, or ours over fp32 weights; ``MIXED`` the same under bf16 autocast.
         corpus: to train and to validate on.
     """
     torch.manual_seed(run.seed)
@@ -69,14 +71,18 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
     if run.start is not None:
         model.load_state_dict(run.start)
     precision = nullcontext if recipe == REFERENCE else _autocast
-    optimizer = _optimizer(run, model)
-    if isinstance(recipe, Recipe):
-        torch_bf16.prepare(model, optimizer, replace(recipe, seed=run.seed))
-    switch: Any = optimizer if run.optimizer != "AdamW" else model
+    stored = replace(recipe, seed=run.seed) if isinstance(recipe, Recipe) else None
+    if stored is not None and run.optimizer in VARIANTS:
+        torch_bf16.cast_model(model, stored)
+    optimizer = _optimizer(run, model, stored)
+    if stored is not None and run.optimizer not in VARIANTS:
+        torch_bf16.prepare(model, optimizer, stored)
+    scheduled = run.optimizer in ("AdamW", *VARIANTS)
+    switch: Any = model if scheduled else optimizer
     switch.train()
     shape = {"batch_size": run.batch_size, "context": run.context}
     for step, batch in enumerate(batches(corpus.train, n=run.steps, seed=run.seed + 1, **shape)):
-        if run.schedule and run.optimizer == "AdamW":
+        if run.schedule and scheduled:
             for group in optimizer.param_groups:
                 group["lr"] = run.lr * learning_rate_factor(step, run.steps)
         with precision():
@@ -92,8 +98,12 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
     return statistics.fmean(losses), weights
 
 
-def _optimizer(run: Run, model: GPT) -> torch.optim.Optimizer:
+def _optimizer(run: Run, model: GPT, stored: Recipe | None) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": run.lr, "weight_decay": run.weight_decay}
+    if run.optimizer in VARIANTS:
+        # Over fp32 weights every recipe keeps fp32 states.
+        options |= {run.optimizer: True, "recipe": stored or "bf16-fp32-master"}
+        return torch_bf16.AdamW(model.named_parameters(), betas=run.betas, **options)
     if run.optimizer == "AdamW":
         return torch.optim.AdamW(model.parameters(), betas=run.betas, **options)
     import schedulefree

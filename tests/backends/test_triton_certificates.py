@@ -35,8 +35,12 @@ def test_the_kernels_pass(interpreted, rule, number):
 def in_load(patch):
     from torch_bf16.backends.triton import kernel
 
-    load = kernel._load
-    patch.setattr(kernel, "_load", lambda at, i, n, size, *rest: load(at + size, i, n, size, *rest))
+    load = kernel.load_plane
+
+    def beside(at, i, n, size, *rest):
+        return load(at + size, i, n, size, *rest)
+
+    patch.setattr(kernel, "load_plane", beside)
 
 
 def in_store(patch):

@@ -22,6 +22,7 @@ from triton_variants import (
     TARGETS,
     all_variants,
     compiled,
+    compiled_measure,
     compiled_prepare,
     compiled_squares,
     one_variant_of_each_other_rule,
@@ -157,6 +158,26 @@ def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target)
     assert set(re.findall(r"sqrt\S*", ptx)) <= {"sqrt.rn.f64"}
     assert "fma" not in ptx
     assert "approx" not in ptx
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
+@pytest.mark.parametrize("name", [name for name in OTHERS if OTHERS[name].rule.statistic])
+def test_sums_of_statistics_read_whole_blocks_in_wide_accesses(name, target, tmp_path):
+    kernel = compiled_measure(OTHERS[name], target)
+    if target.startswith("gfx"):
+        assembly = kernel.asm["amdgcn"]
+        assert gcn.resources(assembly)["spills"] == 0
+        assert re.search(r"(global|buffer)_load_(dwordx4|b128)", assembly)
+        return
+    code = sass.Code.of(kernel.asm["cubin"], tmp_path)
+    assert code.resources["spills"] == 0
+    loads = [{text.split()[0] for text in body if text.startswith("LDG")} for body in code.loops()]
+    assert {"LDG.E.128"} in loads
+    ptx = kernel.asm["ptx"]
+    assert re.search(r"(atom|red)\S*add\S*64", ptx)
+    assert "st.global" not in ptx
+    # Roots of several numbers together are fused, and right; see test_triton_ieee.py.
+    assert "fma.rn" not in ptx or target == "sm_100"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])

@@ -57,8 +57,8 @@ def write_gradients(optimizer, seed):
         p.grad = gradient.copy_(p.grad)
 
 
-def replays_are_steps(recipe, first):
-    ours, plain = pair(recipe)
+def replays_are_steps(recipe, first, kind="adamw"):
+    ours, plain = pair(recipe, kind)
     if first:
         ours.step()
         plain.step()
@@ -81,6 +81,11 @@ def replays_are_steps(recipe, first):
     assert ours.skipped_steps == plain.skipped_steps == 1
     weights = parameters_of(ours)
     assert all(torch.equal(*map(ours.exact_weight, (w, w))) for w in weights)
+
+
+@pytest.mark.parametrize("kind", ["cautious", "stable"])
+def test_replays_sum_what_their_rule_wants_to_know_first(recorded, kind):
+    recorded(replays_are_steps, "stochastic", False, kind)
 
 
 @pytest.mark.parametrize("recipe", ["stochastic", "master"])

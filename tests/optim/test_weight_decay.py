@@ -13,6 +13,8 @@ OPTIMIZERS = {
     "radam": (torch_bf16.RAdam, {"decoupled_weight_decay": True}),
     "adopt": (torch_bf16.ADOPT, {"decoupled_weight_decay": True}),
     "lion": (torch_bf16.Lion, {}),
+    "cautious": (torch_bf16.AdamW, {"cautious": True}),
+    "stable": (torch_bf16.AdamW, {"update_clipping": True}),
     "adafactor": (torch_bf16.Adafactor, {}),
     "muon": (torch_bf16.Muon, {}),
 }

@@ -1,4 +1,4 @@
-"""Muon and Adafactor over shards: the bits of one process, however matrices are cut."""
+"""Rules that look at whole tensors, over shards: the bits of one process, however they are cut."""
 
 import logging
 
@@ -20,6 +20,17 @@ def muon(model, recipe):
 
 def adafactor(model, recipe):
     return torch_bf16.Adafactor(model.named_parameters(), weight_decay=0.1, recipe=recipe)
+
+
+def summing(model, recipe):
+    """Both rules that sum a number over a tensor first."""
+    named = [*model.named_parameters()]
+    groups = [
+        {"params": [each for each in named if each[0].endswith("weight")], "cautious": True},
+        {"params": [each for each in named if not each[0].endswith("weight")]},
+    ]
+    groups[1]["update_clipping"] = True
+    return torch_bf16.AdamW(groups, lr=0.02, weight_decay=0.1, recipe=recipe)
 
 
 CASES = [
@@ -53,7 +64,7 @@ def in_worlds(cases):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("make", [muon, adafactor, summing])
 def test_weights_and_states_equal_one_process(ranks, make, recipe, world):
     cases = in_worlds(CASES)[world]
     found = zip(*ranks(world, trained, cases, recipe, make), strict=True)
@@ -62,11 +73,12 @@ def test_weights_and_states_equal_one_process(ranks, make, recipe, world):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_momentum_in_blocks_of_bytes_equals_one_process(ranks, world):
+@pytest.mark.parametrize("make", [muon, summing])
+def test_momentum_in_blocks_of_bytes_equals_one_process(ranks, make, world):
     cases = in_worlds(BYTES)[world]
-    found = zip(*ranks(world, trained, cases, "bytes", muon), strict=True)
+    found = zip(*ranks(world, trained, cases, "bytes", make), strict=True)
     for case, parts in zip(cases, found, strict=True):
-        assert_same(reference(case.sizes, "bytes", muon, STEPS), joined(parts), case.id())
+        assert_same(reference(case.sizes, "bytes", make, STEPS), joined(parts), case.id())
 
 
 def trained_between(case, recipe, make, before, after, steps):
@@ -84,7 +96,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("make", [muon, adafactor, summing])
 def test_a_checkpoint_continues_on_another_number_of_ranks(ranks, make, ways, tmp_path):
     recipe, before, steps = RECIPES[1], None, 2
     for number, case in enumerate(WAYS[ways]):
@@ -124,7 +136,7 @@ def backward(release, make):
     return run.parts()
 
 
-@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("make", [muon, adafactor, summing])
 def test_released_gradients_step_as_others(ranks, make):
     released, whole = (joined(ranks(2, backward, each, make)) for each in (True, False))
     assert_same(whole, released)
@@ -147,7 +159,7 @@ def skipping(case, make, who):
 
 
 @pytest.mark.parametrize("case", [Case("fsdp2", (2,)), Case("fsdp1", (4,))], ids=Case.id)
-@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("make", [muon, adafactor, summing])
 def test_ranks_that_disagree_about_found_inf_skip_the_step_together(ranks, make, case):
     everyone = range(case.world)
     found, counts, said = zip(
@@ -177,6 +189,17 @@ def scaled(make):
         assert name not in before or torch.equal(part.elements, before[name].elements), name
 
 
-@pytest.mark.parametrize("make", [muon, adafactor])
+@pytest.mark.parametrize("make", [muon, adafactor, summing])
 def test_an_infinite_gradient_on_one_rank_stops_nobody(ranks, make):
     ranks(2, scaled, make, timeout=20, seconds=60)
+
+
+def graphed(make):
+    run = Run(Case("fsdp2", (2,)), RECIPES[0], make)
+    run.give(0)
+    with pytest.raises(RuntimeError, match=r"of all ranks .* take ordinary steps"):
+        run.optimizer.graphed()
+
+
+def test_sums_of_ranks_are_refused_in_a_graph(ranks):
+    ranks(2, graphed, summing)

@@ -7,7 +7,7 @@ import oracle
 import torch
 from every_rule import RULES
 
-from torch_bf16.backends import Bucket, KernelInputs, ScalarRows, Variant
+from torch_bf16.backends import Bucket, KernelInputs, ScalarRows, Totals, Variant
 from torch_bf16.formats import FORMATS, get_format
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 
@@ -55,6 +55,11 @@ CASES = [
     ("radam", "stochastic", torch.bfloat16),
     ("adopt", "stochastic", torch.bfloat16),
     ("lion", "stochastic", torch.bfloat16),
+    ("cautious_adamw", "stochastic", torch.bfloat16),
+    ("cautious_lion", "bf16+8", torch.float32),
+    ("stable_adamw", "stochastic", torch.bfloat16),
+    ("stable_adamw", "half int8", torch.bfloat16),
+    ("stable_adamw", "master", torch.float32),
     ("adagrad", "stochastic", torch.float32),
     ("rmsprop", "bf16+fp32", torch.bfloat16),
     ("rmsprop_momentum", "stochastic", torch.bfloat16),
@@ -136,6 +141,7 @@ def make_case(
         widths=np.array([w for w, _ in runs] if runs else np.maximum(sizes, 1), np.int64),
         pitches=np.array([p for _, p in runs] if runs else np.maximum(sizes, 1), np.int64),
         bases=np.array(bases, np.uint32).reshape(n, -1, 2),
+        totals=Totals.of_whole(np.array(sizes), torch.device(device)) if rule.statistic else None,
     )
     return bucket, gradients
 
@@ -207,7 +213,11 @@ def assert_oracle_agrees(case, backend, steps, offsets, runs=None):
         for planes in bucket.planes
     ]
     for step in steps:
-        kernel(inputs_of(bucket, gradients, step))
+        inputs = inputs_of(bucket, gradients, step)
+        if bucket.totals is not None:
+            bucket.totals.sums.zero_()
+            kernel.measure(inputs)
+        kernel(inputs)
         for number, planes in enumerate(bucket.planes):
             (gradient,) = oracle_planes([gradients[number]])
             expected[number] = oracle.optimizer_step(

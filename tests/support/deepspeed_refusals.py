@@ -69,6 +69,9 @@ def refusals() -> dict[str, str]:
         "Muon": refused(
             right, lambda module: torch_bf16.Muon(torch_bf16.param_groups(module, muon=True))
         ),
+        "cautious": refused(
+            right, lambda module: torch_bf16.AdamW(module.parameters(), cautious=True)
+        ),
         "schedule-free": refused(
             right, lambda module: torch_bf16.AdamWScheduleFree(module.parameters())
         ),

@@ -45,6 +45,21 @@ OPTIMIZERS = {
         {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.1},
     ),
     "lion": (torch_bf16.Lion, None, {"lr": 0.01, "weight_decay": 0.1}),
+    "cautious": (
+        torch_bf16.AdamW,
+        None,
+        {"lr": 0.01, "weight_decay": 0.1, "cautious": True},
+    ),
+    "cautious_lion": (
+        torch_bf16.Lion,
+        None,
+        {"lr": 0.01, "weight_decay": 0.1, "cautious": True},
+    ),
+    "stable": (
+        torch_bf16.AdamW,
+        None,
+        {"lr": 0.01, "weight_decay": 0.1, "update_clipping": True},
+    ),
     "adopt": (torch_bf16.ADOPT, None, {"lr": 0.01, "weight_decay": 0.1}),
     "schedule_free_adamw": (
         torch_bf16.AdamWScheduleFree,

@@ -68,6 +68,46 @@ def lion(w, g, m, s):
     return w, m
 
 
+def mean_of(x):
+    """Of numbers that are not negative, in whole 65536ths of at most 16384; float64."""
+    units = [int(min(each, 16384.0) * 65536.0) if each == each else 2**30 for each in x.tolist()]
+    return sum(units) / (65536.0 * max(len(units), 1))
+
+
+def masked(u, direction, g):
+    """An update where the direction has the gradient's sign, and more of it for where not."""
+    agree = (direction > 0) & (g > 0) | (direction < 0) & (g < 0)
+    mask = agree.astype(np.float32) + np.where(np.isnan(direction + g), np.float32(np.nan), 0)
+    mask = np.where(np.isinf(direction) & np.isinf(g), agree.astype(np.float32), mask)
+    mask = mask.astype(np.float32)
+    return u * (mask * np.float32(1 / max(mean_of(mask), 0.001)))
+
+
+def cautious_adamw(w, g, m, v, s):
+    g = g * s["grad_scale"]
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
+    u = (m * s["step_size"]) / (np.sqrt(v) + s["eps"])
+    return w * s["decay"] - masked(u, m, g), m, v
+
+
+def cautious_lion(w, g, m, s):
+    g = g * s["grad_scale"]
+    c = m + (g - m) * s["one_minus_beta1"]
+    u = (np.where(c == 0, np.float32(0), np.sign(c)) + not_finite(c)) * s["lr"]
+    return w * s["decay"] - masked(u, c, g), m + (g - m) * s["one_minus_beta2"]
+
+
+def stable_adamw(w, g, m, v, s):
+    g = g * s["grad_scale"]
+    m = m + (g - m) * s["one_minus_beta1"]
+    v = v * s["beta2"] + (g * g) * s["one_minus_beta2"]
+    ratio = (g * s["root"]) / maximum(np.sqrt(v), np.full_like(v, s["eps"]))
+    factor = np.float32(1 / max(math.sqrt(mean_of(ratio * ratio)), 1.0))
+    u = (m * s["step_size"]) / (np.sqrt(v) + s["eps"])
+    return w - (w * s["penalty"] + u) * factor, m, v
+
+
 def adagrad(w, g, total, s):
     g = g * s["grad_scale"] + w * s["weight_decay"]
     total = (total * s["kept"] + s["start"]) + g * g
@@ -136,7 +176,10 @@ def average(w, g, s):
 RULES = {
     **{
         name: (function, (("exp_avg", FIRST_MOMENT), ("exp_avg_sq", SECOND_MOMENT)))
-        for name, function in (("nadam", nadam), ("radam", radam), ("adopt", adopt))
+        for name, function in (
+            *(("nadam", nadam), ("radam", radam), ("adopt", adopt)),
+            *(("cautious_adamw", cautious_adamw), ("stable_adamw", stable_adamw)),
+        )
     },
     **{
         name: (
@@ -150,6 +193,7 @@ RULES = {
         for name, function in (("adamw_amsgrad", adamw_amsgrad), ("adam_amsgrad", adam_amsgrad))
     },
     "lion": (lion, (("exp_avg", FIRST_MOMENT),)),
+    "cautious_lion": (cautious_lion, (("exp_avg", FIRST_MOMENT),)),
     "adagrad": (adagrad, (("sum", SECOND_MOMENT),)),
     "rmsprop": (rmsprop, (("square_avg", SECOND_MOMENT),)),
     "rmsprop_momentum": (
@@ -216,7 +260,8 @@ def scalars(rule, step, hyper):
         momentum = hyper.get("momentum", 0.0)
         return {**values, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     beta1, beta2 = hyper["betas"]
-    decoupled = hyper.get("decoupled_weight_decay", False) or rule in ("adamw_amsgrad", "lion")
+    always = ("adamw_amsgrad", "lion", "cautious_adamw", "cautious_lion", "stable_adamw")
+    decoupled = hyper.get("decoupled_weight_decay", False) or rule in always
     values = {
         "decay": 1 - lr * weight_decay if decoupled else 1.0,
         "weight_decay": 0.0 if decoupled else weight_decay,
@@ -226,7 +271,9 @@ def scalars(rule, step, hyper):
         "one_minus_beta2": 1 - beta2,
     }
     root = math.sqrt(1 - beta2**step)
-    if rule.endswith("amsgrad"):
+    if rule == "stable_adamw":
+        values |= {"root": root, "penalty": lr * weight_decay}
+    if rule.endswith("amsgrad") or rule in ("cautious_adamw", "stable_adamw"):
         return {**values, "step_size": lr * root / (1 - beta1**step), "eps": eps * root}
     if rule == "nadam":
         product = math.prod(mu(t, hyper) for t in range(1, step + 1))

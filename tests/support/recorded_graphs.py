@@ -1,6 +1,7 @@
 """What stands for a CUDA graph where Triton's interpreter runs kernels on CPU tensors."""
 
 import pytest
+import torch
 
 
 class Graph:
@@ -24,7 +25,13 @@ class Graph:
 
             return launch
 
+        def zero(tensor):
+            self.launches.append(lambda: set_zero(tensor))
+            return set_zero(tensor)
+
+        set_zero = torch.Tensor.zero_
         patch.setattr(kind, "__getitem__", recording)
+        patch.setattr(torch.Tensor, "zero_", zero)
         patch.setattr(cuda_graphs, "capturing", lambda devices: True)
 
     def replay(self):

@@ -11,6 +11,7 @@ from torch_bf16.backends import Variant
 from torch_bf16.backends.triton import squares
 from torch_bf16.backends.triton.kernel import constants, options, step
 from torch_bf16.backends.triton.scalars import OPTIONS, prepare, prepare_constants
+from torch_bf16.backends.triton.statistic import measure, measure_constants
 from torch_bf16.formats import BF16_STOCHASTIC, INT8
 from torch_bf16.rules import (
     ACCUMULATE,
@@ -86,12 +87,26 @@ def n_scalars(rule):
 
 def compiled(variant, target):
     """The kernel of a variant for a target, with its intermediate forms in ``asm``."""
-    asked = variant, n_scalars(variant.rule), TARGETS[target].arch
+    measures = variant.rule.statistic is not None
+    asked = variant, n_scalars(variant.rule) + measures, TARGETS[target].arch
     fixed = constants(*asked)
     tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "gradients_ptr": "*i64"}
     signature = {**tables, "table_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
     return compile(
         ASTSource(step, signature, constexprs=fixed),
+        target=TARGETS[target],
+        options=options(*asked),
+    )
+
+
+def compiled_measure(variant, target):
+    """The kernel that sums a variant's statistic."""
+    asked = variant, n_scalars(variant.rule), TARGETS[target].arch
+    fixed = measure_constants(*asked)
+    tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "gradients_ptr": "*i64"}
+    signature = {**tables, "table_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
+    return compile(
+        ASTSource(measure, signature, constexprs=fixed),
         target=TARGETS[target],
         options=options(*asked),
     )

@@ -44,6 +44,10 @@ def named(params, recipe, zero, model):
     return torch_bf16.convert(made, recipe, model=model)
 
 
+def cautious(params, recipe, zero, model):
+    return converted([{**each, "cautious": True} for each in params], recipe, zero, model)
+
+
 def own_step(params, recipe, zero, model):
     made = NOT_FUSED(params, lr=0.5) if zero is None else zero(params, NOT_FUSED, lr=0.5)
     return torch_bf16.convert(made, recipe)
@@ -57,6 +61,7 @@ WAYS = {
     "converted": (converted, ZeroRedundancyOptimizer),
     "bucket views": (converted, as_bucket_views),
     "named": (named, ZeroRedundancyOptimizer),
+    "cautious": (cautious, ZeroRedundancyOptimizer),
     "own step": (own_step, ZeroRedundancyOptimizer),
 }
 

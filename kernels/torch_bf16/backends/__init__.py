@@ -23,6 +23,7 @@ from .eager import EagerBackend
 from .inputs import KernelInputs, ScalarRows, StepInputs
 from .pieces import READ_DTYPES
 from .staging import BUFFER_BYTES, BUFFERS, StagedKernel, fetch, holding, load
+from .totals import Totals
 from .triton import TritonBackend
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ScalarSource",
     "StagedKernel",
     "StepInputs",
+    "Totals",
     "Variant",
     "bus_of",
     "choose",

@@ -24,6 +24,13 @@ class Kernel(Protocol):
         """Update every tensor once; on a GPU, return when that is in the current stream's queue."""
         ...
 
+    def measure(self, inputs: KernelInputs, /) -> None:
+        """Add the statistic of each tensor that has a gradient to the bucket's sums.
+
+        For rules that have one, before the call of the same inputs, which changes nothing else.
+        """
+        ...
+
     def compile(self, n_scalars: int) -> None:
         """Compile what the first call would, for rules with so many scalars: a call cannot fail so.
 

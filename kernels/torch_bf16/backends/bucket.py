@@ -22,6 +22,8 @@ from torch_bf16.numerics.counter_rng import (
 )
 from torch_bf16.rules import Rule
 
+from .totals import Totals
+
 __all__ = ["Bucket", "Variant"]
 
 _DRAWS = {
@@ -82,6 +84,7 @@ class Bucket:
             least 1; all of them unless the variant is strided.
         pitches: int64 ``[n]``, global indices from the start of one such run to that of the next.
         bases: uint32 ``[n, f, 2]``, what each tensor's noise for each format starts from.
+        totals: where the rule's statistic is summed; None where it has none.
     """
 
     variant: Variant
@@ -91,6 +94,7 @@ class Bucket:
     widths: np.ndarray
     pitches: np.ndarray
     bases: np.ndarray
+    totals: Totals | None = None
 
     @classmethod
     def of(
@@ -100,6 +104,7 @@ class Bucket:
         runs: Sequence[tuple[int, int, int, int]],
         names: Sequence[str],
         seed: int,
+        totals: Totals | None = None,
     ) -> Bucket:
         """A bucket whose noise follows from names.
 
@@ -109,10 +114,13 @@ class Bucket:
             runs: of each tensor: number of elements, offset, width, pitch.
             names: one for each tensor; with ``seed`` they key the noise.
             seed: of the noise.
+            totals: as the attribute; None where all tensors are whole.
         """
         streams = [draw.stream for draw in variant.draws]
         keys = map(tensor_key, names)
         bases = [[stream_base(seed, key, stream) for stream in streams] for key in keys]
         numels, offsets, widths, pitches = np.array(runs, np.int64).T.copy()
         bases = np.array(bases, np.uint32)
-        return cls(variant, planes, numels, offsets, widths, pitches, bases)
+        if totals is None and variant.rule.statistic is not None:
+            totals = Totals.of_whole(numels, variant.device)
+        return cls(variant, planes, numels, offsets, widths, pitches, bases, totals)

@@ -8,19 +8,21 @@ from __future__ import annotations
 import functools
 import operator
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.numerics.counter_rng import block_keys, draw16, noise_bits
 from torch_bf16.numerics.roots import has_fp64, sqrt
-from torch_bf16.rules import lift
+from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
 
 from .backend import Kernel
 from .bucket import Bucket
 from .host_scalars import HostScalars
 from .inputs import KernelInputs
+from .totals import with_factors
 
 __all__ = ["SLICE", "SLICE_ON_GPU", "EagerBackend", "lift_rule"]
 
@@ -69,23 +71,38 @@ class _EagerKernel:
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
-        size = SLICE if self._bucket.variant.device.type == "cpu" else SLICE_ON_GPU
-        for tensor, gradient in enumerate(inputs.gradients):
-            if gradient is None:
-                continue
-            numel = int(self._bucket.numels[tensor])
-            for start in range(0, numel, size):
-                stop = min(numel, start + size)
-                part = gradient.view(-1)[start:stop]
-                _run_slice(self._bucket, inputs, tensor, part, start, stop)
+        bucket = self._bucket
+        inputs = with_factors(bucket.variant.rule, bucket.totals, inputs)
+        for tensor, start, stop, part in self._slices(inputs):
+            _run_slice(bucket, inputs, tensor, part, start, stop)
+
+    def measure(self, inputs: KernelInputs) -> None:
+        """Add the statistic of each tensor to the bucket's sums."""
+        totals: Any = self._bucket.totals
+        statistic = lift_rule(self._bucket.variant.rule.statistic)
+        for tensor, start, stop, part in self._slices(inputs):
+            _, numbers = _decoded(self._bucket, tensor, start, stop)
+            found = statistic(*_arguments(numbers, part, inputs, tensor))
+            # A NaN is not below the largest.
+            bounded = torch.where(found < LARGEST_STATISTIC, found, LARGEST_STATISTIC)
+            totals.sums[totals.places[tensor]] += (bounded * STATISTIC_UNIT).to(torch.int64).sum()
 
     def compile(self, n_scalars: int) -> None:
         """Do nothing: there is nothing to compile."""
 
+    def _slices(self, inputs: KernelInputs) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Of tensors with a gradient: the number, first and last element, and that gradient."""
+        size = SLICE if self._bucket.variant.device.type == "cpu" else SLICE_ON_GPU
+        for tensor, gradient in enumerate(inputs.gradients):
+            if gradient is not None:
+                numel = int(self._bucket.numels[tensor])
+                for start in range(0, numel, size):
+                    stop = min(numel, start + size)
+                    yield tensor, start, stop, gradient.view(-1)[start:stop]
 
-def _run_slice(
-    bucket: Bucket, inputs: KernelInputs, tensor: int, gradient: Tensor, start: int, stop: int
-) -> None:
+
+def _decoded(bucket: Bucket, tensor: int, start: int, stop: int) -> tuple[list[Any], list[Tensor]]:
+    """Elements of the planes of each number of a tensor, and these in fp32."""
     formats = bucket.variant.formats
     planes = [
         tuple(
@@ -94,10 +111,25 @@ def _run_slice(
         )
         for tensors, each in zip(bucket.planes[tensor], formats, strict=True)
     ]
-    weight, *states = (each.decode(views) for each, views in zip(formats, planes, strict=True))
+    return planes, [each.decode(views) for each, views in zip(formats, planes, strict=True)]
+
+
+def _arguments(
+    numbers: list[Tensor], gradient: Tensor, inputs: KernelInputs, tensor: int
+) -> tuple[Any, ...]:
+    """What a rule's functions take."""
+    weight, *states = numbers
     scalars = tuple(float(x) for x in inputs.scalars.table[inputs.scalars.rows[tensor]])
+    return weight, gradient.float(), tuple(states), scalars
+
+
+def _run_slice(
+    bucket: Bucket, inputs: KernelInputs, tensor: int, gradient: Tensor, start: int, stop: int
+) -> None:
+    formats = bucket.variant.formats
+    planes, numbers = _decoded(bucket, tensor, start, stop)
     update = lift_rule(bucket.variant.rule.update)
-    weight, states = update(weight, gradient.float(), tuple(states), scalars)
+    weight, states = update(*_arguments(numbers, gradient, inputs, tensor))
 
     for number, (each, x, views) in enumerate(zip(formats, (weight, *states), planes, strict=True)):
         r = None
@@ -150,6 +182,6 @@ _ARITHMETIC = {
 
 
 @functools.cache
-def lift_rule(update):
-    """A rule's ``update`` over fp32 tensors."""
-    return lift(update, _ARITHMETIC, lambda function: function)
+def lift_rule(function):
+    """A rule's ``update`` or ``statistic`` over fp32 tensors."""
+    return lift(function, _ARITHMETIC, lambda lifted: lifted)

@@ -118,7 +118,11 @@ class Staging:
         return self._slots[self._turn]
 
     def run(
-        self, slot: _Slot, moves: Sequence[tuple[Tensor, Tensor]], work: Callable[[], None]
+        self,
+        slot: _Slot,
+        moves: Sequence[tuple[Tensor, Tensor]],
+        work: Callable[[], None],
+        reads: bool = False,
     ) -> None:
         """Queue copies to a slot, what computes there, and the copies back.
 
@@ -126,6 +130,7 @@ class Staging:
             slot: whose buffer the copies are in.
             moves: a plane in host memory, and its copy.
             work: launches the kernel.
+            reads: whether that writes nothing, so that nothing is copied back.
         """
         if not moves:
             work()
@@ -135,6 +140,9 @@ class Staging:
         bus.run(bus.up, lambda: _copy((staged, host) for host, staged in moves))
         bus.wait(compute, bus.record(bus.up))
         bus.run(compute, work)
+        if reads:
+            slot.free = bus.record(compute)
+            return
         bus.wait(bus.down, bus.record(compute))
         bus.run(bus.down, lambda: _copy(moves))
         slot.free = self._under_way = bus.record(bus.down)
@@ -265,6 +273,7 @@ def _cut(
         np.maximum(np.minimum(widths, numels), 1),
         pitches,
         bucket.bases[rows],
+        None if bucket.totals is None else bucket.totals.rows(rows),
     )
 
 
@@ -320,11 +329,19 @@ class StagedKernel:
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
+        self._run(inputs, reads=False)
+
+    def measure(self, inputs: KernelInputs) -> None:
+        """Add the statistic of each tensor to the bucket's sums."""
+        self._run(inputs, reads=True)
+
+    def _run(self, inputs: KernelInputs, *, reads: bool) -> None:
         with self._staging as staging:
             for each in self._loads:
                 taken, moves = each.inputs(inputs)
                 if any(gradient is not None for gradient in taken.gradients):
-                    staging.run(each.slot, moves, functools.partial(each.kernel, taken))
+                    kernel = each.kernel.measure if reads else each.kernel
+                    staging.run(each.slot, moves, functools.partial(kernel, taken), reads)
 
     def compile(self, n_scalars: int) -> None:
         """Compile what the first call would."""

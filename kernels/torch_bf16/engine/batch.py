@@ -23,6 +23,7 @@ from torch_bf16.backends import (
     KernelInputs,
     ScalarRows,
     StagedKernel,
+    Totals,
     Variant,
     choose_for,
     load,
@@ -79,6 +80,8 @@ class Batch:
         jobs: at least one, of one variant.
         seed: of the noise.
         backend: what runs it; None for the best that works on the device.
+        totals: where the rule's statistic is summed, if it has one; None where each job is a whole
+            tensor.
 
     Attributes:
         backend: what runs it.
@@ -87,7 +90,11 @@ class Batch:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], seed: int, backend: Backend | str | None = None
+        self,
+        jobs: Sequence[Job],
+        seed: int,
+        backend: Backend | str | None = None,
+        totals: Totals | None = None,
     ) -> None:
         self.variant = variant = jobs[0].variant
         if backend is None or isinstance(backend, str):
@@ -100,6 +107,7 @@ class Batch:
             [(span.numel, span.offset, span.width, span.pitch) for span in spans],
             [span.name for span in spans],
             seed,
+            totals,
         )
         self.bases = bucket.bases
         self._first_row = np.zeros(len(jobs), np.int64)
@@ -147,6 +155,18 @@ class Batch:
         """
         self._bound(KernelInputs(gradients, scalars, bases, addresses))
 
+    def measure(
+        self,
+        gradients: Sequence[Tensor | None],
+        scalars: ScalarRows,
+        addresses: np.ndarray | None = None,
+    ) -> None:
+        """Add each job's part of the rule's statistic to its sum, before :meth:`run`.
+
+        Args as for :meth:`run`.
+        """
+        self._bound.measure(KernelInputs(gradients, scalars, None, addresses))
+
     def bring(
         self, gradients: Sequence[Tensor | None], scalars: ScalarRows, addresses: np.ndarray
     ) -> None:
@@ -156,6 +176,11 @@ class Batch:
         """
         kernel: Any = self._kernel
         kernel.bring(KernelInputs(gradients, scalars, None, addresses))
+
+    def launch_measure(self) -> None:
+        """:meth:`measure` by what :meth:`bring` brought."""
+        kernel: Any = self._kernel
+        kernel.launch_measure()
 
     def launch(self) -> None:
         """Update the planes of all jobs by what :meth:`bring` brought."""

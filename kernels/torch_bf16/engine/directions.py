@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,15 @@ class Directions:
     Args:
         members: of a plan, in its order.
         rounds: in which the sharded ones are exchanged; of parameters of this plan and of others.
+        groups: other groups whose ranks wait for one another in a step, each with its device.
     """
 
-    def __init__(self, members: Sequence[Member], rounds: Sequence[Round]) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        rounds: Sequence[Round],
+        groups: Mapping[Any, torch.device] = MappingProxyType({}),
+    ) -> None:
         numbers = {each.parameter: n for n, each in enumerate(members) if each.direction}
         exchanged = {parameter for each in rounds for parameter, _ in each.parameters}
         alone = [members[n] for p, n in numbers.items() if p not in exchanged]
@@ -47,8 +54,7 @@ class Directions:
         kinds = alike(alone, lambda each: (each.direction.kind, each.shard.shape))  # pyright: ignore
         here = (rounds_here([(each.shard, each.rule) for each in some]) for some in kinds)
         self._members = members
-        self._groups = [*dict.fromkeys(each.group for each in rounds)]
-        self._device = rounds[0].parameters[0][0].device if rounds else None
+        self._groups = {**groups, **{each.group: each.parameters[0][0].device for each in rounds}}
         self._rounds: list[tuple[Round, list[tuple[int, list[Unit]]]]] = []
         for each in chain(chain.from_iterable(here), rounds):
             # Where FSDP1 has left this rank nothing of a parameter, there is nothing to do.
@@ -70,13 +76,13 @@ class Directions:
         if not self._groups or not isinstance(found, Tensor):
             return
         mine = bool(found != 0)
-        skips = torch.tensor(mine, dtype=torch.float32, device=self._device)
+        skips = torch.tensor(mine, dtype=torch.float32, device=next(iter(self._groups.values())))
         for group in self._groups:
             dist.all_reduce(skips, dist.ReduceOp.MAX, group=group)
         if bool(skips) != mine:
             found.fill_(1.0)
             _logger.warning(
-                "found_inf is not 0 on another rank, which this one exchanges matrices with: both "
+                "found_inf is not 0 on another rank, which this one exchanges numbers with: both "
                 "skip the step. Have all ranks find the same; GradScalers that do not come apart "
                 "in their scales, too: use torch.distributed.fsdp.sharded_grad_scaler."
                 "ShardedGradScaler"

@@ -17,6 +17,7 @@ from torch_bf16.sharding import Span, local
 from .batch import Batch, Job
 from .guard import Found
 from .member import Member
+from .statistics import Statistics
 
 __all__ = ["Active", "Part", "Row", "source_of"]
 
@@ -75,11 +76,16 @@ class Part:
         copied: whether each step goes through a contiguous copy.
         directed: whether its rule looks at a whole tensor first.
         direct: whether kernels read gradients where they are.
+        measured: whether its rule's statistic is summed first.
     """
 
-    def __init__(self, rows: Sequence[Row], seed: int, backend: str | None) -> None:
-        self.batch, self.rows = Batch([row.job for row in rows], seed, backend), rows
-        self._seed = seed
+    def __init__(
+        self, rows: Sequence[Row], seed: int, backend: str | None, statistics: Statistics
+    ) -> None:
+        self._totals = statistics.totals([row.member for row in rows])
+        self.measured = self._totals is not None
+        self.batch = Batch([row.job for row in rows], seed, backend, self._totals)
+        self._seed, self.rows = seed, rows
         self.numbers = np.array([row.number for row in rows], np.int64)
         self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
         self.copied = not rows[0].member.shard.memory.is_contiguous()
@@ -91,33 +97,47 @@ class Part:
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
 
+    def measure(self, found: Found, scalars: ScalarRows) -> None:
+        """Sum the statistic of the rows that have a gradient, before :meth:`run`."""
+        self._take(found, scalars, reads=True)
+
     def run(self, found: Found, scalars: ScalarRows) -> None:
         """Update the rows that have a gradient; ``found`` are all members' gradients."""
+        self._take(found, scalars)
+
+    def _take(self, found: Found, scalars: ScalarRows, reads: bool = False) -> None:
         taken: Sequence[Tensor | None] = self._gradients(found.gradients)[1:]
         if found.addresses is None:
             taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
         elif self.direct:
-            self.batch.run(taken, scalars, addresses=self.addresses(found.addresses))
+            work = self.batch.measure if reads else self.batch.run
+            work(taken, scalars, addresses=self.addresses(found.addresses))
             return
-        self._run(taken, scalars)
+        self._run(taken, scalars, reads)
 
     def follow(self, direction: Tensor, scalars: ScalarRows) -> None:
         """Update the rows, all of one member, given its direction."""
         self._run([direction] * len(self.rows), scalars)
 
-    def _run(self, taken: Sequence[Tensor | None], scalars: ScalarRows) -> None:
+    def _run(
+        self, taken: Sequence[Tensor | None], scalars: ScalarRows, reads: bool = False
+    ) -> None:
         (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
             taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
+        batch = self.batch
         if self.copied:
             (weight, *rest), *states = row.job.planes
             copy = weight.contiguous()
             job = replace(row.job, planes=((copy, *rest), *states))
-            Batch([job], self._seed, self.batch.backend).run(taken, scalars)
+            batch = Batch([job], self._seed, batch.backend, self._totals)
+        if reads:
+            batch.measure(taken, scalars)
+            return
+        batch.run(taken, scalars)
+        if self.copied:
             weight.copy_(copy)
-        else:
-            self.batch.run(taken, scalars)
 
     def addresses(self, addresses: np.ndarray) -> np.ndarray:
         """Those of the rows; the same array for the same one."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs, holding
 from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.errors import UNTOUCHED
-from torch_bf16.sharding import Parameters
+from torch_bf16.sharding import Parameters, Shard
 
 from .batch import alike
 from .directions import Directions
@@ -27,6 +27,7 @@ from .ownership import Round
 from .parts import Active, Part, Row, source_of
 from .recording import Recording
 from .setting import Setting
+from .statistics import Statistics
 
 __all__ = ["Plan"]
 
@@ -42,6 +43,7 @@ class Plan:
         backend: name of the backend, None for the best that works on each device.
         setting: what else the members follow from; :meth:`fits` compares it.
         rounds: in which ranks exchange what a rule looks at as a whole.
+        sharded: see :class:`.statistics.Statistics`.
 
     Attributes:
         members: all that it knows.
@@ -57,6 +59,7 @@ class Plan:
         backend: str | None,
         setting: Setting,
         rounds: Sequence[Round] = (),
+        sharded: Sequence[Shard] = (),
     ) -> None:
         self.members = members
         # Nothing else asks whether a weight was written.
@@ -71,11 +74,12 @@ class Plan:
             for span in member.shard.spans
             for piece in span.pieces()
         ]
-        one_batch = alike(rows, lambda row: (row.job.variant, row.alone))
-        self._parts = [Part(some, seed, backend) for some in one_batch]
+        self._statistics = sums = Statistics(members, sharded)
+        one_batch = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
+        self._parts = [Part(some, seed, backend, sums) for some in one_batch]
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
         self._sources = [(parts, source_of(parts)) for parts in one_rule]
-        self._directions = Directions(members, rounds)
+        self._directions = Directions(members, rounds, sums.groups)
         self._sets: dict[bytes, Active] = {}
         self._selected: tuple[list[bool], Any] = [], None
         self.devices = {part.batch.variant.device for part in self._parts}
@@ -156,6 +160,11 @@ class Plan:
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
+        if self._statistics.groups:
+            return (
+                "cautious and update_clipping add up numbers of all ranks within a step of "
+                "sharded parameters, which has not been tried in a graph; take ordinary steps"
+            )
         for part in self._active().parts:
             if part.batch.staged:
                 return (
@@ -225,6 +234,12 @@ class Plan:
         done: set[Part] = set()
         try:
             with holding(self.devices):
+                if self._statistics:
+                    self._statistics.clear()
+                    for part, rows in zip(active.parts, scalars, strict=True):
+                        if part.measured:
+                            part.measure(found, rows)
+                    self._statistics.reduce()
                 self._run(active, found, scalars, told, done)
         except BaseException as error:
             for parts, source, _ in active.sources:
@@ -264,7 +279,8 @@ class Plan:
         It is for the caller to see that tensors are where they were at each replay, and that there
         is no :meth:`obstacle_to_capture`. Args and errors as for :class:`.recording.Recording`.
         """
-        return Recording(self._active(), self._guard.gradients(), groups, self.devices)
+        found = self._guard.gradients()
+        return Recording(self._active(), found, groups, self.devices, self._statistics)
 
     def suits(self, recording: Recording) -> bool:
         """Whether gradients are where a recording reads them, once :meth:`fits` was asked."""

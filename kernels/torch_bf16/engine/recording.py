@@ -13,6 +13,7 @@ from torch_bf16.backends import StepInputs, cuda_graphs
 
 from .guard import Found
 from .parts import Active
+from .statistics import Statistics
 
 __all__ = ["Recording"]
 
@@ -28,6 +29,7 @@ class Recording:
         found: the gradients.
         groups: the optimizer's parameter groups.
         devices: where the members are.
+        statistics: the sums that rules want to know first, of this rank alone.
 
     Raises:
         RuntimeError: a gradient has to be copied first.
@@ -40,6 +42,7 @@ class Recording:
         found: Found,
         groups: Sequence[Mapping[str, Any]],
         devices: Collection[torch.device],
+        statistics: Statistics,
     ) -> None:
         if found.addresses is None or not all(part.direct for part in active.parts):
             raise RuntimeError(
@@ -47,6 +50,7 @@ class Recording:
                 "on this rank, and each step goes through a copy of it. Make it contiguous, or "
                 "take ordinary steps"
             )
+        self._statistics = statistics
         self._parts, self._sources = {*active.parts}, active.sources
         # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
         self._gradients = [each if each is None else each.detach() for each in found.gradients]
@@ -82,6 +86,11 @@ class Recording:
             if parts[0].batch.variant.device == device:
                 capturable: Any = source
                 capturable.launch()
-                for part in parts:
-                    if part in self._parts:
-                        part.batch.launch()
+                its = [part for part in parts if part in self._parts]
+                if parts[0].measured:
+                    # The parts of a tensor have one rule, and so one source.
+                    self._statistics.clear(device)
+                    for part in its:
+                        part.batch.launch_measure()
+                for part in its:
+                    part.batch.launch()

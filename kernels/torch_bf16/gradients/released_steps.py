@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.pending import clip_coefficient
+from torch_bf16.rules import Rule
 from torch_bf16.sharding import is_dtensor, local, shard_of
 
 from .backward import Passes, released
@@ -155,7 +156,7 @@ class ReleasedSteps:
             id(parameter)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if optimizer.rule_for(group, parameter).stage_states and shard_of(parameter).sharded
+            if _looks_at_all(optimizer.rule_for(group, parameter)) and shard_of(parameter).sharded
         }
         reference = weakref.ref(self)
         for parameter in every:
@@ -312,6 +313,11 @@ class ReleasedSteps:
                 return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
         # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
         return clip_coefficient(norm_over_ranks(norms), max_norm)
+
+
+def _looks_at_all(rule: Rule) -> bool:
+    """Whether ranks that hold parts of a tensor exchange something in its step."""
+    return bool(rule.stage_states) or rule.statistic is not None
 
 
 _said: set[str] = set()

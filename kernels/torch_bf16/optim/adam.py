@@ -15,6 +15,7 @@ from torch_bf16.rules import Rule
 from torch_bf16.rules.nadam import mu_product
 
 from .optimizer import BF16Optimizer
+from .variants import OF_ADAMW, variant_of
 
 __all__ = ["ADOPT", "Adam", "AdamW", "NAdam", "RAdam"]
 
@@ -51,6 +52,13 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             one; ``lr`` as a tensor on the device may then change between replays.
         differentiable: must be False.
         fused: ignored.
+        cautious: leave out updates that differ from the gradient in sign, and let the others grow
+            by what that takes from their number (Liang et al., 2024); also an option of a group.
+            See :mod:`torch_bf16.rules.cautious`.
+        update_clipping: divide the learning rate of a tensor, also in its decay, by the root mean
+            square of its gradient over the root of its second moment, where that is above 1
+            (StableAdamW: Wortsman et al., 2023); also an option of a group. See
+            :mod:`torch_bf16.rules.stable_adamw`.
         fully_decoupled_weight_decay: multiply weights by ``1 - lr / peak * weight_decay`` and not
             by ``1 - lr * weight_decay``, so that another ``lr`` leaves the decay alone and the
             schedule acts on both. True where ``lr`` is the peak of the schedule, else that peak;
@@ -64,9 +72,15 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             :func:`torch_bf16.release_gradients`. Copies do so, too. With several ranks and no
             ``fully_shard`` the module must be shown to that function.
 
+    ``cautious`` and ``update_clipping`` look at whole tensors: each step reads gradients and states
+    twice, and ranks that hold parts of a tensor add up one integer for it, so that any number of
+    ranks has the bits of one process. They take no memory. A state dict that does not have these
+    options leaves them as they are.
+
     Raises:
         ValueError: the recipe or the backend is unknown, an argument is out of range, or a
             parameter is neither bf16 nor fp32.
+        NotImplementedError: two of ``amsgrad``, ``cautious`` and ``update_clipping`` at once.
 
     Example:
         >>> model = torch_bf16.cast_model(torch.nn.Linear(8, 8))
@@ -77,6 +91,7 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
 
     torch_class = torch.optim.AdamW
     decouples = True
+    variants = OF_ADAMW
 
     def __init__(
         self,
@@ -92,12 +107,17 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        cautious: bool = False,
+        update_clipping: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
         release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return variant_of(group, self.variants) or super().rule_of(group)
 
 
 class Adam(_AdamFamily, torch.optim.Adam):

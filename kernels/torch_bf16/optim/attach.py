@@ -76,6 +76,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{name} cannot step under DeepSpeed: it looks at whole matrices, or has a step of its "
             "own, and ZeRO cuts them anywhere. Use AdamW, Adam, Lion or SGD, or FSDP2"
         )
+    if any(rule.statistic is not None for rule in rules):
+        raise NotImplementedError(
+            "cautious and update_clipping cannot be had under DeepSpeed: they look at whole "
+            "tensors, which ZeRO cuts anywhere and lays into one. Leave them out, or use FSDP2"
+        )
     if any(state.role == ITERATE for rule in rules for state in rule.states):
         raise NotImplementedError(
             f"{name} cannot be evaluated under DeepSpeed: eval() puts the averages where the "

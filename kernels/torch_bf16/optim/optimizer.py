@@ -32,6 +32,7 @@ from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .planning import check_recipe, make_plan, with_gradients
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
+from .variants import NONE, VARIANTS, check_variant
 
 __all__ = ["BF16Optimizer"]
 
@@ -41,8 +42,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     Not made directly: use :class:`AdamW`, say, or :func:`convert`. Where torch has the optimizer,
     it is a mixin in front of the ``torch.optim`` class, whose constructor, parameter groups and
-    hooks stay as they are. All tensors of a batch are updated in one call. Gradients are read,
-    never rewritten.
+    hooks stay as they are. One call updates a batch of tensors. Gradients are read, never written.
 
     Attributes:
         recipe: how numbers are stored; loading a state dict takes over its noise seed.
@@ -54,6 +54,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     torch_class: ClassVar[type[torch.optim.Optimizer]]
     # Whether weight decay acts on the weights in groups that do not say it.
     decouples: ClassVar[bool] = False
+    variants: ClassVar[Mapping[str, Rule]] = NONE
     # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
     _step_supports_amp_scaling: ClassVar[bool] = True
 
@@ -74,7 +75,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 constructor for them.
             without: arguments that torch's constructor must not see.
         """
-        ours = {"recipe", "backend", "release", FULLY_DECOUPLED} & given.keys()
+        ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & given.keys()
         options = {k: v for k, v in given.items() if k not in {"self", *ours, *without}}
         if defaults:
             torch.optim.Optimizer.__init__(self, options.pop("params"), options)
@@ -88,14 +89,15 @@ class BF16Optimizer(torch.optim.Optimizer):
         backend: str | None = None,
         *,
         release: bool | Mapping[str, Any] = False,
-        fully_decoupled_weight_decay: bool | float = False,
+        **options: Any,
     ) -> None:
-        """Set up what torch's constructor does not know; it has run already."""
-        if fully_decoupled_weight_decay:
-            self.defaults[FULLY_DECOUPLED] = fully_decoupled_weight_decay
+        """Set up what torch's constructor, which has run, does not know; options are of groups."""
+        options = {name: value for name, value in options.items() if value}
+        self.defaults.update(options)
         for number, group in enumerate(self.param_groups):
-            if fully_decoupled_weight_decay:
-                group.setdefault(FULLY_DECOUPLED, fully_decoupled_weight_decay)
+            for name, value in options.items():
+                group.setdefault(name, value)
+            self._check_options(group, number)
             resolve_peak_lr(group, number, self.decouples_decay(group))
         self.state = States(dict, self.state)
         self.recipe = get_recipe(recipe)
@@ -220,9 +222,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         return plan
 
     def graphed(self) -> GraphedStep:
-        """Capture a step in a CUDA graph, and return what takes steps by replaying it.
-
-        It takes no step by being captured.
+        """Capture a step in a CUDA graph, not taking it; return what takes steps by replays.
 
         Raises:
             RuntimeError: no graph can hold the step; see :class:`.graphed.GraphedStep`.
@@ -384,6 +384,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Refuse options that no rule has."""
         check_options(group, number)
+        check_variant(group, number, self.variants, type(self).__name__)
 
     def _complete(
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes

@@ -109,7 +109,8 @@ def make_plan(
         members = [known[p] for p in ordered if p in known]
     if isinstance(optimizer.state, States):
         optimizer.state.plans += 1
-    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, _rounds(optimizer))
+    rounds, sharded = _rounds(optimizer), _summed(optimizer, members)
+    plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds, sharded)
     plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
     # Only now, so that an error above leaves no half-made states.
@@ -135,6 +136,27 @@ def _rounds(optimizer: BF16Optimizer) -> list[Round]:
                     shard.holders()
                 every.append((shard, rule))
     return rounds_of(every)
+
+
+def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
+    """What ranks sum the statistics of together: of all parameters that there are, likewise.
+
+    But of those that take part alone where gradients are released: their steps are taken at times
+    of their own.
+    """
+    taking_part = {each.parameter for each in members}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        summed = optimizer.rule_of(group).statistic is not None
+        for position, parameter in enumerate(group["params"] if summed else ()):
+            if optimizer._engine.release is not None and parameter not in taking_part:
+                continue
+            shard = shard_of(parameter)
+            if shard.sharded:
+                with prefix_errors(functools.partial(optimizer.label, number, position)):
+                    shard.holders()
+                found.append(shard)
+    return found
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:

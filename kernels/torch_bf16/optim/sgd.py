@@ -15,6 +15,7 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
 
 from .optimizer import BF16Optimizer
+from .variants import OF_LION, variant_of
 
 __all__ = ["SGD", "Adagrad", "Lion", "RMSprop"]
 
@@ -177,12 +178,14 @@ class Lion(BF16Optimizer):
         lr: learning rate, a float or a 0-d tensor; every weight moves by it.
         betas: weight of the momentum in the sign, and the momentum's decay rate.
         weight_decay: decoupled decay.
+        cautious: as for :class:`AdamW`.
 
     Example:
         >>> optimizer = torch_bf16.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
     decouples = True
+    variants = OF_LION
 
     def __init__(
         self,
@@ -192,6 +195,7 @@ class Lion(BF16Optimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        cautious: bool = False,
         fully_decoupled_weight_decay: bool | float = False,
         recipe: str | Recipe = "bf16-stochastic",
         backend: str | None = None,
@@ -201,4 +205,4 @@ class Lion(BF16Optimizer):
         self._construct(locals(), defaults=True)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
-        return rules.LION
+        return variant_of(group, self.variants) or rules.LION

@@ -19,6 +19,7 @@ from torch_bf16.states.recoding import Changes, without_stale_rests
 from torch_bf16.states.views import from_view, gatherable, to_view
 
 from .exact_weights import current
+from .variants import VARIANTS
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -182,13 +183,17 @@ def _shared(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """The saved groups; of what FSDP1 has flattened in another way, names say nothing."""
+    """The saved groups, with those of our options that they do not know.
+
+    Of what FSDP1 has flattened in another way, names say nothing.
+    """
     groups = []
     for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         if any(unit_shapes(parameter) for parameter in ours["params"]):
             theirs = {k: v for k, v in theirs.items() if k != "param_names"}
             theirs |= {k: v for k, v in ours.items() if k == "param_names"}
-        groups.append(theirs)
+        # What another library's AdamW, or ours without them, has saved says nothing of these.
+        groups.append({k: v for k, v in ours.items() if k in VARIANTS} | theirs)
     return [*groups, *state_dict["param_groups"][len(groups) :]]
 
 

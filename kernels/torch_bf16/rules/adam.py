@@ -15,7 +15,7 @@ from . import arithmetic
 from .rule import FIRST_MOMENT, SECOND_MOMENT, Rule, State
 from .weight_decay import decay_per_lr
 
-__all__ = ["ADAM", "ADAMW", "ADAMW_AMSGRAD", "ADAM_AMSGRAD", "moments"]
+__all__ = ["ADAM", "ADAMW", "ADAMW_AMSGRAD", "ADAM_AMSGRAD", "adam_scalars", "moments"]
 
 _STATES = (State("exp_avg", FIRST_MOMENT), State("exp_avg_sq", SECOND_MOMENT))
 _AMSGRAD_STATES = (*_STATES, State("max_exp_avg_sq", SECOND_MOMENT, optional=True))
@@ -72,7 +72,8 @@ def _adamw_options(group):
     return group["lr"], beta1, beta2, group["eps"], decay_per_lr(group)
 
 
-def _adam_scalars(options, step, grad_scale):
+def adam_scalars(options, step, grad_scale):
+    """Those of Adam's rules; the last option is what takes the place of a decay."""
     lr, beta1, beta2, eps, decay = options
     correction1 = 1.0 - arithmetic.power(beta1, step)
     correction2_sqrt = arithmetic.sqrt(1.0 - arithmetic.power(beta2, step))
@@ -83,12 +84,12 @@ def _adam_scalars(options, step, grad_scale):
 
 def _adamw_scalars(options, step, grad_scale):
     lr, beta1, beta2, eps, weight_decay = options
-    return _adam_scalars((lr, beta1, beta2, eps, 1.0 - lr * weight_decay), step, grad_scale)
+    return adam_scalars((lr, beta1, beta2, eps, 1.0 - lr * weight_decay), step, grad_scale)
 
 
 ADAMW = Rule("adamw", _STATES, _adamw, _adamw_options, _adamw_scalars)
-ADAM = Rule("adam", _STATES, _adam, _adam_options, _adam_scalars)
+ADAM = Rule("adam", _STATES, _adam, _adam_options, adam_scalars)
 ADAMW_AMSGRAD = Rule(
     "adamw_amsgrad", _AMSGRAD_STATES, _adamw_amsgrad, _adamw_options, _adamw_scalars
 )
-ADAM_AMSGRAD = Rule("adam_amsgrad", _AMSGRAD_STATES, _adam_amsgrad, _adam_options, _adam_scalars)
+ADAM_AMSGRAD = Rule("adam_amsgrad", _AMSGRAD_STATES, _adam_amsgrad, _adam_options, adam_scalars)

@@ -12,7 +12,9 @@ __all__ = [
     "FIRST_MOMENT",
     "GRADIENT",
     "ITERATE",
+    "LARGEST_STATISTIC",
     "SECOND_MOMENT",
+    "STATISTIC_UNIT",
     "WEIGHTS",
     "Rule",
     "State",
@@ -25,6 +27,10 @@ FIRST_MOMENT = "exp_avg"
 SECOND_MOMENT = "exp_avg_sq"
 EXACT = "exact"
 ITERATE = "iterate"
+
+STATISTIC_UNIT, LARGEST_STATISTIC = 2.0**16, 2.0**14
+"""Parts of 1 that a statistic is summed in, and the largest one: of up to 2**33 elements an int64
+holds the sum of any, of more where their mean is smaller."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,13 @@ class Rule:
             which ``update`` then takes for the gradient; not seen by ``update``.
         stage_dims: how many of a tensor's last dimensions make what that is made of: 2 for each
             matrix of a stack by itself, None for the whole tensor.
+        statistic: ``statistic(w, g, states, scalars)``: a number of each element, of the same
+            arguments and by the same means as ``update``, whose mean over the whole tensor is known
+            before ``update`` runs; None where that needs no such mean. At least 0, rounded down to
+            a multiple of ``1 / STATISTIC_UNIT``, at most ``LARGEST_STATISTIC``, and that for a NaN:
+            a sum of integers has the same bits in any order.
+        factor: ``factor(mean)``: what follows from that mean, float64, by the means of ``scalars``;
+            ``update`` gets it as the last of its scalars.
     """
 
     name: str
@@ -82,6 +95,8 @@ class Rule:
     role: str = WEIGHTS
     stage_states: tuple[State, ...] = ()
     stage_dims: int | None = None
+    statistic: Callable[..., Any] | None = None
+    factor: Callable[[Any], Any] | None = None
 
 
 def lift(

@@ -114,9 +114,9 @@ class FlatShard(Shard):
 
     def holders(self) -> Mapping[int, Span]:
         raise NotImplementedError(
-            "is sharded by DeepSpeed, and this optimizer looks at whole matrices, which ZeRO cuts "
+            "is sharded by DeepSpeed, and this optimizer looks at whole tensors, which ZeRO cuts "
             "anywhere and lays into one tensor. Shard with torch.distributed.fsdp.fully_shard "
-            "(FSDP2), train with DDP, or choose AdamW or Lion"
+            "(FSDP2), train with DDP, or choose plain AdamW or Lion"
         )
 
     def groups(self) -> list[Any]:

@@ -240,7 +240,12 @@ def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int)
     sign = -1.0 if group.get("maximize") else 1.0
     options = tuple(float(option) for option in rule.options(group))
     scalars = rule.scalars(options, step, sign * scale)
-    intended, _ = lift_rule(rule.update)(weight, gradient, tuple(states), scalars)
+    taken = weight, gradient, tuple(states)
+    if rule.factor is not None:
+        # Of the sample, in the place of the whole tensor.
+        found = lift_rule(rule.statistic)(*taken, scalars).double().mean()
+        scalars = (*scalars, float(torch.tensor(rule.factor(float(found)), dtype=torch.float32)))
+    intended, _ = lift_rule(rule.update)(*taken, scalars)
     stored = member.formats[0]
     noise = _variance(stored, intended) if stored.stochastic else None
     return Sample(member, where, float(group["lr"]), weight, intended - weight, noise)

@@ -170,9 +170,14 @@ class Trial:
         gradients = [place(each, self.variant.gradient) for each in self.gradients]
         variant = replace(self.variant, device=device)
         names = [f"p{number}" for number in range(len(planes))]
-        kernel = backend.load(Bucket.of(variant, planes, self.runs, names, SEED))
+        bucket = Bucket.of(variant, planes, self.runs, names, SEED)
+        kernel = backend.load(bucket)
         for each in self.scalars:
-            kernel(KernelInputs(gradients, each))
+            inputs = KernelInputs(gradients, each)
+            if bucket.totals is not None:
+                bucket.totals.sums.zero_()
+                kernel.measure(inputs)
+            kernel(inputs)
         return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
 
 

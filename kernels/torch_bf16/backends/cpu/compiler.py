@@ -71,10 +71,11 @@ class Compiler:
 
     Args:
         variant: its name is part of the symbols.
+        kind: and so is what it is compiled for beside its step.
     """
 
-    def __init__(self, variant: Variant) -> None:
-        self._suffix = f"{variant.name}_{source_hash()}"
+    def __init__(self, variant: Variant, kind: str = "") -> None:
+        self._suffix = f"{kind}{variant.name}_{source_hash()}"
         self._numbers = count()
 
     def compile(self, function) -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "EACH",
     "Work",
     "compile_job",
+    "fetch_add",
     "finish",
     "finished",
     "new_job",
@@ -107,7 +108,7 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
 
 
 @intrinsic
-def _fetch_add(typingctx, numbers, place, n):
+def fetch_add(typingctx, numbers, place, n):
     """Add ``n`` to a number, in one piece with what other threads add: what it was."""
 
     def codegen(context, builder, signature, arguments):
@@ -149,4 +150,4 @@ def take(numbers):
 @inlined
 def finish(numbers, count):
     """Say that so many of a job's pieces are done."""
-    _fetch_add(numbers, _FINISHED, count)
+    fetch_add(numbers, _FINISHED, count)

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.inputs import KernelInputs
 from torch_bf16.backends.pieces import pieces
+from torch_bf16.backends.totals import with_factors
 
 from . import squares as sums_of_squares
 from . import threads
 from .job import Work, new_job
 from .kernel import CHUNK, KINDS, compile_step
+from .statistic import KINDS as STATISTIC_KINDS
+from .statistic import compile_statistic
 
 __all__ = ["CpuKernel", "squares"]
 
@@ -36,14 +39,18 @@ class CpuKernel:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        # One kernel serves strided tensors and all others.
+        self._variant = replace(bucket.variant, strided=False)
         self._chunks, self._addresses, self._runs = _tables(bucket)
         self._max_threads = -(-int(bucket.numels.sum()) // _WORTH_A_THREAD)
         self._work: Work | None = None
+        self._sums: Work | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
-        scalars, bucket = inputs.scalars, self._bucket
-        work = self._work = self._work or self._compiled(scalars.table.shape[1])
+        bucket = self._bucket
+        scalars = with_factors(bucket.variant.rule, bucket.totals, inputs).scalars
+        work = self._work = self._work or compile_step(self._variant, scalars.table.shape[1])
         self._addresses[:, 0] = inputs.addresses
         arrays: Any = (
             self._chunks,
@@ -58,13 +65,26 @@ class CpuKernel:
         job = new_job(KINDS, arrays, len(self._chunks))
         threads.run(work, job, self._max_threads)
 
+    def measure(self, inputs: KernelInputs) -> None:
+        """Add the statistic of each tensor to the bucket's sums."""
+        scalars, bucket = inputs.scalars, self._bucket
+        totals: Any = bucket.totals
+        work = self._sums or compile_statistic(self._variant, scalars.table.shape[1])
+        self._sums = work
+        self._addresses[:, 0] = inputs.addresses
+        sums = np.zeros(len(bucket.numels), np.int64)
+        arrays: Any = (
+            self._chunks, self._addresses, bucket.numels, scalars.rows, scalars.table, sums
+        )  # fmt: skip
+        job = new_job(STATISTIC_KINDS, arrays, len(self._chunks))
+        threads.run(work, job, self._max_threads)
+        np.add.at(totals.sums.numpy(), totals.places, sums)
+
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Numba's cache."""
-        self._work = self._compiled(n_scalars)
-
-    def _compiled(self, n_scalars: int) -> Work:
-        # One kernel serves strided tensors and all others.
-        return compile_step(replace(self._bucket.variant, strided=False), n_scalars)
+        if self._variant.rule.statistic is not None:
+            self._sums, n_scalars = compile_statistic(self._variant, n_scalars), n_scalars + 1
+        self._work = compile_step(self._variant, n_scalars)
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:

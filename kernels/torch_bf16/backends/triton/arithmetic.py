@@ -21,7 +21,7 @@ from torch_bf16.rules import Rule, arithmetic, lift
 
 from . import ieee
 
-__all__ = ["lift_scalars", "lift_update"]
+__all__ = ["lift_factor", "lift_scalars", "lift_statistic", "lift_update"]
 
 LOG2_E = tl.constexpr(arithmetic.LOG2_E)
 LN2_HI, LN2_LO = tl.constexpr(arithmetic.LN2_HI), tl.constexpr(arithmetic.LN2_LO)
@@ -151,6 +151,18 @@ _FP64 = {
 def lift_update(rule: Rule, together: bool = False) -> Any:
     """A rule's ``update`` as a function of Triton's, with division and root of :mod:`.ieee`."""
     return lift(rule.update, _TOGETHER if together else _FP32, triton.jit, tl=tl)
+
+
+@functools.cache
+def lift_statistic(rule: Rule, together: bool = False) -> Any:
+    """A rule's ``statistic``, likewise."""
+    return lift(rule.statistic, _TOGETHER if together else _FP32, triton.jit, tl=tl)
+
+
+@functools.cache
+def lift_factor(rule: Rule) -> Any:
+    """A rule's ``factor`` as a function of Triton's, in fp64."""
+    return lift(rule.factor, _FP64, triton.jit, tl=tl)
 
 
 @functools.cache

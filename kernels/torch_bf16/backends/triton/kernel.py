@@ -18,17 +18,19 @@ import triton
 import triton.language as tl
 
 from torch_bf16.backends.bucket import Variant
+from torch_bf16.rules import STATISTIC_UNIT
 
-from .arithmetic import lift_update
+from .arithmetic import lift_factor, lift_update
 from .codecs import decode, encode, key_pair, noise_word
 from .ieee import together
 
-__all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
+__all__ = ["BLOCK", "CHUNK", "constants", "load_plane", "noise_streams", "options", "step"]
 
 # Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
 BLOCK = 1024
 # Elements per turn where a mask is needed: few, so that the tail takes no more registers.
 TAIL = 256
+UNIT = tl.constexpr(STATISTIC_UNIT)
 # Elements per program: enough turns that the look-ups before them cost little.
 CHUNK = 8 * BLOCK
 
@@ -46,7 +48,7 @@ def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load(
+def load_plane(
     address,
     start,
     stop,
@@ -57,7 +59,7 @@ def _load(
 ):
     """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
     if SHARED > 1:
-        return _load(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
+        return load_plane(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
     elif not WHOLE:
         elements = start + tl.arange(0, BLOCK)
         pointers = _pointer(address, _dtype(SIZE), False) + elements
@@ -137,7 +139,7 @@ def _block(
     for i in tl.static_range(len(FORMATS)):
         planes = ()
         for j in tl.static_range(len(SIZES[i])):
-            plane = _load(
+            plane = load_plane(
                 addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]),
                 tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
             )  # fmt: skip
@@ -198,6 +200,8 @@ def step(
     N_COLUMNS: tl.constexpr,
     STRIDED: tl.constexpr,
     TOGETHER: tl.constexpr,
+    TOTALS: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -221,6 +225,11 @@ def step(
     scalars = ()
     for i in tl.static_range(N_SCALARS):
         scalars = scalars + (tl.load(scalars_row + i),)
+    if TOTALS > 0:
+        # Of the whole tensor; see statistic.py.
+        total = tl.load(tl.load(row + TOTALS).to(tl.pointer_type(tl.int64)))
+        mean = total.to(tl.float64) / (tl.load(row + TOTALS + 1).to(tl.float64) * UNIT)
+        scalars = scalars + (FACTOR(mean).to(tl.float32),)
     step_number = tl.load(scalars_row + N_SCALARS).to(tl.int64).to(tl.uint32)
     skipped = tl.load(scalars_row + N_SCALARS + 1) != 0.0
 
@@ -293,7 +302,7 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
 
     Args:
         variant: what it updates.
-        n_scalars: how many its rule takes.
+        n_scalars: how many its rule's ``update`` takes.
         architecture: of the device, as Triton has it: 90 for sm_90, "gfx942"; 0 for its
             interpreter.
     """
@@ -310,7 +319,8 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
     mixed = numbers if {2, 4} <= sizes else 0
     # With 80 registers six programs share a multiprocessor. What packs bytes or holds much at once
     # would spill, so it gets more, and five, four or, with blocks, three do.
-    large = 1 in sizes or mixed > 3 or numbers > 4 or n_scalars > 9
+    holds_more = n_scalars > 9 or variant.rule.statistic is not None
+    large = 1 in sizes or mixed > 3 or numbers > 4 or holds_more
     registers = 160 if in_blocks else 128 if mixed > 4 else 96 if large else 80
     return {**exact, "num_warps": 4, "maxnreg": registers}
 
@@ -331,6 +341,7 @@ def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict
         word = streams.index(draw.stream) if each.stochastic else 0
         draws.append((word, draw.shift, column))
         column += len(each.planes)
+    totals = column if variant.rule.statistic is not None else 0
     sizes = [tuple(plane.dtype.itemsize for plane in each.planes) for each in variant.formats]
     shared = [tuple(plane.block for plane in each.planes) for each in variant.formats]
     return {
@@ -340,10 +351,12 @@ def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict
         "SHARED": ((1,), *shared),
         "DRAWS": tuple(draws),
         "N_WORDS": len(streams),
-        "N_SCALARS": n_scalars,
-        "N_COLUMNS": column + 2 * variant.strided,
+        "N_SCALARS": n_scalars - bool(totals),
+        "N_COLUMNS": column + 2 * bool(totals) + 2 * variant.strided,
         "STRIDED": variant.strided,
         "TOGETHER": together(architecture),
+        "TOTALS": totals,
+        "FACTOR": lift_factor(variant.rule) if totals else None,
         "BLOCK": BLOCK,
         "TAIL": TAIL,
         "CHUNK": CHUNK,

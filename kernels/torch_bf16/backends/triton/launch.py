@@ -2,8 +2,9 @@
 
 ``chunks``, int32 ``[chunks, 2]``, has the tensor of each chunk and the chunk's number in it.
 ``tensors``, int64, has a row for each tensor: number of elements, global index of the first one,
-two words for each noise stream in use, the addresses of the planes of each number, and where the
-variant is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
+two words for each noise stream in use, the addresses of the planes of each number, where the rule
+has a statistic, the address of its sum and the elements of the whole tensor, and where the variant
+is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
 gradient's address, 0 where there is none, and the row of its scalars in ``ScalarRows.table``. The
 first two are uploaded once, the third where it has changed.
 """
@@ -23,6 +24,7 @@ from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 
 from .kernel import CHUNK, constants, noise_streams, options, step
 from .launcher import launcher
+from .statistic import measure, measure_constants
 from .tables import Table, on, upload
 
 __all__ = ["TritonKernel"]
@@ -45,11 +47,17 @@ class TritonKernel:
         self._known: tuple[np.ndarray, np.ndarray] | None = None
         self._tables: tuple[Tensor, ...] = ()
         self._launch: Callable[..., None] | None = None
+        self._sum: Callable[..., None] | None = None
 
     def __call__(self, inputs: KernelInputs) -> None:
         """Update every tensor of the bucket, in place."""
         self.bring(inputs)
         self.launch()
+
+    def measure(self, inputs: KernelInputs) -> None:
+        """Add the statistic of each tensor to the bucket's sums."""
+        self.bring(inputs)
+        self.launch_measure()
 
     def bring(self, inputs: KernelInputs) -> None:
         """Have the device know what :meth:`launch` is to work on.
@@ -75,14 +83,26 @@ class TritonKernel:
             with on(self._device):
                 self._launch(*self._tables)
 
+    def launch_measure(self) -> None:
+        """Add the statistic of each tensor to the sums, by the tables that are on the device."""
+        if self._sum is not None:
+            with on(self._device):
+                self._sum(*self._tables)
+
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Triton's cache, and load it onto the device."""
         if len(self._chunks) == 0:
             return
         variant, chip = self._bucket.variant, _architecture(self._device)
         tables = torch.int32, torch.int64, torch.int64, torch.float32
+        programs = len(self._chunks)
+        if variant.rule.statistic is not None:
+            fixed = measure_constants(variant, n_scalars, chip)
+            how = options(variant, n_scalars, chip)
+            self._sum = launcher(measure, tables, programs, fixed, how, self._device)
+            n_scalars += 1
         fixed, how = constants(variant, n_scalars, chip), options(variant, n_scalars, chip)
-        self._launch = launcher(step, tables, len(self._chunks), fixed, how, self._device)
+        self._launch = launcher(step, tables, programs, fixed, how, self._device)
 
     def _gradient_table(self, addresses: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The table ``gradients``: the same array for the same two."""
@@ -128,8 +148,11 @@ def _rows(bucket: Bucket) -> np.ndarray:
     ]
     sizes = np.stack([bucket.numels, bucket.offsets], axis=1)
     runs = np.stack([bucket.widths, bucket.pitches], axis=1)[:, : 2 * variant.strided]
-    words = _words(variant, bucket.bases)
-    return np.concatenate([sizes, words, np.array(addresses, np.int64), runs], axis=1)
+    words, totals = _words(variant, bucket.bases), np.empty((len(sizes), 0), np.int64)
+    if bucket.totals is not None:
+        places = bucket.totals.sums.data_ptr() + 8 * bucket.totals.places
+        totals = np.stack([places, bucket.totals.counts], axis=1)
+    return np.concatenate([sizes, words, np.array(addresses, np.int64), totals, runs], axis=1)
 
 
 def _words(variant: Variant, bases: np.ndarray) -> np.ndarray:

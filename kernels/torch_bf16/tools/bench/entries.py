@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.optim.variants import VARIANTS
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
 
 from .models import Shapes
@@ -149,6 +150,21 @@ def _muon_entry(
         dtype=torch.float32 if fp32 else torch.bfloat16,
         **made,
     )
+
+
+_STABLE = {"torch-optimi": "optimi", "pytorch-optimizer": "pytorch_optimizer"}
+
+
+def _stable(library: str) -> Entry:
+    """A library's AdamW with update clipping, all fp32."""
+    needs, name = (_STABLE[library], library), f"{library} StableAdamW"
+    target = f"{needs[0]}:StableAdamW"
+    return Entry(name, "all fp32", target, 16, dtype=torch.float32, needs=needs)
+
+
+def _ours_with(option: str) -> Entry:
+    name, made = f"{option.replace('_', ' ')} 8 bytes", {option: True}
+    return Entry(name, "ours, in bf16-stochastic", "torch_bf16:AdamW", 10.1, made, scratch=0)
 
 
 BASELINE = "torch fused fp32"
@@ -303,6 +319,7 @@ PEERS: dict[str, Peer] = {
             ),
         ),
     ),
+    "variants": Peer("torch", "torch", (*map(_stable, _STABLE), *map(_ours_with, VARIANTS))),
     "offload": Peer(
         "torch",
         "torch",

@@ -1,0 +1,146 @@
+"""Sums of a rule's statistic: one compiled kernel per variant, beside that of the step.
+
+They are integers, so that neither threads nor the width of vectors change their bits.
+"""
+
+# Numba compiles what a type checker takes for Python.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_bf16.backends.bucket import Variant
+from torch_bf16.formats import BF16_NEAREST, FP32
+from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
+
+from . import codegen
+from .bits import inlined
+from .compiler import ARITHMETIC, Compiler, carray
+from .job import ARRAYS, EACH, Work, compile_job, fetch_add, finish, take
+from .kernel import CHUNK
+from .llvm_hints import (
+    SCRATCH,
+    TILE,
+    address_as_pointer,
+    no_alias,
+    scratch_on_stack,
+    wide_vectors,
+)
+
+__all__ = ["KINDS", "compile_statistic"]
+
+KINDS = [
+    *((np.int64, 2), (np.int64, 2), (np.int64, 1)),
+    *((np.int64, 1), (np.float32, 2), (np.int64, 1)),
+]
+"""Of chunks, addresses, numels, rows, scalars and sums."""
+
+_LARGEST, _UNIT = np.float32(LARGEST_STATISTIC), np.float32(STATISTIC_UNIT)
+
+# Stands for the parts of a variant; each kernel gets a module of its own in its place.
+parts = ModuleType("parts")
+
+
+@inlined
+def _units(x):
+    # A NaN is not below the largest.
+    bounded = x if x < _LARGEST else _LARGEST
+    return np.int64(np.int32(bounded * _UNIT))
+
+
+def _sum_slice(planes, scalars):
+    no_alias()
+    wide_vectors()
+    scratch = carray(scratch_on_stack(), (SCRATCH,), np.float32)
+    size = planes[0][0].shape[0]
+    total = np.int64(0)
+    for first in range(0, size - 1, TILE):
+        n = min(TILE, size - first) // 2 * 2
+        parts.load(planes, first, n, scratch)
+        for pair in range(n // 2):
+            # Unsigned: a loop is not vectorised where an index might be negative.
+            j = np.uintp(pair)
+            one, two = parts.read_two(planes, np.uintp(first) + j + j, scratch, j)
+            total += _units(parts.statistic(one[1], one[0], one[2:], scalars))
+            total += _units(parts.statistic(two[1], two[0], two[2:], scalars))
+    if size % 2:
+        total += parts.last(planes, scalars, np.uintp(size - 1))
+    return total
+
+
+def _last(planes, scalars, i):
+    one = parts.read_one(planes, i)
+    return _units(parts.statistic(one[1], one[0], one[2:], scalars))
+
+
+@inlined
+def _nothing_left(planes, scalars, i):
+    return np.int64(0)
+
+
+def _run(job):
+    numbers = carray(job, (ARRAYS + 6 * EACH,), np.int64)
+    at = ARRAYS
+    chunks = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 2), np.int64)
+    at += EACH
+    shape = (numbers[at + 1], numbers[at + 2])
+    addresses = carray(address_as_pointer(numbers[at]), shape, np.int64)
+    at += EACH
+    numels = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    at += EACH
+    rows = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    at += EACH
+    shape = (numbers[at + 1], numbers[at + 2])
+    scalars = carray(address_as_pointer(numbers[at]), shape, np.float32)
+    at += EACH
+    sums = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    while True:
+        first, last = take(numbers)
+        if first == last:
+            break
+        for chunk in range(first, last):
+            tensor, start = chunks[chunk, 0], chunks[chunk, 1]
+            # Column 0 is the gradient's: 0 where there is none.
+            if addresses[tensor, 0]:
+                total = parts.sum_slice(
+                    parts.arrays(addresses[tensor], start, min(CHUNK, numels[tensor] - start)),
+                    parts.take_scalars(scalars[rows[tensor]]),
+                )
+                fetch_add(sums, tensor, total)
+        finish(numbers, last - first)
+
+
+@functools.cache
+def compile_statistic(variant: Variant, n_scalars: int) -> Work:
+    """The sums of a variant's statistic, which takes ``n_scalars`` scalars.
+
+    Compiled once on a machine, then read from Numba's cache.
+
+    Returns:
+        What takes a job of chunks over arrays: those of :func:`.kernel.compile_step` of the same
+        names, and ``sums``, int64 ``[n]``, to which each tensor's are added.
+    """
+    compiler = Compiler(variant, "statistic_")
+    formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
+    offsets = codegen.scratch_offsets(formats)
+    built: Any = ModuleType("parts")
+    built.statistic = lift(variant.rule.statistic, ARITHMETIC, compiler.compile)
+    built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
+    built.load, _, _ = codegen.blocks(compiler, formats, offsets)
+    built.arrays = compiler.views(formats)
+    built.take_scalars = compiler.take(n_scalars)
+    in_blocks = any(each.block > 1 for each in formats)
+    built.last = _nothing_left if in_blocks else compiler.compile(_of(built, _last))
+    built.sum_slice = compiler.compile(_of(built, _sum_slice))
+    return compile_job(_of(built, _run), f"statistic_{variant.name}", error_model="numpy")
+
+
+def _of(built, function):
+    """``function`` with the parts of a variant in the place of ``parts``."""
+    return FunctionType(function.__code__, {**globals(), "parts": built}, function.__name__)

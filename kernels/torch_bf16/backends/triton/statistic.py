@@ -1,0 +1,151 @@
+"""Sums of a rule's statistic: one launch over all chunks of a bucket, before that of the step.
+
+The tables are those of ``launch.py``; columns ``TOTALS`` and the next of ``tensors`` have the
+address of each tensor's sum and the number of elements of the whole tensor. Programs add whole
+numbers to the sums, so their order changes nothing.
+"""
+
+# Device code is Triton's language, which a type checker takes for Python.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from torch_bf16.backends.bucket import Variant
+from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT
+
+from .arithmetic import lift_statistic
+from .codecs import decode
+from .ieee import together
+from .kernel import constants, load_plane
+
+__all__ = ["measure", "measure_constants"]
+
+UNIT, LARGEST = tl.constexpr(STATISTIC_UNIT), tl.constexpr(LARGEST_STATISTIC)
+
+
+@triton.jit
+def _block(
+    addresses,
+    scalars,
+    start,
+    stop,
+    STATISTIC: tl.constexpr,
+    FORMATS: tl.constexpr,
+    SIZES: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The sum over a block of a chunk, int64; arguments as for the step's ``_block``."""
+    numbers = ()
+    for i in tl.static_range(len(FORMATS)):
+        planes = ()
+        for j in tl.static_range(len(SIZES[i])):
+            plane = load_plane(
+                addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]),
+                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
+            )  # fmt: skip
+            planes = planes + (plane,)
+        numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)
+    found = STATISTIC(numbers[1], numbers[0], numbers[2:], scalars)
+    # A NaN is not below the largest.
+    bounded = tl.where(found < LARGEST, found, LARGEST)
+    units = (bounded * UNIT).to(tl.int32).to(tl.int64)
+    if not WHOLE:
+        units = tl.where(start + tl.arange(0, BLOCK) < stop, units, 0)
+    return tl.sum(units)
+
+
+@triton.jit(do_not_specialize=["chunks_ptr", "tensors_ptr", "gradients_ptr", "table_ptr"])
+def measure(
+    chunks_ptr,
+    tensors_ptr,
+    gradients_ptr,
+    table_ptr,
+    STATISTIC: tl.constexpr,
+    FORMATS: tl.constexpr,
+    SIZES: tl.constexpr,
+    SHARED: tl.constexpr,
+    FIRST_COLUMNS: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    N_COLUMNS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Add the statistic of every chunk of a bucket to its tensor's sum.
+
+    Reads: the tables, and each plane of each number that the statistic depends on, once.
+    Writes: an atomic addition to the tensor's sum, int64.
+    Numerics: fp32, nothing fused; each element is rounded down to a whole number of units.
+    Launch: one program per chunk, in one dimension; no number among the arguments.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
+    row = tensors_ptr + tensor * N_COLUMNS
+    gradient = tl.load(gradients_ptr + 2 * tensor)
+    scalars_row = table_ptr + tl.load(gradients_ptr + 2 * tensor + 1) * (N_SCALARS + 2)
+    scalars = ()
+    for i in tl.static_range(N_SCALARS):
+        scalars = scalars + (tl.load(scalars_row + i),)
+    skipped = tl.load(scalars_row + N_SCALARS + 1) != 0.0
+
+    addresses = ((gradient + first * SIZES[0][0],),)
+    address_bits = gradient
+    for i in tl.static_range(1, len(FORMATS)):
+        planes = ()
+        for j in tl.static_range(len(SIZES[i])):
+            address = tl.load(row + FIRST_COLUMNS[i] + j)
+            address_bits |= address
+            planes = planes + (address + first // SHARED[i][j] * SIZES[i][j],)
+        addresses = addresses + (planes,)
+
+    # Nothing is at address 0: the tensor has no gradient in this step.
+    idle = skipped | (gradient == 0)
+    n_elements = tl.where(idle, 0, tl.minimum(tl.load(row) - first, CHUNK).to(tl.int32))
+    n_whole = tl.where((address_bits & 15) == 0, n_elements // BLOCK, 0)
+    total = tl.full((), 0, tl.int64)
+    # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
+    turn = 0
+    while turn < n_whole:
+        total += _block(
+            addresses, scalars, turn * BLOCK, n_elements, STATISTIC, FORMATS, SIZES, SHARED,
+            BLOCK, True,
+        )  # fmt: skip
+        turn += 1
+    start = n_whole * BLOCK
+    while start < n_elements:
+        total += _block(
+            addresses, scalars, start, n_elements, STATISTIC, FORMATS, SIZES, SHARED, TAIL, False
+        )
+        start += TAIL
+    if not idle:
+        sum_ptr = tl.load(row + TOTALS).to(tl.pointer_type(tl.int64))
+        tl.atomic_add(sum_ptr, total, sem="relaxed")
+
+
+@functools.cache
+def measure_constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
+    """What ``measure`` is compiled for: its arguments in capitals.
+
+    ``n_scalars`` are those of the statistic; ``FIRST_COLUMNS`` are those of each number's first
+    plane in the table of tensors.
+    """
+    of_step = constants(variant, n_scalars + 1, architecture)
+    return {
+        "STATISTIC": lift_statistic(variant.rule, together(architecture)),
+        **{name: of_step[name] for name in ("FORMATS", "SIZES", "SHARED")},
+        "FIRST_COLUMNS": tuple(column for _, _, column in of_step["DRAWS"]),
+        **{
+            name: of_step[name]
+            for name in ("N_SCALARS", "N_COLUMNS", "TOTALS", "BLOCK", "TAIL", "CHUNK")
+        },
+    }
