@@ -20,7 +20,7 @@ from torch_bf16.formats import BF16_NEAREST, FP32
 from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
 
 from . import codegen
-from .bits import inlined
+from .bits import add32, and32, inlined, low32, shr32
 from .compiler import ARITHMETIC, Compiler, carray
 from .job import ARRAYS, EACH, Work, compile_job, fetch_add, finish, take
 from .kernel import CHUNK
@@ -42,6 +42,7 @@ KINDS = [
 """Of chunks, addresses, numels, rows, scalars and sums."""
 
 _LARGEST, _UNIT = np.float32(LARGEST_STATISTIC), np.float32(STATISTIC_UNIT)
+_LOW, _S16 = np.uint32(0xFFFF), np.uint32(16)
 
 # Stands for the parts of a variant; each kernel gets a module of its own in its place.
 parts = ModuleType("parts")
@@ -51,7 +52,7 @@ parts = ModuleType("parts")
 def _units(x):
     # A NaN is not below the largest.
     bounded = x if x < _LARGEST else _LARGEST
-    return np.int64(np.int32(bounded * _UNIT))
+    return low32(np.int64(np.int32(bounded * _UNIT)))
 
 
 def _sum_slice(planes, scalars):
@@ -63,12 +64,17 @@ def _sum_slice(planes, scalars):
     for first in range(0, size - 1, TILE):
         n = min(TILE, size - first) // 2 * 2
         parts.load(planes, first, n, scratch)
+        # Of a tile's units, which 32 bits do not hold the sum of: with 64 vectors are half as wide.
+        low = high = np.uint32(0)
         for pair in range(n // 2):
             # Unsigned: a loop is not vectorised where an index might be negative.
             j = np.uintp(pair)
             one, two = parts.read_two(planes, np.uintp(first) + j + j, scratch, j)
-            total += _units(parts.statistic(one[1], one[0], one[2:], scalars))
-            total += _units(parts.statistic(two[1], two[0], two[2:], scalars))
+            units = _units(parts.statistic(one[1], one[0], one[2:], scalars))
+            more = _units(parts.statistic(two[1], two[0], two[2:], scalars))
+            low = add32(low, add32(and32(units, _LOW), and32(more, _LOW)))
+            high = add32(high, add32(shr32(units, _S16), shr32(more, _S16)))
+        total += np.int64(low) + (np.int64(high) << 16)
     if size % 2:
         total += parts.last(planes, scalars, np.uintp(size - 1))
     return total
@@ -76,7 +82,7 @@ def _sum_slice(planes, scalars):
 
 def _last(planes, scalars, i):
     one = parts.read_one(planes, i)
-    return _units(parts.statistic(one[1], one[0], one[2:], scalars))
+    return np.int64(_units(parts.statistic(one[1], one[0], one[2:], scalars)))
 
 
 @inlined
