@@ -107,11 +107,19 @@ def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None)
 
 
 def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
-    """Raise if ``TrainingArguments`` ask for fp16, or for another mode than the launcher."""
+    """Raise if ``TrainingArguments`` ask for what the mode, or ``optim`` that names it, is not."""
+    optim = str(getattr(arguments.optim, "value", arguments.optim))
     if launched not in (None, mode):
         raise ValueError(
-            f"optim={getattr(arguments.optim, 'value', arguments.optim)!r} trains in {mode!r}, and "
+            f"optim={optim!r} trains in {mode!r}, and "
             f"the environment ({LAUNCHED}, {MEANT}) asks for {launched!r}. Keep one of the two"
+        )
+    if optim == f"adamw_{mode.replace('-', '_')}" and arguments.optim_args:
+        raise ValueError(
+            f"optim_args={arguments.optim_args!r} with optim={optim!r}: the Trainer hands none to "
+            "this AdamW. Leave them out; options of AdamW go with Trainer(optimizer_cls_and_kwargs="
+            f'(torch_bf16.AdamW, {{"recipe": {mode!r}, ...}})), those of the recipe into the '
+            "environment (BF16_...)"
         )
     for name in ("fp16", "fp16_full_eval"):
         if getattr(arguments, name, False):

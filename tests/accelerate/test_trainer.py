@@ -162,6 +162,8 @@ def test_what_contradicts_the_mode_is_refused(make_trainer, monkeypatch):
         make_trainer(fp16_full_eval=True)
     with pytest.raises(ValueError, match=r"optim='adamw_bf16_fp32_master' trains in .* Keep one"):
         make_trainer(optim="adamw_bf16_fp32_master")
+    with pytest.raises(ValueError, match=r"optim_args='cautious=True' with optim='adamw_bf16_sto"):
+        make_trainer(optim="adamw_bf16_stochastic", optim_args="cautious=True")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-sr")
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='bf16-sr' is no mode"):
         make_trainer()
