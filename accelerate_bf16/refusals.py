@@ -114,9 +114,10 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
             f"optim={optim!r} trains in {mode!r}, and "
             f"the environment ({LAUNCHED}, {MEANT}) asks for {launched!r}. Keep one of the two"
         )
-    if optim == f"adamw_{mode.replace('-', '_')}" and arguments.optim_args:
+    of_optim = getattr(arguments, "optim_args", None)
+    if optim == f"adamw_{mode.replace('-', '_')}" and of_optim:
         raise ValueError(
-            f"optim_args={arguments.optim_args!r} with optim={optim!r}: the Trainer hands none to "
+            f"optim_args={of_optim!r} with optim={optim!r}: the Trainer hands none to "
             "this AdamW. Leave them out; options of AdamW go with Trainer(optimizer_cls_and_kwargs="
             f'(torch_bf16.AdamW, {{"recipe": {mode!r}, ...}})), those of the recipe into the '
             "environment (BF16_...)"
