@@ -89,27 +89,21 @@ def compiled(variant, target):
     """The kernel of a variant for a target, with its intermediate forms in ``asm``."""
     measures = variant.rule.statistic is not None
     asked = variant, n_scalars(variant.rule) + measures, TARGETS[target].arch
-    fixed = constants(*asked)
-    tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "gradients_ptr": "*i64"}
-    signature = {**tables, "table_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
-    return compile(
-        ASTSource(step, signature, constexprs=fixed),
-        target=TARGETS[target],
-        options=options(*asked),
-    )
+    return _over_tables(step, constants(*asked), options(*asked), target)
 
 
 def compiled_measure(variant, target):
     """The kernel that sums a variant's statistic."""
     asked = variant, n_scalars(variant.rule), TARGETS[target].arch
-    fixed = measure_constants(*asked)
+    return _over_tables(measure, measure_constants(*asked), options(*asked), target)
+
+
+def _over_tables(kernel, fixed, how, target):
+    """A kernel over the tables of a bucket."""
     tables = {"chunks_ptr": "*i32", "tensors_ptr": "*i64", "gradients_ptr": "*i64"}
     signature = {**tables, "table_ptr": "*fp32", **dict.fromkeys(fixed, "constexpr")}
-    return compile(
-        ASTSource(measure, signature, constexprs=fixed),
-        target=TARGETS[target],
-        options=options(*asked),
-    )
+    source = ASTSource(kernel, signature, constexprs=fixed)
+    return compile(source, target=TARGETS[target], options=how)
 
 
 def compiled_prepare(rule, target):
