@@ -43,7 +43,7 @@ def test_a_kernel_calls_none_of_its_parts_and_takes_roots_in_vectors(compiled):
 
 @pytest.mark.parametrize("layout", ["stochastic", "bf16+8", "bf16+fp32"])
 def test_elements_left_over_at_either_end_are_updated_alone(layout):
-    """Pairs start at even global indices, in strips of 128; widths of runs may be odd, too."""
+    """Pairs start at even global indices, in strips of 64; widths of runs may be odd, too."""
     sizes = (1, 1, 2, 2, 127, 128, 129, 130, 257, 45)
     offsets = [0, 7, 0, 7, 7, 7, 2**32 - 65, 1, 2**33 + 1, 3]
     runs = [(max(size, 1), max(size, 1)) for size in sizes[:-1]] + [(9, 40)]

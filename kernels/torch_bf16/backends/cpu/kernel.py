@@ -42,9 +42,9 @@ KINDS = [
 ]
 """Of chunks, addresses, numels, runs, bases, steps, rows and scalars."""
 
-# Elements that are prefetched together where no format is in blocks, and how far ahead: a
-# processor's own prefetching ends with each page of memory, which is 2048 numbers in bf16. More at
-# a time is more than it fetches beside the update; fewer are not a loop of vectors everywhere.
+# Elements that are prefetched together, and how far ahead: a processor's own prefetching ends with
+# each page of memory, which is 2048 numbers in bf16. More at a time is more than it fetches beside
+# the update; fewer are not a loop of vectors everywhere.
 _STRIP, _AHEAD = 64, 512
 
 _u32 = np.uint32
@@ -92,21 +92,23 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
     behind = (size - ahead) % 2
     for first in range(ahead, size - 1, parts.tile):
         n = min(parts.tile, size - first) // 2 * 2
-        if start + first + _AHEAD < numel:
-            parts.fetch(addresses, start + first + _AHEAD)
         parts.load(planes, first, n, scratch)
-        element = add32(index, low32(first))
-        for pair in range(n // 2):
-            # Unsigned: a loop is not vectorised where an index might be negative.
-            j = np.uintp(pair)
-            i = np.uintp(first) + j + j
-            one, two = parts.read_two(planes, i, scratch, j)
-            weight, states = parts.rule(one[1], one[0], one[2:], scalars)
-            next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
-            words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)), index)
-            parts.write_two(
-                planes[1:], i, (weight, *states), (next_weight, *next_states), words, scratch, j
-            )
+        for strip in range(0, n, _STRIP):
+            if start + first + strip + _AHEAD < numel:
+                parts.fetch(addresses, start + first + strip + _AHEAD)
+            element = add32(index, low32(first + strip))
+            for pair in range(min(_STRIP, n - strip) // 2):
+                # Unsigned: a loop is not vectorised where an index might be negative.
+                j = np.uintp(pair)
+                i = np.uintp(first + strip) + j + j
+                j = np.uintp(strip // 2) + j
+                one, two = parts.read_two(planes, i, scratch, j)
+                weight, states = parts.rule(one[1], one[0], one[2:], scalars)
+                next_weight, next_states = parts.rule(two[1], two[0], two[2:], scalars)
+                words = parts.two_words(keys, add32(element, shl32(low32(pair), _ONE)), index)
+                parts.write_two(
+                    planes[1:], i, (weight, *states), (next_weight, *next_states), words, scratch, j
+                )
         parts.scale(planes, first, n, scratch)
         for pair in range(n // 2):
             j = np.uintp(pair)
@@ -202,7 +204,7 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     built.arrays = compiler.views(formats)
     in_blocks = any(each.block > 1 for each in formats)
     built.tile = TILE if in_blocks else _STRIP
-    built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], built.tile)
+    built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], _STRIP)
     built.take_scalars = compiler.take(n_scalars)
     built.take_keys = compiler.take(2 * len(variant.formats))
     built.update_one = no_effect if in_blocks else compiler.compile(_of(built, _update_one))
