@@ -28,6 +28,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collected():
+    """Nor does a file look through what others before it have imported and compiled."""
+    gc.collect()
+    gc.freeze()
+
+
 # What torch 2.7 says of what it cannot do, and newer ones can.
 UNABLE = r"FSDP\+TP sharding does not support uneven sharding.*|Cannot use ReduceOp.AVG with Gloo"
 
