@@ -7,9 +7,12 @@ is made all the same.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import random
+import socket
 import sys
 import traceback
 import warnings
@@ -99,10 +102,20 @@ def in_fabric(fabric, folder, run):
     look(folder, run, net, adamw, 3)
 
 
+def free_port():
+    """Below those that the system gives to others: spawned processes listen seconds later."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", random.randrange(20_000, 32_000)))
+            return probe.getsockname()[1]
+
+
 def train(folder, runs):
     """By each launcher in each package, the modes in turn."""
     for run, mode in zip(runs, itertools.cycle(MODES), strict=False):
-        if "LOCAL_RANK" in os.environ and run[0] != "ddp":
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        elif run[0] != "ddp":
             continue  # the process that popen starts runs this file from the top
         try:
             by_launcher(folder, *run, mode)
