@@ -7,12 +7,9 @@ is made all the same.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import random
-import socket
 import sys
 import traceback
 import warnings
@@ -33,6 +30,9 @@ from lightning_models import (
     snapshot,
 )
 from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from free_port import free_port
 
 FORKS = [*itertools.product(("ddp_fork", "ddp_notebook"), (*TRAINERS, *FABRICS))]
 # One package, for the sake of those who import it: the launchers' code is the same in both.
@@ -100,14 +100,6 @@ def in_fabric(fabric, folder, run):
         fabric.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     look(folder, run, net, adamw, 3)
-
-
-def free_port():
-    """Below those that the system gives to others: spawned processes listen seconds later."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", random.randrange(20_000, 32_000)))
-            return probe.getsockname()[1]
 
 
 def train(folder, runs):
