@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from gpu_marks import hide_gpus
+from interpreter_speed import patch_language_once
 from ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +24,13 @@ def pytest_configure(config):
 def pytest_collection_finish():
     """What collecting has imported stays, 800,000 objects: looking through them for garbage takes
     0.7 s, and hosts, benchmarks and Python itself do so hundreds of times."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected():
+    """Nor does a file look through what others before it have imported and compiled."""
     gc.collect()
     gc.freeze()
 
@@ -64,7 +72,7 @@ def interpreted():
     if reason := explain(torch.device("cuda"))["triton"]:
         pytest.skip(reason)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, context, patch_language_once) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(int).result(timeout=60)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from free_port import free_port
 from packaging.version import Version
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -51,6 +51,4 @@ def port():
     """For ``--main_process_port``: 0, which has the system choose, or a free one."""
     if Version(version("accelerate")) >= Version("1.6"):
         return 0
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return free_port()

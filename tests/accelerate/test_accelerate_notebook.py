@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 
 import nbformat
 import pytest
 from accelerate import notebook_launcher
+from free_port import free_port
 from launching import run
 from nbclient import NotebookClient
 
@@ -48,12 +48,6 @@ assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_a_notebook_launches_two_processes_and_then_one(tmp_path, monkeypatch):
     """In a real kernel: it forks, so that registering must not have touched a device."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -65,7 +59,7 @@ def test_a_notebook_launches_two_processes_and_then_one(tmp_path, monkeypatch):
     for n, mode in ((2, "bf16-stochastic"), (1, "bf16-fp32-master")):
         folder = tmp_path / str(n)
         folder.mkdir()
-        cells.append(LAUNCH.format(folder=str(folder), n=n, mode=mode, port=free_port()))
+        cells.append(LAUNCH.format(folder=str(folder), n=n, mode=mode, port=str(free_port())))
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     client = NotebookClient(notebook, timeout=120, kernel_name="python3")
     client.execute(cwd=str(tmp_path))

@@ -31,6 +31,9 @@ from lightning_models import (
 )
 from torch.nn import functional as F
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from free_port import free_port
+
 FORKS = [*itertools.product(("ddp_fork", "ddp_notebook"), (*TRAINERS, *FABRICS))]
 # One package, for the sake of those who import it: the launchers' code is the same in both.
 STARTS = [("ddp_spawn", TRAINERS[0]), ("ddp_spawn", FABRICS[0]), ("ddp", TRAINERS[0])]
@@ -102,7 +105,9 @@ def in_fabric(fabric, folder, run):
 def train(folder, runs):
     """By each launcher in each package, the modes in turn."""
     for run, mode in zip(runs, itertools.cycle(MODES), strict=False):
-        if "LOCAL_RANK" in os.environ and run[0] != "ddp":
+        if "LOCAL_RANK" not in os.environ:
+            os.environ["MASTER_PORT"] = str(free_port())
+        elif run[0] != "ddp":
             continue  # the process that popen starts runs this file from the top
         try:
             by_launcher(folder, *run, mode)

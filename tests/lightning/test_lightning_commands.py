@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from lightning_models import MODES, TRAINERS
 
 HERE = Path(__file__).parent
@@ -154,10 +154,7 @@ def test_the_same_script_in_bf16_true_is_the_hosts_own(chosen):
 
 
 def test_fabric_run_takes_the_name_for_scripts_of_both_packages():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ("--accelerator=cpu", f"--main-port={port}", "--precision=bf16-stochastic")
+    options = ("--accelerator=cpu", f"--main-port={free_port()}", "--precision=bf16-stochastic")
     # What the command ``fabric`` does. It hung once at its end: then it and the script say where.
     watch = f"import faulthandler; faulthandler.dump_traceback_later({TIMEOUT - 60}); "
     command = watch + "from lightning.fabric.cli import _main; _main()"

@@ -272,7 +272,8 @@ def test_step_hooks_run_around_the_step(name, recipe, backend):
     assert_same(seen[1][1], snapshot(optimizer))
 
 
-@every_case
+@every_pair
+@every_backend
 def test_the_backend_attribute_decides_who_steps_also_between_steps(
     name, recipe, backend, monkeypatch
 ):

@@ -9,6 +9,7 @@ are replaced, because one may still be in a collective: no case sees another's f
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -161,6 +162,8 @@ def _serve(rank: int, pipe: Connection, log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # What it was forked with stays: each full collection would look through, and copy, all of it.
+    gc.freeze()
     faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     returned = True
