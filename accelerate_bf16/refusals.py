@@ -128,3 +128,14 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
                 f"{name}=True cannot be combined with mixed_precision={mode!r}: bf16 weights would "
                 f"be turned into fp16 ones. Set {name}=False, or train without this mode"
             )
+
+
+def refuse_late_clipping(arguments: Any) -> None:
+    """Raise if ``TrainingArguments`` clip gradients that will have been released."""
+    if arguments.max_grad_norm:
+        raise ValueError(
+            f"max_grad_norm={arguments.max_grad_norm} clips after the backward pass, and BF16_"
+            "RELEASE_GRADIENTS takes the steps inside it, so that nothing would be left to clip. "
+            "Set max_grad_norm=0; BF16_RELEASE_MAX_NORM=1.0 clips what is released, each parameter "
+            "by its own norm or, with BF16_RELEASE_NORM=last_step, all by that of the step before"
+        )

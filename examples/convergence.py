@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from paired_runs import CONTROL, MIXED, REFERENCE, VARIANTS, Run, final_loss, run_all
+from paired_runs import CONTROL, MIXED, NUDGED, REFERENCE, VARIANTS, Run, final_loss, run_all
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +43,7 @@ RECIPES = {
         CONTROL, weights="bf16_nearest", exp_avg="bf16_nearest", exp_avg_sq="bf16_nearest"
     ),
 }
+NUDGED_MIXED = f"{NUDGED}, bf16 products"
 # In nats, for the mean difference to fp32.
 CLOSE_ENOUGH = {
     name: 0.001 if recipe.bytes_per_parameter + 2 >= 9 else 0.002
@@ -57,6 +58,9 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
     corpus = load_corpus(args.corpus_bytes)
     chosen = {name: RECIPES[name] for name in args.recipes}
     kinds = {REFERENCE: REFERENCE, MIXED: MIXED, **chosen}
+    if args.one_bit:
+        kinds |= {NUDGED: REFERENCE, NUDGED_MIXED: MIXED}
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
     jobs = {
         (name, seed): functools.partial(
             final_loss,
@@ -67,15 +71,16 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
                 width=args.width,
                 validation_batches=args.validation_batches,
                 optimizer=args.optimizer,
+                nudged=name in (NUDGED, NUDGED_MIXED),
             ),
             recipe,
             corpus,
         )
-        for seed in range(args.seeds)
+        for seed in seeds
         for name, recipe in kinds.items()
     }
     results = run_all(jobs.items(), args.workers, "runs")
-    return {name: [results[name, seed] for seed in range(args.seeds)] for name in kinds}
+    return {name: [results[name, seed] for seed in seeds] for name in kinds}
 
 
 def intervals(found: dict[str, list[float]], reference: str) -> dict[str, Interval]:
@@ -136,6 +141,12 @@ def plot(differences: dict[str, Interval], path: Path) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--one-bit",
+        action="store_true",
+        help="both fp32 runs once more, with one weight that is the next number: what chance does",
+    )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)

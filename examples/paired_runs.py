@@ -25,6 +25,7 @@ from torch_bf16.tools.compare.schedule import learning_rate_factor
 REFERENCE = "fp32"
 MIXED = "fp32, bf16 products"  # fp32 storage under bf16 autocast: the arithmetic of all others
 VARIANTS = ("cautious", "update_clipping")
+NUDGED = "fp32, one bit changed"  # the reference itself, from one weight that is the next number
 CONTROL = "bf16 nearest"  # weights and moments rounded to nearest: what plain bf16 training does
 
 
@@ -38,6 +39,7 @@ class Run:
         lr: peak learning rate.
         schedule: whether it warms up and decays; else it is constant.
         start: a state dict to start from instead of fresh weights.
+        nudged: whether one initial weight is the next number: as far as a last bit leads.
         optimizer: ``"AdamW"``; ``"cautious"`` or ``"update_clipping"`` for that of torch_bf16 with
             this option; or a class of the package schedulefree, which has no schedule.
     """
@@ -47,6 +49,7 @@ class Run:
     lr: float
     schedule: bool = True
     start: dict[str, torch.Tensor] | None = None
+    nudged: bool = False
     batch_size: int = 16
     context: int = 64
     width: int = 64
@@ -70,6 +73,10 @@ def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[s
     model = GPT(GPTConfig(context=run.context, width=run.width, layers=run.layers))
     if run.start is not None:
         model.load_state_dict(run.start)
+    if run.nudged:
+        with torch.no_grad():
+            first = next(model.parameters()).view(-1)[:1]
+            first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
     precision = nullcontext if recipe == REFERENCE else _autocast
     stored = replace(recipe, seed=run.seed) if isinstance(recipe, Recipe) else None
     if stored is not None and run.optimizer in VARIANTS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,6 +184,8 @@ def clip_grad_norm_(
     import torch_bf16
     from accelerate_bf16.optimizers import inner
 
+    if max_norm == math.inf:
+        return _norm_alone(parameters)
     if not accelerator.sync_gradients:
         # A part of a sum, and each rank has its own: only the whole sum may tell the step anything.
         return torch_bf16.total_norm(parameters)
@@ -249,6 +252,24 @@ def _not_released(parameters: Any) -> list[Any]:
     return parameters
 
 
+def _norm_alone(parameters: Any) -> Any:
+    """For the logs of a Trainer that clips nothing; NaN where gradients were released."""
+    import torch
+
+    import torch_bf16
+
+    try:
+        return torch_bf16.total_norm(parameters)
+    except NotImplementedError:
+        return torch.full((), math.nan)
+
+
+def _passes_per_step(accelerator: Any) -> int:
+    """How many backward passes make a step; the Trainer counts them in the accelerator's place."""
+    counting = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
+    return counting.gradient_accumulation_steps
+
+
 @contextmanager
 def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     """Inside, Accelerate takes the mode for "no", so that it leaves bf16 weights alone."""
@@ -271,7 +292,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
             yield _current
         _current.attach(
             list(_wrapped(accelerator)),
-            accelerator.gradient_accumulation_steps,
+            _passes_per_step(accelerator),
             sync_each=accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
         lines = list(_current.report())

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from accelerate_bf16.modes import LAUNCHED, MODES, canonical, launched
-from accelerate_bf16.refusals import refuse_arguments
+from accelerate_bf16.refusals import refuse_arguments, refuse_late_clipping
 from bf16_autoload import Patches
 
 from .enums import add_member
@@ -36,6 +36,17 @@ def get_optimizer_cls_and_kwargs(original: Any) -> Any:
         return original(args, *further, **named)
 
     return get_optimizer_cls_and_kwargs
+
+
+def create_accelerator_and_postprocess(original: Any) -> Any:
+    """Let its Accelerator know of sums over micro-batches, which the Trainer makes by itself."""
+
+    def create_accelerator_and_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        self.accelerator._bf16_trainer_arguments = self.args
+        return result
+
+    return create_accelerator_and_postprocess
 
 
 def trainer_config_process(original: Any) -> Any:
@@ -90,6 +101,11 @@ def post_init(original: Any) -> Any:
         if mode is None:
             return
         refuse_arguments(mode, self, asked)
+        # It imports from Accelerate, which is being imported when this module is.
+        from accelerate_bf16.recipe_options import from_environment
+
+        if from_environment().release_gradients:
+            refuse_late_clipping(self)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode
         if own is None:

@@ -25,6 +25,7 @@ from torch import nn
 import torch_bf16
 
 KINDS = ("schedule_free_adamw", "schedule_free_sgd")
+SHARES = ((0.9, 0.999), (0.7, 0.999))
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -331,3 +332,44 @@ def _regathered():
 
 def test_fsdp2_gathers_anew_what_a_mode_wrote(ranks):
     ranks(2, _regathered)
+
+
+@every_kind
+@pytest.mark.parametrize("by", ["scheduler", "hand", "range"])
+def test_a_share_of_the_average_that_changes_is_refused_before_it_is_used(kind, by):
+    optimizer = make(kind, "bf16-stochastic", lr=0.01)
+    name = "betas" if kind == "schedule_free_adamw" else "momentum"
+    take_steps(optimizer, range(2))
+    before = weights(optimizer)
+    (group,) = optimizer.param_groups
+    message = r"was 0\.9 in the step before.*cycle_momentum=False"
+    if by == "scheduler":
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=10)
+    else:
+        share = 0.8 if by == "hand" else 1.5
+        group[name] = (share, 0.999) if name == "betas" else share
+        message = message if by == "hand" else "must lie between 0 and 1"
+    set_gradients(parameters_of(optimizer), 3)
+    for call in (optimizer.step, optimizer.eval):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert all(map(torch.equal, weights(optimizer), before))
+    assert (group["train_mode"], group["k"]) == (True, 2)
+
+
+def test_a_state_dict_brings_its_own_share_of_the_average():
+    one, other = (make("schedule_free_adamw", "bf16-stochastic", betas=b) for b in SHARES)
+    for optimizer in (one, other):
+        take_steps(optimizer, range(2))
+    one.load_state_dict(other.state_dict())
+    take_steps(one, range(1))
+    assert one.param_groups[0]["betas"] == SHARES[1]
+    twin = copy.deepcopy(one)
+    take_steps(twin, range(1))
+    assert twin.param_groups[0]["k"] == 4
+
+
+@pytest.mark.parametrize("option", ["r", "weight_lr_power"])
+def test_weights_of_no_average_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option}=inf must be finite"):
+        make("schedule_free_adamw", "bf16-stochastic", **{option: float("inf")})

@@ -214,9 +214,19 @@ class LayerWiseDummyOptimizer(torch.optim.SGD):
     """What transformers' Trainer gets for galore_adamw_layerwise."""
 
 
+class DummyOptimizer(torch.optim.SGD):
+    """What LLaMA-Factory's trainers get for galore_layerwise and apollo_layerwise."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__([torch.randn(1, 1)])
+        self.optimizer_dict = {each: torch.optim.SGD([each], lr=0.1) for each in params}
+
+
 COUPLED = {"norm": Normed, "sum": Summing, "counter": Counter, "state": CountsInState}
 REFUSED = {
     "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
+    "layer-wise by parameter": (DummyOptimizer, "its step does nothing"),
     "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
     "lbfgs": (torch.optim.LBFGS, "closure several times per step.* in float32, or in these modes"),

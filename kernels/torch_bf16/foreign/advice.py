@@ -25,6 +25,7 @@ _INT8 = (
     "BF16RecipeKwargs; BF16_EXP_AVG=int8 BF16_EXP_AVG_SQ=int8 for a launcher)"
 )
 
+_RELEASED = "BF16_RELEASE_GRADIENTS=1 and max_grad_norm=0, which steps inside backward(), too"
 _ADVICE = {
     "bitsandbytes.": "Its 32-bit and paged 32-bit classes are taken as they are; or use torch_bf16."
     f"AdamW with {_INT8}",
@@ -40,8 +41,11 @@ _ADVICE = {
     "torch.optim.sparse_adam.": "Make the embedding with sparse=False and give it to Adam or AdamW",
     "torch.optim.lbfgs.": "Train with LBFGS in float32, or in these modes with AdamW or SGD",
     "transformers.trainer_pt_utils.LayerWiseDummyOptimizer": "Use optim='galore_adamw' without "
-    "'_layerwise', or optim='adamw_torch' with BF16_RELEASE_GRADIENTS=1, which steps inside "
-    "backward(), too",
+    f"'_layerwise', or optim='adamw_torch' with {_RELEASED}",
+    "llamafactory.train.trainer_utils.DummyOptimizer": "Leave out galore_layerwise and "
+    f"apollo_layerwise, or use neither GaLore nor APOLLO with {_RELEASED}",
+    "badam.block_optim.": f"In its place leave out use_badam, with {_RELEASED}; BF16_EXP_AVG=int8 "
+    "BF16_EXP_AVG_SQ=int8 then train all blocks at 4.2 bytes per parameter",
 }
 
 _OTHERS = "Keep this optimizer and train in float32, or use one that torch_bf16 has"

@@ -94,7 +94,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return "it evaluates the closure several times per step, outside any update rule"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it updates what sparse gradients touch, and gradients here are dense"
-    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
+    by_parameter = isinstance(getattr(optimizer, "optimizer_dict", None), Mapping)
+    if by_parameter or type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, each in own_attributes(optimizer).items():

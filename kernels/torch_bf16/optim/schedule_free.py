@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,13 +41,12 @@ class _ScheduleFree(BF16Optimizer):
 
     def _construct_counting(self, given: dict[str, Any]) -> None:
         check_ranges(**{name: given[name] for name in _NOT_NEGATIVE if name in given})
-        beta1 = interpolation(given)
-        if not 0.0 < beta1 < 1.0:
-            name = "betas[0]" if "betas" in given else "momentum"
-            raise ValueError(
-                f"{name}={beta1} must lie between 0 and 1: it is the share of the average in the "
-                "weights that gradients are taken at"
-            )
+        _check_share(given)
+        for name in ("r", "weight_lr_power"):
+            if given[name] == math.inf:
+                raise ValueError(
+                    f"{name}={given[name]} must be finite: no average has such weights"
+                )
         self._construct({**given, **_COUNTS}, defaults=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -65,6 +65,7 @@ class _ScheduleFree(BF16Optimizer):
         Args:
             mode: False for :meth:`eval`.
         """
+        self._check_shares("Nothing was changed")
         with torch.no_grad():
             for group in self.param_groups:
                 if group["train_mode"] != mode:
@@ -119,7 +120,24 @@ class _ScheduleFree(BF16Optimizer):
             state = {**state, "step": float(group["k"])}
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
+    def _check_shares(self, outcome: str) -> None:
+        """Refuse another share of the average than the weights were made with, if that is known."""
+        known: list[Any] = self.__dict__.get("_shares", [])
+        for number, group in enumerate(self.param_groups):
+            where = f" in parameter group {number}"
+            _check_share(group, where, f". {outcome}")
+            told = known[number] if number < len(known) else None
+            # Loading a state dict puts another group there.
+            if told is not None and told[0] is group and told[1] != interpolation(group):
+                raise ValueError(
+                    f"{_share_name(group)}={interpolation(group)}{where} was {told[1]} in the step "
+                    "before: weights are the point of that share between z and the average, which "
+                    "another one would misread. Leave it as it is; OneCycleLR and CyclicLR do with "
+                    f"cycle_momentum=False. {outcome}"
+                )
+
     def _setting(self) -> Setting:
+        self._check_shares("Nothing was updated")
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__} is in eval mode: the weights are the average, which is for "
@@ -144,6 +162,20 @@ class _ScheduleFree(BF16Optimizer):
             group["scheduled_lr"], group["lr_max"] = lr, highest
             group["weight_sum"] += weight
             group["k"] += 1
+        self._shares = [(group, interpolation(group)) for group in self.param_groups]
+
+
+def _share_name(group: Mapping[str, Any]) -> str:
+    return "betas[0]" if "betas" in group else "momentum"
+
+
+def _check_share(group: Mapping[str, Any], where: str = "", outcome: str = "") -> None:
+    beta1 = interpolation(group)
+    if not 0.0 < beta1 < 1.0:
+        raise ValueError(
+            f"{_share_name(group)}={beta1}{where} must lie between 0 and 1: it is the share of the "
+            f"average in the weights that gradients are taken at{outcome}"
+        )
 
 
 class AdamWScheduleFree(_ScheduleFree):
