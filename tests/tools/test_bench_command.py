@@ -9,8 +9,9 @@ import torch
 from bench_cases import entry
 
 from torch_bf16.tools import cli
-from torch_bf16.tools.bench import command, entries
-from torch_bf16.tools.bench.entries import BASELINE, OURS, Peer
+from torch_bf16.tools.bench import command
+from torch_bf16.tools.bench.entries import OURS
+from torch_bf16.tools.bench.peers import BASELINE, PEERS, Peer
 
 TINY = ["bench", "--parameters", "20000", "--tensors", "6", "--rounds", "2", "--threads", "1"]
 
@@ -34,7 +35,7 @@ def peers(monkeypatch):
     on_gpu = entry("gpu one")
     object.__setattr__(on_gpu, "only_on", "cuda")
     fakes = {
-        "torch": entries.PEERS["torch"],
+        "torch": PEERS["torch"],
         "fake": Peer("torch", "torch-fake", (entry("fake one"),)),
         "broken": Peer("torch", "broken", (entry("bad one", fail_at=1), on_gpu)),
         "absent": Peer("no_such_library", "pip-absent", (entry("never"),)),

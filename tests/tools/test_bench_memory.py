@@ -5,7 +5,7 @@ import torch
 from bench_cases import PARAMETERS, SHAPES, entry
 
 from torch_bf16 import RECIPES
-from torch_bf16.tools.bench.entries import BASELINE, PEERS, ours
+from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.memory import (
     available_bytes,
     grouped,
@@ -15,6 +15,7 @@ from torch_bf16.tools.bench.memory import (
     peak_bytes,
 )
 from torch_bf16.tools.bench.models import random_shapes
+from torch_bf16.tools.bench.peers import BASELINE, PEERS
 from torch_bf16.tools.bench.time_limit import quiet
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_bf16.tools.bench.entries import PEERS
+from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.bench.rounds import measure
 
 SHAPES = [(64, 512), (512,)]

@@ -9,7 +9,8 @@ import torch
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import command, device_state
-from torch_bf16.tools.bench.entries import PEERS, ours
+from torch_bf16.tools.bench.entries import ours
+from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.bench.ways import WAYS, in_ways, stepping
 
 CPU = torch.device("cpu")

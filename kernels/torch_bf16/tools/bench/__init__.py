@@ -3,9 +3,10 @@
 The command is ``python -m torch_bf16 bench``; :mod:`.command` is what it does.
 """
 
-from .entries import OURS, PEERS, Entry, Peer
+from .entries import OURS, Entry
 from .memory import peak_bytes
 from .models import MODELS, random_shapes
+from .peers import PEERS, Peer
 from .rounds import Measured, Result, measure
 
 __all__ = [

@@ -21,9 +21,10 @@ from torch_bf16.tools.output import file_to_write
 
 from .clock import clock_for
 from .device_state import device_state
-from .entries import BASELINE, OURS, PEERS, Entry, ours
+from .entries import OURS, Entry, ours
 from .memory import peak_bytes
 from .models import MODELS, RANDOM, Shapes, random_shapes
+from .peers import BASELINE, PEERS
 from .plot import can_plot, plot
 from .record import describe, record
 from .report import table

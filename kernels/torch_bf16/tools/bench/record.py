@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .entries import PEERS
+from .peers import PEERS
 from .rounds import Measured, Result
 
 __all__ = ["describe", "hardware", "processor", "record", "spread", "versions"]

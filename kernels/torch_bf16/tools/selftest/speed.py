@@ -11,8 +11,9 @@ from torch_bf16.backends import choose
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.clock import clock_for
 from torch_bf16.tools.bench.device_state import device_state
-from torch_bf16.tools.bench.entries import BASELINE, PEERS, ours
+from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.models import MODELS, Shapes, gpt2, llama
+from torch_bf16.tools.bench.peers import BASELINE, PEERS
 from torch_bf16.tools.bench.record import record
 from torch_bf16.tools.bench.rounds import measure
 from torch_bf16.tools.bench.ways import in_ways

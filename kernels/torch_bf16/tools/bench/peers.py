@@ -1,0 +1,302 @@
+"""The peers: torch's AdamW, and the libraries that train bf16 weights.
+
+Every library runs the AdamW that it recommends for weights stored in bf16, as its documentation and
+source describe it, on its fastest path for the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bf16.optim.variants import VARIANTS
+from torch_bf16.recipe import get_recipe
+
+from .entries import Entry
+
+__all__ = ["BASELINE", "PEERS", "Peer"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library to compare with.
+
+    Attributes:
+        module: what is imported.
+        pip: what is installed.
+        entries: how it trains bf16 weights.
+    """
+
+    module: str
+    pip: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be found; importing it may still fail."""
+        return importlib.util.find_spec(self.module) is not None
+
+
+def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
+    """The package's AdamW, which steps in train mode alone and starts in the other."""
+    made = importlib.import_module("schedulefree").AdamWScheduleFree(parameters, **options)
+    made.train()
+    return made
+
+
+def _muon(parameters: Sequence[Tensor], kind: str, **options: Any) -> torch.optim.Optimizer:
+    """A Muon of what it is for: matrices, but for those of embeddings, which are much longer."""
+    made: Any = importlib.import_module(kind).Muon
+    hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) <= 8 * min(p.shape)]
+    # One library is told whose they are, the others take what they are given.
+    groups: Any = [{"params": hidden, "use_muon": True}] if kind == "pytorch_optimizer" else hidden
+    return made(groups, **options)
+
+
+def _muon_entry(
+    name: str,
+    stores: str,
+    kind: str,
+    *,
+    fp32: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Entry:
+    """A library's Muon; all take five iterations, and bytes of weight, gradient and momentum."""
+    made: dict[str, Any] = {"arguments": {"lr": 1e-4, "weight_decay": 0.01}, **more}
+    return Entry(
+        name,
+        stores,
+        f"{__name__}:_muon",
+        estimate=12 if fp32 else 6.1,
+        options={"kind": kind, **(options or {})},
+        dtype=torch.float32 if fp32 else torch.bfloat16,
+        **made,
+    )
+
+
+_STABLE = {"torch-optimi": "optimi", "pytorch-optimizer": "pytorch_optimizer"}
+
+
+def _stable(library: str) -> Entry:
+    """A library's AdamW with update clipping, all fp32."""
+    needs, name = (_STABLE[library], library), f"{library} StableAdamW"
+    target = f"{needs[0]}:StableAdamW"
+    return Entry(name, "all fp32", target, 16, dtype=torch.float32, needs=needs)
+
+
+def _ours_with(option: str) -> Entry:
+    name, made = f"{option.replace('_', ' ')} 8 bytes", {option: True}
+    return Entry(name, "ours, in bf16-stochastic", "torch_bf16:AdamW", 10.1, made, scratch=0)
+
+
+BASELINE = "torch fused fp32"
+
+_TORCH = (
+    Entry(
+        BASELINE,
+        "all fp32",
+        "torch.optim:AdamW",
+        estimate=16,
+        options={"fused": True},
+        dtype=torch.float32,
+        scratch=0,
+    ),
+    Entry(
+        "torch fused bf16",
+        "all bf16, to nearest: loses small updates",
+        "torch.optim:AdamW",
+        estimate=8,
+        options={"fused": True},
+        scratch=0,
+    ),
+)
+
+PEERS: dict[str, Peer] = {
+    "torch": Peer("torch", "torch", _TORCH),
+    "torchao": Peer(
+        "torchao",
+        "torchao",
+        (
+            Entry(
+                "torchao 8-bit SR",
+                "weights bf16 stochastic, moments 8 bits with fp32 scales per 256",
+                "torchao.optim:AdamW8bit",
+                estimate=6.1,
+                options={"bf16_stochastic_round": True},
+                compiles=True,
+            ),
+            Entry(
+                "torchao bf16 SR",
+                "weights bf16 stochastic, moments bf16 to nearest (torchao.optim._AdamW)",
+                "torchao.optim:_AdamW",
+                estimate=8,
+                options={"bf16_stochastic_round": True},
+                compiles=True,
+            ),
+        ),
+    ),
+    "flashoptim": Peer(
+        "flashoptim",
+        "flashoptim",
+        (
+            Entry(
+                "flashoptim 24-bit",
+                "weights bf16 + 8 bits to nearest, moments 8 bits with fp16 scales per 32",
+                "flashoptim:FlashAdamW",
+                estimate=7.2,
+                options={"master_weight_bits": 24},
+                only_on="cuda",
+            ),
+        ),
+    ),
+    "optimi": Peer(
+        "optimi",
+        "torch-optimi",
+        (
+            Entry(
+                "optimi Kahan",
+                "weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+                "optimi:AdamW",
+                estimate=10,
+            ),
+        ),
+    ),
+    "bitsandbytes": Peer(
+        "bitsandbytes",
+        "bitsandbytes",
+        (
+            Entry(
+                "bitsandbytes 8-bit",
+                "weights bf16 to nearest, moments 8 bits with fp32 scales per 256",
+                "bitsandbytes.optim:AdamW8bit",
+                estimate=6.1,
+            ),
+        ),
+    ),
+    "torchastic": Peer(
+        "torchastic",
+        "torchastic",
+        (
+            Entry(
+                "torchastic SR",
+                "weights and moments bf16 stochastic",
+                "torchastic:AdamW",
+                estimate=8,
+            ),
+        ),
+    ),
+    "heavyball": Peer(
+        "heavyball",
+        "heavyball",
+        (
+            # consume_grad would take the gradients away, which the next step needs. There is a
+            # 24-bit mode, too, whose one graph of all tensors takes minutes to compile for thirty.
+            Entry(
+                "heavyball SR",
+                "weights and moments bf16 stochastic",
+                "heavyball:AdamW",
+                estimate=12,
+                options={"storage_dtype": "bfloat16", "consume_grad": False},
+                compiles=True,
+            ),
+        ),
+    ),
+    "pytorch-optimizer": Peer(
+        "pytorch_optimizer",
+        "pytorch-optimizer",
+        (
+            Entry(
+                "pytorch-optimizer Kahan",
+                "StableAdamW: weights bf16 + bf16 Kahan sum, moments bf16 to nearest",
+                "pytorch_optimizer:StableAdamW",
+                estimate=14,
+                options={"kahan_sum": True},
+            ),
+            Entry(
+                "pytorch-optimizer 24-bit",
+                "weights bf16 + 8 bits to nearest, moments 8 bits with fp16 scales per 32",
+                "pytorch_optimizer:FlashAdamW",
+                estimate=7.2,
+                options={"master_weight_bits": 24},
+            ),
+        ),
+    ),
+    "schedulefree": Peer(
+        "schedulefree",
+        "schedulefree",
+        (
+            Entry(
+                "schedulefree fp32",
+                "AdamWScheduleFree of the package, all fp32",
+                f"{__name__}:_schedule_free",
+                estimate=16,
+                dtype=torch.float32,
+            ),
+            Entry(
+                "schedule-free 8 bytes",
+                "ours, in bf16-stochastic",
+                "torch_bf16:AdamWScheduleFree",
+                estimate=10.1,
+                scratch=0,
+            ),
+        ),
+    ),
+    "variants": Peer("torch", "torch", (*map(_stable, _STABLE), *map(_ours_with, VARIANTS))),
+    "offload": Peer(
+        "torch",
+        "torch",
+        (
+            Entry(
+                "torchao offload bf16",
+                "moments and a copy of the weights on the host, bf16 to nearest, steps there",
+                "torch_bf16.tools.bench.offload:TorchaoOffload",
+                estimate=6,
+                only_on="cuda",
+            ),
+            *(
+                Entry(
+                    f"{name}, states on the host",
+                    "ours, with offload='states'",
+                    "torch_bf16:AdamW",
+                    estimate=2.1 + get_recipe(name).bytes_per_parameter,
+                    options={"recipe": get_recipe(name, offload="states")},
+                    scratch=0,
+                )
+                for name in ("bf16-stochastic", "bf16-fp32-master")
+            ),
+        ),
+    ),
+    "muon": Peer(
+        "torch.optim._muon",  # since torch 2.9
+        "torch",
+        (
+            _muon_entry("torch Muon fp32", "torch.optim.Muon, all fp32", "torch.optim", fp32=True),
+            _muon_entry("torch Muon bf16", "torch.optim.Muon, all bf16", "torch.optim"),
+            _muon_entry(
+                "pytorch-optimizer Muon",
+                "all fp32",
+                "pytorch_optimizer",
+                fp32=True,
+                needs=("pytorch_optimizer", "pytorch-optimizer"),
+            ),
+            _muon_entry(
+                "heavyball Muon SR",
+                "weights and momentum bf16 stochastic",
+                "heavyball",
+                arguments={"lr": 1e-4, "weight_decay": 0.01, "betas": (0.95, 0.99)},
+                options={"storage_dtype": "bfloat16", "consume_grad": False},
+                compiles=True,
+                needs=("heavyball", "heavyball"),
+            ),
+            _muon_entry("Muon 6 bytes", "ours, in bf16-stochastic", "torch_bf16"),
+        ),
+    ),
+}
+"""By the name after ``--against``."""
