@@ -18,12 +18,9 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.rules import arithmetic
 
 from .bits import inlined, no_effect, no_values
-from .llvm_hints import address_as_pointer, prefetch
+from .llvm_hints import LINE, address_as_pointer, prefetch
 
 __all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "source_hash"]
-
-# Bytes of a cache line.
-_LINE = 64
 
 ELEMENTS = {
     torch.bfloat16: np.uint16,
@@ -115,12 +112,12 @@ class Compiler:
             return no_effect
         rest = self.fetch(planes[1:], n, column + 1)
         itemsize, block = planes[0].dtype.itemsize, planes[0].block
-        lines = -(-n * itemsize // (block * _LINE))
+        lines = -(-n * itemsize // (block * LINE))
 
         def fetch(addresses, first):
             start = addresses[column] + first // block * itemsize
             for line in range(lines):
-                prefetch(start + line * _LINE)
+                prefetch(start + line * LINE)
             rest(addresses, first)
 
         return self.compile(fetch)

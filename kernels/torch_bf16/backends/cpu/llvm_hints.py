@@ -8,6 +8,7 @@ from numba import types
 from .bits import intrinsic
 
 __all__ = [
+    "LINE",
     "SCRATCH",
     "TILE",
     "address_as_pointer",
@@ -21,6 +22,8 @@ __all__ = [
 TILE = 256
 # Floats of scratch: a tile of three numbers in the format that takes the most.
 SCRATCH = 12 * TILE
+# Bytes of a cache line.
+LINE = 64
 
 _I32 = ir.IntType(32)
 

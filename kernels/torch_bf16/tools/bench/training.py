@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_bf16.gradients.clipping import clip_grad_norm_
+from torch_bf16.gradients.clipping import clip_next_step
 from torch_bf16.model.arithmetic import arithmetic
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import Recipe, get_recipe
@@ -170,11 +171,15 @@ class _Training:
         self.timed = Timed(row, parameters=sum(p.numel() for p in model.parameters()))
         optimizer: torch.optim.Optimizer
         optimizer = torch.optim.AdamW(model.parameters(), fused=row.recipe is None, **OPTIONS)
-        self._clip: Callable[..., Any] = nn.utils.clip_grad_norm_
-        self._compute: str | None = "autocast" if row.autocast else None
-        if row.recipe is not None:
+        # Each as its users clip: torch by a pass that writes, ours in what the next step reads.
+        self._clip: Callable[[], Any]
+        if row.recipe is None:
+            self._compute: str | None = "autocast" if row.autocast else None
+            self._clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()], 1.0)
+        else:
             model, optimizer = prepare(model, optimizer, row.recipe)
-            self._clip, self._compute = clip_grad_norm_, row.recipe.compute
+            self._compute = row.recipe.compute
+            self._clip = partial(clip_next_step, optimizer, 1.0)
         self._model, self._optimizer = model, optimizer
         self._ids = torch.randint(0, _VOCABULARY, (1, tokens + 1)).to(clock.device)
 
@@ -185,7 +190,7 @@ class _Training:
         seen.append(self._now(clock))
         loss.backward()
         seen.append(self._now(clock))
-        self._clip(self._model.parameters(), 1.0)
+        self._clip()
         seen.append(self._now(clock))
         self._optimizer.step()
         seen.append(self._now(clock))
