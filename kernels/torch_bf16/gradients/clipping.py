@@ -189,6 +189,9 @@ def clip_next_step(
         if alone or skip_nonfinite:
             pending.only_for(own.values())
     _scale(clipped.values(), coefficient)
+    for optimizer, pending in told.items():
+        # What the line above wrote is part of what was told.
+        pending.expect_written(gradients[optimizer].values())
     return norm
 
 
