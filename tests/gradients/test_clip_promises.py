@@ -121,6 +121,14 @@ def test_clipping_a_part_leaves_an_earlier_clip_of_all_as_it_was():
     assert_moved(parameters[:1], 8**-0.5)
 
 
+def test_the_norm_of_nothing_is_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch_bf16.total_norm(nn.Parameter(torch.zeros(2))).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_each_optimizer_gets_the_common_coefficient_by_the_way_that_it_can():
     one, other, foreign = ([nn.Parameter(torch.zeros(4, 2))] for _ in range(3))
     both = nn.Parameter(torch.zeros(4, 2))
