@@ -80,6 +80,16 @@ def test_results_and_states_are_torchs(name, options):
 
 
 @every_one
+def test_a_step_in_autocast_is_the_same(name):
+    plain, cast = fresh(name), fresh(name)
+    runs = ours(name, plain), ours(name, cast)
+    train(runs[0], plain, range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        train(runs[1], cast, range(3))
+    assert_same(*map(snapshot, runs))
+
+
+@every_one
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_backends_agree_and_a_resumed_run_equals_an_uninterrupted_one(name, recipe):
     runs = []
