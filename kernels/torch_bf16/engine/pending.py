@@ -98,7 +98,7 @@ class Pending:
         found = told.found_inf
         if found is None:
             return
-        found = torch.as_tensor(found)
+        found = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
         self.get_ready([found.device])
         self._skipped[found.device].add_(found.reshape(()) != 0)
 

@@ -71,7 +71,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
             "clip. Clip with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "
             "'last_step')"
         )
-    return torch.zeros((), dtype=torch.float32)
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def pending_of(optimizer: Optimizer) -> Pending | None:

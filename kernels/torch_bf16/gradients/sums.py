@@ -191,7 +191,7 @@ class StepNumbers:
         if cuda_graphs.capturing(each.device for each in buffers.values()):
             return
         for key, buffer in buffers.items():
-            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True, device="cpu")
             with torch.cuda.device(buffer.device):
                 event = torch.cuda.Event()
                 host.copy_(buffer, non_blocking=True)
