@@ -247,10 +247,11 @@ class EMA(AveragedModel):
 
     def _pairs(self, asked: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What is averaged here and what it follows in ``model``, by name."""
-        ours, theirs = (dict(each.named_parameters()) for each in (self.module, model))
+        ours: dict[str, Tensor] = dict(self.module.named_parameters())
+        theirs: dict[str, Tensor] = dict(model.named_parameters())
         if self.use_buffers:
-            ours |= dict(self.module.named_buffers())
-            theirs |= dict(model.named_buffers())
+            ours.update(self.module.named_buffers())
+            theirs.update(model.named_buffers())
         if ours.keys() != theirs.keys():
             missing = sorted(ours.keys() ^ theirs.keys())
             raise ValueError(
