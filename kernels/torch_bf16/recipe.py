@@ -26,6 +26,12 @@ OFFLOADS = ("none", "states")
 VECTORS = ("exact", "like_matrices")
 """How bf16 parameters with at most one dimension can be kept."""
 
+_CHOICES = {
+    "accumulate": (ACCUMULATIONS, "is no format for a sum of gradients"),
+    "reduce": (REDUCTIONS, "is no way to sum gradients over ranks"),
+    "offload": (OFFLOADS, "is nothing that can live in host memory"),
+    "vectors": (VECTORS, "is no way to keep parameters of one dimension"),
+}
 _FAULTS = {
     "is a format for weights": list(ROLES["weights"]),
     "does not store bf16 weights": list(ROLES["exp_avg"]),
@@ -106,26 +112,9 @@ class Recipe:
             if not isinstance(name, str) or name not in known:
                 fault = next((why for why, names in _FAULTS.items() if name in names), "is unknown")
                 raise ValueError(f"{role}={name!r} {fault}; use one of {', '.join(known)}")
-        if self.accumulate not in ACCUMULATIONS:
-            raise ValueError(
-                f"accumulate={self.accumulate!r} is no format for a sum of gradients; use one of "
-                + ", ".join(ACCUMULATIONS)
-            )
-        if self.reduce not in REDUCTIONS:
-            raise ValueError(
-                f"reduce={self.reduce!r} is no way to sum gradients over ranks; use one of "
-                + ", ".join(REDUCTIONS)
-            )
-        if self.offload not in OFFLOADS:
-            raise ValueError(
-                f"offload={self.offload!r} is nothing that can live in host memory; use one of "
-                + ", ".join(OFFLOADS)
-            )
-        if self.vectors not in VECTORS:
-            raise ValueError(
-                f"vectors={self.vectors!r} is no way to keep parameters of one dimension; use one "
-                f"of {', '.join(VECTORS)}"
-            )
+        for option, (known, fault) in _CHOICES.items():
+            if (given := getattr(self, option)) not in known:
+                raise ValueError(f"{option}={given!r} {fault}; use one of {', '.join(known)}")
         if isinstance(self.keep_fp32, (str, type)):
             raise ValueError(
                 f"keep_fp32={self.keep_fp32!r} must be a tuple of module name patterns or module "

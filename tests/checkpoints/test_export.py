@@ -7,7 +7,7 @@ from optimizer_cases import RECIPES, bits, every_recipe, take_steps
 
 import torch_bf16
 from torch_bf16 import fp32_optimizer_state_dict, fp32_state_dict
-from torch_bf16.checkpoints.export import export_file
+from torch_bf16.checkpoints.export import export_file, fp32_weights
 from torch_bf16.tools import cli
 from torch_bf16.tools.weights import open_checkpoint
 
@@ -99,6 +99,22 @@ def test_without_an_optimizer_weights_are_upcast():
     for name, value in fp32_state_dict(model).items():
         assert value.dtype != torch.bfloat16
         assert torch.equal(value, model.state_dict()[name].to(value.dtype))
+
+
+def test_what_shares_an_address_with_a_weight_and_no_shape_has_no_master_of_it():
+    model = torch.nn.ParameterDict({"a": torch.randn(4, 4), "b": torch.ones(0, 4)})
+    model["c"] = torch.nn.Parameter(torch.ones(0, 8), requires_grad=False)
+    model = torch_bf16.cast_model(model, "bf16-fp32-master")
+    named = [("a", model["a"]), ("b", model["b"])]
+    optimizer = torch_bf16.AdamW(named, recipe="bf16-fp32-master")
+    give_gradients([model["a"], model["b"]], 0)
+    optimizer.step()
+    saved = {**model.state_dict(), "tied": model["a"].detach(), "first": model["a"].detach()[:1]}
+    weights, exact = fp32_weights(saved, optimizer.state_dict())
+    assert exact == 3
+    assert torch.equal(weights["tied"], optimizer.exact_weight(model["a"]))
+    assert torch.equal(weights["first"], model["a"][:1].float())
+    assert weights["c"].shape == (0, 8)
 
 
 def test_a_weight_written_from_outside_is_exported_as_it_was_written():

@@ -82,6 +82,18 @@ def test_what_training_does_gives_nothing_away():
     assert not optimizer.state.seen
 
 
+def test_sums_of_micro_batches_give_nothing_away():
+    model = nn.Linear(8, 8)
+    recipe = torch_bf16.get_recipe("bf16-stochastic", accumulate="bf16_stochastic")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = torch_bf16.prepare(model, optimizer, recipe)
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    assert not optimizer.state.seen
+
+
 def moved(optimizer, parameter):
     """Whether the next step updates a moment that was put elsewhere."""
     moment = dict.__getitem__(optimizer.state, parameter)["exp_avg"]

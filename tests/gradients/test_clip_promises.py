@@ -102,6 +102,33 @@ def test_gradients_of_a_part_are_scaled_in_place_with_nothing_left_to_warn_of(re
     assert not recwarn.list
 
 
+def test_a_step_is_skipped_for_the_norm_of_a_part():
+    parameters, optimizer = run()
+    parameters[0].grad[0, 0] = torch.nan
+    torch_bf16.clip_next_step(optimizer, 1.0, parameters=parameters[0], skip_nonfinite=True)
+    optimizer.step()
+    assert_moved(parameters, 0.0)
+    assert optimizer.skipped_steps == 1
+
+
+def test_clipping_a_part_leaves_an_earlier_clip_of_all_as_it_was():
+    parameters, optimizer = run()
+    torch_bf16.clip_next_step(optimizer, 4.0)
+    found = torch_bf16.clip_next_step(optimizer, 1.0, parameters=parameters[0])
+    torch.testing.assert_close(found, torch.tensor(8**0.5))
+    optimizer.step()
+    assert_moved(parameters[1:], 1.0)
+    assert_moved(parameters[:1], 8**-0.5)
+
+
+def test_the_norm_of_nothing_is_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch_bf16.total_norm(nn.Parameter(torch.zeros(2))).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_each_optimizer_gets_the_common_coefficient_by_the_way_that_it_can():
     one, other, foreign = ([nn.Parameter(torch.zeros(4, 2))] for _ in range(3))
     both = nn.Parameter(torch.zeros(4, 2))

@@ -143,6 +143,41 @@ def test_buffers_are_copied_and_torchs_update_bn_works():
     assert not torch.equal(ema.module[1].running_mean, source[1].running_mean)
 
 
+@pytest.mark.parametrize("make", ["ema", "swa_utils"])
+def test_averaged_buffers_move_and_those_that_count_are_copied(make):
+    source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    average = {
+        "ema": lambda: EMA(source, 0.5, use_buffers=True),
+        "swa_utils": lambda: AveragedModel(
+            source, multi_avg_fn=ema_multi_avg_fn(0.5), use_buffers=True
+        ),
+    }[make]()
+    expected = None
+    for _ in range(3):
+        source(torch.randn(8, 3) + 3)
+        average.update_parameters(source)
+        now = source[1].running_mean.clone()
+        expected = now if expected is None else expected.lerp(now, 0.5)
+    torch.testing.assert_close(average.module[1].running_mean, expected)
+    assert average.module[1].num_batches_tracked == 3
+
+
+def test_swapping_takes_the_buffers_that_are_averaged_and_writes_none():
+    source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ema = EMA(source, 0.5, use_buffers=True)
+    for _ in range(2):
+        source(torch.randn(8, 3) + 3)
+        ema.update_parameters(source)
+    before = [copy.deepcopy(each.state_dict()) for each in (source, ema)]
+    with ema.swapped(source):
+        assert torch.equal(source[1].running_mean, ema.module[1].running_mean)
+        assert not torch.equal(source[1].running_mean, before[0]["1.running_mean"])
+        source(torch.randn(8, 3))
+    for module, state in zip((source, ema), before, strict=True):
+        for name, each in module.state_dict().items():
+            assert torch.equal(each, state[name]), name
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"decay=1\.5 must be a number between 0 and 1"):
         EMA(model(), 1.5)
@@ -152,6 +187,9 @@ def test_wrong_arguments_are_refused():
         EMA(model(), format="bf16")
     with pytest.raises(ValueError, match="give the module that EMA was made of"):
         EMA(model()).update_parameters(nn.Sequential(model()))
+    wrapped = nn.Sequential(model())
+    with pytest.raises(ValueError, match="swapped: the model given"), EMA(model()).swapped(wrapped):
+        pass
 
 
 def test_averages_are_pickled_with_what_moves_them():

@@ -70,6 +70,14 @@ def test_nothing_to_train_is_refused():
         param_groups(nn.ReLU())
 
 
+def test_rates_in_tensors_are_told_apart_by_more_than_the_digits_that_torch_prints():
+    rates = torch.tensor(1e-3), torch.tensor(1.04e-3), torch.tensor(1.04e-3)
+    options = {f"block.{n}.*": {"lr": each} for n, each in enumerate(rates[:2])}
+    groups = param_groups(Tied(), groups={**options, "pos": {"lr": rates[2], "betas": [0.9, 0.95]}})
+    found = [each["lr"] for each in groups if "lr" in each]
+    assert [id(each) for each in found] == [id(rates[2]), id(rates[0]), id(rates[0]), id(rates[1])]
+
+
 def test_grouping_changes_no_bit_of_the_noise():
     def run(make):
         torch.manual_seed(0)

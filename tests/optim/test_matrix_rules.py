@@ -9,6 +9,7 @@ from optimizer_cases import assert_same, differs, snapshot
 from torch import nn
 
 import torch_bf16
+from torch_bf16.engine import directions
 from torch_bf16.optim.newton_schulz import orthogonalise
 
 STEPS = 60
@@ -77,6 +78,35 @@ def test_results_and_states_are_torchs(name, options):
     del saved["torch_bf16"]
     reference.load_state_dict(saved)
     train(reference, its, [STEPS])
+
+
+@every_one
+def test_a_run_goes_on_from_a_step_that_broke_off_as_its_copy_does(name, monkeypatch):
+    optimizer = ours(name, fresh(name), recipe="bf16-fp32-master")
+    train(optimizer, optimizer.param_groups[0]["params"], range(3))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directions, "_solved", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            optimizer.step()
+    runs = optimizer, copy.deepcopy(optimizer)
+    for each in runs:
+        train(each, each.param_groups[0]["params"], [3])
+    assert {member.steps for member in optimizer._engine.plan.members} == {4}
+    assert_same(*map(snapshot, runs))
+
+
+@every_one
+def test_a_step_in_autocast_is_the_same(name):
+    plain, cast = fresh(name), fresh(name)
+    runs = ours(name, plain), ours(name, cast)
+    train(runs[0], plain, range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        train(runs[1], cast, range(3))
+    assert_same(*map(snapshot, runs))
 
 
 @every_one

@@ -166,6 +166,30 @@ def test_a_group_that_comes_in_eval_mode_is_in_it_too():
 
 
 @every_recipe
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_change_of_mode_that_breaks_off_leaves_the_mode_of_before(recipe, mode, monkeypatch):
+    optimizer = make(KINDS[0], recipe)
+    take_steps(optimizer, range(3))
+    optimizer.train(mode)
+    before = weights(optimizer)
+    swap, seen = optimizer._swap, []
+
+    def fails_once(parameter, *arguments):
+        seen.append(parameter)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        swap(parameter, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_swap", fails_once)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.train(not mode)
+    assert optimizer.param_groups[0]["train_mode"] is mode
+    assert len(seen) == 5
+    assert all(map(torch.equal, weights(optimizer), before))
+
+
+@every_recipe
 def test_weights_loaded_in_eval_mode_are_taken_for_the_average(recipe):
     optimizer = make(KINDS[0], recipe)
     take_steps(optimizer, range(5))

@@ -61,6 +61,15 @@ def test_a_converted_optimizer_keeps_the_option_of_its_groups():
     assert optimizer.param_groups[0]["fully_decoupled_weight_decay"] == 0.25
 
 
+def test_a_state_dict_that_does_not_know_the_option_leaves_it():
+    parameter = nn.Parameter(torch.ones(2))
+    saved = torch.optim.AdamW([parameter], lr=0.125).state_dict()
+    optimizer = torch_bf16.AdamW([parameter], lr=0.25, fully_decoupled_weight_decay=True)
+    optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["fully_decoupled_weight_decay"]) == (0.125, 0.25)
+
+
 def test_where_decay_is_a_penalty_it_is_refused():
     with pytest.raises(ValueError, match="this optimizer adds weight decay to the gradient"):
         torch_bf16.Adam([nn.Parameter(torch.ones(2))], fully_decoupled_weight_decay=True)

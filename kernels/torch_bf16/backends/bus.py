@@ -102,7 +102,7 @@ class CudaBus:
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     try:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
     except RuntimeError as error:
         raise RuntimeError(
             f"offload='states' needs pinned host memory for a state of shape {tuple(shape)} in "

@@ -151,7 +151,7 @@ def _noise(bucket, inputs, tensor: int, number: int, start: int, stop: int) -> T
         indices += elements.div(width, rounding_mode="floor") * (pitch - width)
     first, last = (e + offset + e // width * (pitch - width) >> 32 for e in (start, stop - 1))
     t0, t1 = (int(word) for word in bases[tensor, number])
-    words = torch.empty(0)
+    words = torch.empty(0, device=indices.device)
     # Noise keys hold for one block of 2**32 global indices.
     for block in range(first, last + 1):
         keys = block_keys((t0, t1), int(inputs.scalars.steps[tensor]), block)

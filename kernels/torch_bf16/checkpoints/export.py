@@ -126,12 +126,12 @@ def fp32_weights(
         )
     states = {to: states[name] for name, to in found_by.items()}
     # A tied weight has a state under one of its names only.
-    same = {local(model[n]).data_ptr(): state for n, state in states.items() if n in model}
+    same = {_place(model[n]): state for n, state in states.items() if n in model}
     found, exact = {}, 0
     for name, value in model.items():
         if not isinstance(value, Tensor):
             continue
-        state = states.get(name) or same.get(local(value).data_ptr(), {})
+        state = states.get(name) or same.get(_place(value), {})
         masters = masters_in(state)
         if value.dtype != torch.bfloat16:
             found[name] = value
@@ -149,6 +149,12 @@ def fp32_weights(
         else:
             found[name] = value.float()
     return found, exact
+
+
+def _place(weight: Tensor) -> tuple[Any, ...]:
+    """What tied weights share; a view of a part has another shape, tensors without elements too."""
+    memory = local(weight)
+    return memory.data_ptr(), memory.shape, memory.stride()
 
 
 def export_file(

@@ -113,8 +113,11 @@ class Directions:
                 # Without names for what is as large as a weight, which would outlive the round.
                 prepare, step = member.direction.prepare, member.steps + 1
                 requests.append(_Request(n, member.direction, units, prepare(gradient, step, told)))
-                member.steps = step
-            yield from _solved(round_, requests) if requests else ()
+            for found in _solved(round_, requests) if requests else ():
+                yield found
+                # Only now that it was followed, as ``state["step"]`` counts.
+                self._members[found[0]].steps += 1
+                del found
 
 
 class _Request(NamedTuple):

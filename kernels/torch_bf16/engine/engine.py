@@ -125,7 +125,8 @@ class Engine:
             norm: None where the state dict has none.
             begun: whether it is of a run that has taken steps.
         """
-        self.last_norm = None if norm is None else torch.tensor(norm)
+        known = norm is not None
+        self.last_norm = torch.tensor(norm, dtype=torch.float32, device="cpu") if known else None
         if begun and norm is None and self.release is not None and self.release.by_last_step:
             warnings.warn(
                 "the state dict has no norm of the step before, which this optimizer clips by: the "

@@ -51,6 +51,11 @@ class Pending:
         """Keep what was told as long as these gradients are what they are now."""
         self._clipped = [(TensorWeakRef(each), version_of(each)) for each in gradients]
 
+    def expect_written(self, gradients: Iterable[Tensor]) -> None:
+        """Keep what was told of these gradients, which a clip has written in place since."""
+        if self._clipped:
+            self.only_for(gradients)
+
     def is_stale(self, gradients: Iterable[Tensor]) -> bool:
         """Whether none of the gradients that were told about is there, or one was written since."""
         if not self._clipped:
@@ -93,7 +98,7 @@ class Pending:
         found = told.found_inf
         if found is None:
             return
-        found = torch.as_tensor(found)
+        found = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
         self.get_ready([found.device])
         self._skipped[found.device].add_(found.reshape(()) != 0)
 

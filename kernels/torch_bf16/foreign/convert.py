@@ -227,7 +227,7 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
 def _replace_options(optimizer: torch.optim.Optimizer, target: type[BF16Optimizer]) -> None:
     """Leave an optimizer with the attributes and options of another class, and its own values."""
     made: Any = target
-    example = made([nn.Parameter(torch.empty(1))])
+    example = made([nn.Parameter(torch.empty(1, device="cpu"))])
     for name in vars(optimizer).keys() - vars(example).keys():
         del vars(optimizer)[name]
     for group in optimizer.param_groups:

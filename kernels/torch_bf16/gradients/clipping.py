@@ -71,7 +71,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
             "clip. Clip with release_gradients(model, optimizer, max_norm=..., norm='parameter' or "
             "'last_step')"
         )
-    return torch.zeros(())
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def pending_of(optimizer: Optimizer) -> Pending | None:
@@ -189,6 +189,9 @@ def clip_next_step(
         if alone or skip_nonfinite:
             pending.only_for(own.values())
     _scale(clipped.values(), coefficient)
+    for optimizer, pending in told.items():
+        # What the line above wrote is part of what was told.
+        pending.expect_written(gradients[optimizer].values())
     return norm
 
 

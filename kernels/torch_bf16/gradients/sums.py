@@ -182,7 +182,7 @@ class StepNumbers:
         self._known: dict[Tensor, int] | None = None
         self._copies: dict[int, tuple[Tensor, Tensor, torch.cuda.Event]] = {}
 
-    def ask(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+    def ask(self, states: dict[Any, Any]) -> None:
         """Begin to read them anew, without waiting."""
         self._known, self._copies = None, {}
         if not torch.cuda.is_initialized():
@@ -191,14 +191,14 @@ class StepNumbers:
         if cuda_graphs.capturing(each.device for each in buffers.values()):
             return
         for key, buffer in buffers.items():
-            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True, device="cpu")
             with torch.cuda.device(buffer.device):
                 event = torch.cuda.Event()
                 host.copy_(buffer, non_blocking=True)
                 event.record()
             self._copies[key] = buffer, host, event
 
-    def read(self, states: Mapping[Any, Mapping[str, Any]]) -> Mapping[Tensor, int]:
+    def read(self, states: dict[Any, Any]) -> Mapping[Tensor, int]:
         """By parameter; 0 is left out for those that have none."""
         if self._known is None:
             counters, left, copied = _counters(states), {}, {}
@@ -226,10 +226,10 @@ def _buffer(counter: Any) -> Tensor | None:
     return buffer if buffer.storage_offset() == 0 and buffer.is_contiguous() else None
 
 
-def _counters(states: Mapping[Any, Mapping[str, Any]]) -> dict[Tensor, Any]:
+def _counters(states: dict[Any, Any]) -> dict[Tensor, Any]:
     return {
         # A class without a fused rule may count in another way, or not at all.
         p: state.get("noise_step", state.get("step"))
-        for p, state in states.items()
+        for p, state in dict.items(states)
         if isinstance(p, Tensor) and ("noise_step" in state or "step" in state)
     }

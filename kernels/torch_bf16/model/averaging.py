@@ -48,7 +48,8 @@ class _Averages:
         """``average = average + (value - average) * rate``, in place.
 
         Args:
-            averages: floating-point tensors by names that key the noise, with ``step``; mutated.
+            averages: by names that key the noise, with ``step``; mutated. Integers, such as a
+                buffer that counts, become the value.
             values: of the same shapes, by the same names.
             rate: share of the value that enters.
             step: 1-based.
@@ -58,6 +59,8 @@ class _Averages:
             if {average.dtype, values[name].dtype} <= _FORMATS.keys():
                 # Kernels write through addresses, in row-major order.
                 copies[name] = average.detach().contiguous()
+            elif not (average.is_floating_point() or average.is_complex()):
+                average.copy_(values[name])
             else:
                 average.lerp_(values[name].to(average.dtype), rate)
         made_for = [(n, each.data_ptr(), each.dtype, values[n].dtype) for n, each in copies.items()]
@@ -207,16 +210,8 @@ class EMA(AveragedModel):
         """Move the average towards the weights that ``model`` has now."""
         check_module("update_parameters", model)
         _refuse(model.parameters())
-        ours, theirs = dict(self.module.named_parameters()), dict(model.named_parameters())
+        ours, theirs = self._pairs("update_parameters", model)
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())
-        if self.use_buffers:
-            ours, theirs = ours | buffers, theirs | others
-        if ours.keys() != theirs.keys():
-            missing = sorted(ours.keys() ^ theirs.keys())
-            raise ValueError(
-                f"update_parameters: the model given and the averaged one differ in {missing[:4]}; "
-                "give the module that EMA was made of, not a wrapper around it"
-            )
         if self.n_averaged == 0:
             for name, average in ours.items():
                 average.copy_(theirs[name])
@@ -231,15 +226,36 @@ class EMA(AveragedModel):
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Within the context ``model`` computes with the average, in its own dtypes.
 
-        Its weights are put aside, not written, so that exact masters stay what they are. Take no
-        optimizer step inside.
+        Its weights, and with ``use_buffers`` its buffers, are put aside and not written, so that
+        exact masters stay what they are. Take no optimizer step inside.
+
+        Raises:
+            ValueError: ``model`` is not the one that is averaged, or is wrapped.
         """
-        average = dict(self.module.named_parameters())
-        aside = [(parameter, parameter.data) for parameter in model.parameters()]
+        averages, own = self._pairs("swapped", model)
+        aside = [(tensor, tensor.data) for tensor in own.values()]
+        buffers = dict(model.named_buffers())
         try:
-            for name, parameter in model.named_parameters():
-                parameter.data = average[name].data.to(parameter.device, parameter.dtype)
+            for name, tensor in own.items():
+                # A forward pass may write a buffer.
+                average, copies = averages[name].data, name in buffers
+                tensor.data = average.to(tensor.device, tensor.dtype, copy=copies)
             yield
         finally:
-            for parameter, data in aside:
-                parameter.data = data
+            for tensor, data in aside:
+                tensor.data = data
+
+    def _pairs(self, asked: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What is averaged here and what it follows in ``model``, by name."""
+        ours: dict[str, Tensor] = dict(self.module.named_parameters())
+        theirs: dict[str, Tensor] = dict(model.named_parameters())
+        if self.use_buffers:
+            ours.update(self.module.named_buffers())
+            theirs.update(model.named_buffers())
+        if ours.keys() != theirs.keys():
+            missing = sorted(ours.keys() ^ theirs.keys())
+            raise ValueError(
+                f"{asked}: the model given and the averaged one differ in {missing[:4]}; give the "
+                "module that EMA was made of, not a wrapper around it"
+            )
+        return ours, theirs

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.sharding import shard_of
@@ -100,10 +100,18 @@ def param_groups(
             stack = len(shape) == 3 and min(shape) > 1 and name not in convolutions
             options["use_muon"] = stack or (len(shape) == 2 and name not in embeddings)
         options.update(next((groups[key] for key in groups if name in fitting[key]), {}))
-        # Keyed by what the options say: dicts and tensors among them have no hash.
-        key = repr(sorted(options.items()))
+        key = tuple(sorted((option, _key(value)) for option, value in options.items()))
         made.setdefault(key, {"params": [], **options})["params"].append((name, parameter))
     return list(made.values())
+
+
+def _key(value: Any) -> str:
+    """What an option says, as dicts have no hash; of a tensor which one it is, not its digits."""
+    if isinstance(value, Mapping):
+        return repr([(name, _key(each)) for name, each in value.items()])
+    if isinstance(value, (list, tuple)):
+        return repr([_key(each) for each in value])
+    return f"tensor {id(value)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _fitting(key: Any, model: nn.Module, named: Mapping[str, nn.Parameter]) -> set[str]:

@@ -46,7 +46,7 @@ def warn_slow_products() -> None:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    a = torch.ones(_ROWS, _ROWS, dtype=dtype)
+    a = torch.ones(_ROWS, _ROWS, dtype=dtype, device="cpu")
     threads = torch.get_num_threads()
     # A process that has used several can no longer be forked: torch's operations hang there.
     torch.set_num_threads(1)

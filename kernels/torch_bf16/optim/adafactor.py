@@ -145,7 +145,8 @@ class _Matrix(_Relative):
         # Squares of norms: no tensor of the gradient's size in between.
         rows = self._rows.lerp(_mean_square(g, -1), self._share)
         columns = self._columns.lerp(_mean_square(g, -2), self._share)
-        v = rows @ columns
+        # No matrix product, which autocast and TF32 would round.
+        v = rows * columns
         v /= self._mean(rows)
         update = v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g)
         factor = self._factor(weight, update)

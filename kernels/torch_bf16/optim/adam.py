@@ -210,7 +210,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own looks for it in every state.
         for own in state["state"].values():
-            own["mu_product"] = torch.ones(())
+            own["mu_product"] = torch.ones((), device="cpu")
         super().__setstate__(state)
         for own in self.state.values():
             own.pop("mu_product", None)
@@ -224,7 +224,8 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
             for key in group["params"]:
                 if own := state.get(key):
                     product = mu_product(beta1, decay, int(own["step"]))
-                    state[key] = {**own, "mu_product": torch.tensor(product, dtype=torch.float32)}
+                    product = torch.tensor(product, dtype=torch.float32, device="cpu")
+                    state[key] = {**own, "mu_product": product}
         return {**state_dict, "state": state}
 
 

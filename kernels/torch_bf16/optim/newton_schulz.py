@@ -85,7 +85,7 @@ def _same_bits(count: int, rows: int, columns: int, device: torch.device) -> boo
     because libraries choose kernels by shapes and processors; the numbers do not matter to them.
     """
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn((count, rows, columns), generator=generator).to(device)
+    drawn = torch.randn((count, rows, columns), generator=generator, device="cpu").to(device)
     scaled = [_scaled(each, 0.0) for each in drawn]
     x = _stacked([each for each, _ in scaled], rows > columns)
     coefficients = 3.4445, -4.7750, 2.0315

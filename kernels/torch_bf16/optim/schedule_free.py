@@ -70,11 +70,7 @@ class _ScheduleFree(BF16Optimizer):
             for group in self.param_groups:
                 if group["train_mode"] != mode:
                     reshard(group["params"])
-                    for parameter in group["params"]:
-                        state = dict.get(self.state, parameter, {})
-                        # Before its first step, which copies the weight to it, z is zero.
-                        if "z" in state and int(state["step"]):
-                            self._swap(parameter, interpolation(group), mode)
+                    self._swap_all(group, mode)
                     group["train_mode"] = mode
 
     def eval(self) -> None:
@@ -84,6 +80,21 @@ class _ScheduleFree(BF16Optimizer):
         :meth:`train`. A state dict holds it.
         """
         self.train(False)
+
+    def _swap_all(self, group: Mapping[str, Any], mode: bool) -> None:
+        beta1, swapped = interpolation(group), []
+        try:
+            for parameter in group["params"]:
+                state = dict.get(self.state, parameter, {})
+                # Before its first step, which copies the weight to it, z is zero.
+                if "z" in state and int(state["step"]):
+                    self._swap(parameter, beta1, mode)
+                    swapped.append(parameter)
+        except BaseException:
+            # A group has one mode, and what is swapped twice would be lost.
+            for parameter in swapped:
+                self._swap(parameter, beta1, not mode)
+            raise
 
     def _swap(self, parameter: Tensor, beta1: float, mode: bool) -> None:
         shard, state = shard_of(parameter), dict.get(self.state, parameter, {})

@@ -19,6 +19,7 @@ from torch_bf16.states.recoding import Changes, without_stale_rests
 from torch_bf16.states.views import from_view, gatherable, to_view
 
 from .exact_weights import current
+from .validation import FULLY_DECOUPLED
 from .variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["check", "load", "saved"]
 
 _UNCHANGED = "Nothing was changed"
+
+# Options of groups that no class of torch has.
+_OURS = (*VARIANTS, FULLY_DECOUPLED)
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -193,7 +197,7 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
             theirs = {k: v for k, v in theirs.items() if k != "param_names"}
             theirs |= {k: v for k, v in ours.items() if k == "param_names"}
         # What another library's AdamW, or ours without them, has saved says nothing of these.
-        groups.append({k: v for k, v in ours.items() if k in VARIANTS} | theirs)
+        groups.append({k: v for k, v in ours.items() if k in _OURS} | theirs)
     return [*groups, *state_dict["param_groups"][len(groups) :]]
 
 

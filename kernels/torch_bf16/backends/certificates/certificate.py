@@ -132,10 +132,10 @@ def _other_scalars(backend: Backend, variant: Variant) -> str | None:
     if backend.scalars is HostScalars:
         return None
     rule, n = variant.rule, len(COUNTED)
-    counters = [torch.tensor(float(step - 1)) for step in COUNTED]
+    counters = [torch.tensor(step - 1, dtype=torch.float32, device="cpu") for step in COUNTED]
     source = backend.scalars(rule, variant.device, [n], [0] * n, counters)
     (rows,) = source.set([GROUP], StepInputs())
-    table = torch.as_tensor(rows.table).cpu().numpy()[rows.rows]
+    table = torch.as_tensor(rows.table, device="cpu").numpy()[rows.rows]
     source.count()
     counted = [float(step) for step in source.steps]
     for step, row, number in zip(COUNTED, table, counted, strict=True):

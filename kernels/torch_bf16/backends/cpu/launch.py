@@ -96,7 +96,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     useful = -(-int(table[:, 1].sum()) // _WORTH_A_THREAD)
     job = new_job(sums_of_squares.KINDS, [table, sums], len(table))
     threads.run(sums_of_squares.compile_squares(tensors[0].dtype), job, useful)
-    return torch.tensor(sums.sum())
+    return torch.tensor(sums.sum(), dtype=torch.float64, device="cpu")
 
 
 def _tables(bucket: Bucket) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -70,7 +70,8 @@ class Table:
             self._bytes = now
         self._host = table
         if self._device.type == "cuda" and len(self._spare) < _SPARE:
-            self._spare = list(torch.empty((_SPARE, *table.shape), dtype=torch.int64).pin_memory())
+            shape = _SPARE, *table.shape
+            self._spare = [*torch.empty(shape, dtype=torch.int64, device="cpu").pin_memory()]
         return self._copy
 
     def _write(self, copy: Tensor, table: np.ndarray) -> None:
