@@ -12,7 +12,7 @@ from torch.nn import Module
 import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
-from ._patches.private_attributes import cast_lottery_tickets
+from ._patches.private_attributes import cast_lottery_tickets, widen_averages
 from ._patches.train_modes import switch_modes
 from .precision import PrecisionBody
 from .train_modes import TrainModesBody
@@ -50,6 +50,8 @@ class TrainerBody(PrecisionBody):
         super().convert_module(module)
         if trainer is not None:
             cast_lottery_tickets(trainer)
+        if stage == "fit":
+            widen_averages(trainer)
         if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
