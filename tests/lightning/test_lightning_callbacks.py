@@ -84,6 +84,37 @@ def test_averages_of_a_module_that_was_bf16_before_its_fit_are_fp32(pl, mode, be
         assert any((p != p.bfloat16()).any() for p in found)
 
 
+# True, and said by the second fit: the first has left the average in the module.
+@pytest.mark.filterwarnings("ignore:.*bf16 weights were written through p.data")
+def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mode):
+    callbacks = callbacks_of(pl)
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this version has no EMAWeightAveraging")
+
+    class Follow(callbacks.Callback):
+        fails = True
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch:
+                assert torch.equal(pl_module.net[0].weight, self.trained)
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.trained = pl_module.net[0].weight.detach().clone()
+
+        def on_validation_batch_end(self, trainer, pl_module, *_):
+            assert not torch.equal(pl_module.net[0].weight, self.trained)
+            if self.fails:
+                raise RuntimeError("in a validation")
+
+    average, follow, module = callbacks.EMAWeightAveraging(decay=0.9), Follow(), make_module(pl)
+    with pytest.raises(RuntimeError, match="in a validation"):
+        make_trainer(pl, mode, callbacks=[follow, average]).fit(module, batches(4), batches(1))
+    follow.fails = False
+    module.train()
+    trainer = make_trainer(pl, mode, max_epochs=3, callbacks=[follow, average])
+    trainer.fit(module, batches(4), batches(1))
+
+
 def prune(pl, precision, lottery, permanent):
     """The module and its Trainer, and in which epochs weights were the first ones."""
     first, seen = [], []
