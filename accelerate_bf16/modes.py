@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "ModeName",
     "canonical",
     "canonical_or_refuse",
+    "in_use",
     "launched",
     "meant",
 ]
@@ -88,6 +90,11 @@ def meant() -> str | None:
             ". Unset it for Accelerate's own"
         )
     return mode
+
+
+def in_use() -> bool:
+    """Whether this process has optimizers of ours; they are not imported before a mode is used."""
+    return "torch_bf16" in sys.modules
 
 
 class ModeName(str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
 
 __all__ = ["Preparation"]
+
+_releases: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+"""The handle of each optimizer whose gradients are released by ``prepare``."""
 
 
 class Preparation:
@@ -141,6 +145,7 @@ class Preparation:
         """
         options = self._options
         for optimizer, bare_models in self._news():
+            self._end_releases(bare_models)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
             models = [each for each in wrapped if bare(each) in bare_models]
@@ -153,13 +158,20 @@ class Preparation:
                 torch_bf16.reduce_gradients(model, optimizer)
             if options.release_gradients:
                 shows_last = hasattr(models[0], "set_requires_gradient_sync") and not sync_each
-                torch_bf16.release_gradients(
+                _releases[optimizer] = torch_bf16.release_gradients(
                     model,
                     optimizer,
                     max_norm=options.release_max_norm,
                     norm=options.release_norm or "parameter",
                     accumulation_steps=1 if shows_last else steps,
                 )
+
+    def _end_releases(self, bare_models: Iterable[nn.Module]) -> None:
+        """Let optimizers that the accelerator has freed, or another had, take no more steps."""
+        for other, handle in list(_releases.items()):
+            if other not in self._optimizers and any(owns(other, each) for each in bare_models):
+                handle.remove()
+                del _releases[other]
 
     def report(self) -> Iterator[str]:
         """One line for each optimizer with something new to train, and each new model without."""

@@ -8,10 +8,11 @@ the logs, the second takes them out again, so that the console does not fill wit
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from transformers import TrainerCallback
+
+from .modes import in_use
 
 __all__ = ["around"]
 
@@ -26,16 +27,11 @@ def around(reporters: list[Any]) -> list[Any]:
     return [_Figures, *reporters, _NoFigures]
 
 
-def _in_use() -> bool:
-    # A Trainer that trains without us need not import the optimizers.
-    return "torch_bf16" in sys.modules
-
-
 class _Figures(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        if optimizer and _in_use():
+        if optimizer and in_use():
             from .monitoring import watch
 
             watch([optimizer])
@@ -44,7 +40,7 @@ class _Figures(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: Any, optimizer: Any = None, **_: Any
     ) -> None:
         # Not into the figures of an evaluation or of the whole run.
-        if "loss" in logs and optimizer and _in_use():
+        if "loss" in logs and optimizer and in_use():
             from .monitoring import metrics_of
 
             found = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
@@ -55,7 +51,7 @@ class _Figures(TrainerCallback):
 
 class _NoFigures(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-        if _in_use():
+        if in_use():
             from .monitoring import PREFIX
 
             for name in [name for name in logs if name.startswith(f"{PREFIX}/")]:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -18,9 +19,12 @@ from . import _patches
 from ._patches.fp32_outputs import map_tensors, to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
-__all__ = ["PrecisionBody"]
+__all__ = ["PrecisionBody", "end_releases"]
 
 _NORMS = ("parameter", "last_step")
+
+_releases: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+"""The handle of each optimizer whose gradients a plugin has released."""
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -225,17 +229,28 @@ class PrecisionBody(_Base):
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
     def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
-        """Let gradients of a module be reduced, summed or released as asked, once it is wrapped."""
-        for optimizer in optimizers:
-            if not isinstance(optimizer, torch_bf16.BF16Optimizer):
-                continue
+        """Let gradients of a module be reduced, summed or released as asked, once it is wrapped.
+
+        Args:
+            module: as the strategy wrapped it.
+            optimizers: of it; of earlier ones for the same parameters no gradient is released any
+                more.
+        """
+        ours = [each for each in optimizers if isinstance(each, torch_bf16.BF16Optimizer)]
+        trained = set().union(*map(_trained_by, ours))
+        end_releases(
+            each
+            for each in list(_releases)
+            if each not in ours and not trained.isdisjoint(_trained_by(each))
+        )
+        for optimizer in ours:
             if optimizer.recipe.accumulate != "bf16_nearest":
                 torch_bf16.accumulate_gradients(module, optimizer)
             if optimizer.recipe.reduce != "wrapper":
                 torch_bf16.reduce_gradients(module, optimizer)
             if self.release is not None:
                 steps = self.accumulation_steps()
-                torch_bf16.release_gradients(
+                _releases[optimizer] = torch_bf16.release_gradients(
                     module, optimizer, **self.release, accumulation_steps=steps
                 )
 
@@ -263,6 +278,13 @@ class PrecisionBody(_Base):
             for parameter in module.parameters():
                 return parameter.device.type
         return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def end_releases(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Return to ordinary steps where a plugin has released gradients."""
+    for optimizer in optimizers:
+        if handle := _releases.pop(optimizer, None):
+            handle.remove()
 
 
 def _trained_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:

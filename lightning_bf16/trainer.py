@@ -12,9 +12,9 @@ from torch.nn import Module
 import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
-from ._patches.private_attributes import cast_lottery_tickets
+from ._patches.private_attributes import cast_lottery_tickets, widen_averages
 from ._patches.train_modes import switch_modes
-from .precision import PrecisionBody
+from .precision import PrecisionBody, end_releases
 from .train_modes import TrainModesBody
 
 __all__ = ["TrainerBody"]
@@ -39,6 +39,7 @@ class TrainerBody(PrecisionBody):
     _train_modes: type[TrainModesBody]
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
+    _evaluates = False
 
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place, and say so where nobody asked for training."""
@@ -47,10 +48,13 @@ class TrainerBody(PrecisionBody):
         before = [p.dtype for p in module.parameters()]
         self._outputs = Fp32Outputs(module, getattr(self, "engine_context", nullcontext))
         self._trainer = trainer if stage == "fit" else None
+        self._evaluates = stage not in (None, "fit")
         super().convert_module(module)
         if trainer is not None:
             cast_lottery_tickets(trainer)
-        if stage not in (None, "fit") and before != [p.dtype for p in module.parameters()]:
+        if stage == "fit":
+            widen_averages(trainer)
+        if self._evaluates and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
                 "place, and they stay so; hand over copy.deepcopy(model) to keep the fp32 ones"
@@ -65,6 +69,8 @@ class TrainerBody(PrecisionBody):
         if self.release is not None and trainer is not None:
             _check_trainer(trainer)
         self.sync_replicas(model, getattr(trainer, "strategy", None))
+        if self._evaluates:  # the optimizers are those of the fit before
+            return model, optimizers, lr_schedulers
         converted = self.convert_optimizers(optimizers)
         self.attach(model, optimizers)
         if trainer is not None:
@@ -100,6 +106,12 @@ class TrainerBody(PrecisionBody):
             torch_bf16.clip_next_step(optimizer, clip_val)
         else:
             torch_bf16.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def teardown(self) -> None:
+        """After the fit a backward pass takes no step, and another fit has other optimizers."""
+        if self._trainer is not None:
+            end_releases(self._trainer.optimizers)
+        super().teardown()
 
     train_step_context = _step_context("training_step")
     val_step_context = _step_context("validation_step")

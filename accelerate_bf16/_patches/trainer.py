@@ -10,7 +10,7 @@ import copy
 import os
 from typing import Any
 
-from accelerate_bf16.modes import LAUNCHED, MODES, canonical, launched
+from accelerate_bf16.modes import LAUNCHED, MODES, canonical, in_use, launched
 from accelerate_bf16.refusals import refuse_arguments, refuse_late_clipping
 from bf16_autoload import Patches
 
@@ -76,6 +76,8 @@ def save_averages(original: Any) -> Any:
     """Save the averages of a schedule-free optimizer; the Trainer puts it back before it trains."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_use():
+            return original(self, *args, **kwargs)
         import torch_bf16
         from accelerate_bf16.optimizers import ours
 

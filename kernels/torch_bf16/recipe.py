@@ -71,7 +71,7 @@ class Recipe:
             GPU. It changes no bit; state dicts do not hold it, and are loaded where the live recipe
             says. Where parameters are in host memory themselves, nothing is to be done. Parameters
             of less than 65,536 elements, and Adafactor's rows and columns, stay whole on the GPU.
-        keep_fp32: modules whose parameters ``cast_model`` leaves in fp32: shell-style patterns of
+        keep_fp32: modules whose parameters are fp32 after ``cast_model``: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
             parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
         vectors: ``exact``, or ``like_matrices`` for bf16 parameters with at most one dimension in

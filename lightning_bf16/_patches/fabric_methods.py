@@ -66,15 +66,18 @@ def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options:
 def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) -> Any:
     """Convert the optimizers before Fabric wraps them."""
     converted = plugin.convert_optimizers(optimizers)
-    for optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", ())
-        trained = {p for group in groups for p in group["params"]}
-        for module in _wrapped:
-            if not trained.isdisjoint(module.parameters()):
-                plugin.attach(module, [optimizer])
-                torch_bf16.follow(module, optimizer)
+    for module in _wrapped:
+        own = [each for each in optimizers if _trains(each, module)]
+        plugin.attach(module, own)
+        for optimizer in own:
+            torch_bf16.follow(module, optimizer)
     plugin.announce(converted)
     return original(*optimizers)
+
+
+def _trains(optimizer: Any, module: Module) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return not {p for group in groups for p in group["params"]}.isdisjoint(module.parameters())
 
 
 @_with_our_plugins

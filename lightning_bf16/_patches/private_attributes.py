@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["cast_lottery_tickets", "is_placeholder", "logs_this_step", "syncs_module_states"]
+import torch
+from torch.nn import Module
+
+__all__ = [
+    "cast_lottery_tickets",
+    "is_placeholder",
+    "logs_this_step",
+    "syncs_module_states",
+    "widen_averages",
+]
 
 
 def is_placeholder(optimizer: Any) -> bool:
@@ -29,6 +38,19 @@ def cast_lottery_tickets(trainer: Any) -> None:
             layer, _ = callback._parameters_to_prune[ticket["names"][0][0]]
             for kept, own in zip(ticket["data"].parameters(), layer.parameters(), strict=True):
                 kept.data = kept.data.to(own.dtype)
+
+
+def widen_averages(trainer: Any) -> None:
+    """Let the averages of WeightAveraging and SWA be fp32, also of a module that was bf16 before.
+
+    They are copies of the module from before this fit, which an evaluation, a finder or another fit
+    may have cast by then; an average in bf16 hardly moves.
+    """
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        for parameter in average.parameters() if isinstance(average, Module) else ():
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()
 
 
 def logs_this_step(trainer: Any) -> bool:

@@ -21,6 +21,8 @@ def setup(original: Callable[..., None]) -> Callable[..., None]:
 
     def _setup(callback: Any, trainer: Any, pl_module: Any, stage: str) -> None:
         original(callback, trainer, pl_module, stage)
+        # A run that was broken off in a validation has left what the next one must not put back.
+        vars(callback).pop("_torch_bf16_lent", None)
         average = callback._average_model
         if average is not None and isinstance(trainer.precision_plugin, PrecisionBody):
             average.update_parameters = partial(_update, average)

@@ -237,3 +237,23 @@ def test_released_sums_train_the_same_bits(make_accelerator, accumulate):
                 optimizer.zero_grad()
         ends.append([p.detach().clone() for p in bare.parameters()])
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("release", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_next_optimizer_takes_the_released_steps_over(make_accelerator, keep, release):
+    """By the same accelerator, once that has freed the first one, or by another."""
+    bare, kept = network(), []
+    for again in (True, release):
+        handler = BF16RecipeKwargs(release_gradients=again)
+        accelerator = make_accelerator("bf16-stochastic", kwargs_handlers=[handler])
+        for _ in range(2):
+            optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
+            model, optimizer = accelerator.prepare(bare, optimizer)
+            kept += [optimizer] if keep else []
+            for x, y in batches():
+                accelerator.backward(mse_loss(model(x), y))
+                assert all((p.grad is None) == again for p in bare.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.free_memory()

@@ -135,6 +135,24 @@ def test_importing_accelerate_alone_imports_none_of_the_optimizers(tmp_path):
     assert done.stdout == "False False\n", done.stderr
 
 
+def test_a_trainer_in_a_mode_of_its_own_imports_none_of_the_optimizers(tmp_path):
+    script = f"""
+import sys
+sys.path[:0] = ["tests/accelerate", "examples"]
+import transformers
+from tiny_llm import llama, sequences
+arguments = transformers.TrainingArguments(
+    {str(tmp_path)!r}, max_steps=1, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+)
+trainer = transformers.Trainer(llama(), arguments, train_dataset=sequences())
+trainer.train()
+trainer.save_model()
+print("torch_bf16" in sys.modules, "numba" in sys.modules)
+"""
+    done = run([sys.executable, "-c", script], Path(__file__).parents[2], HF_HUB_OFFLINE="1")
+    assert done.stdout.splitlines()[-1:] == ["False False"], done.stderr
+
+
 def test_the_package_kernels_of_hugging_face_beside_our_folder_breaks_nothing(tmp_path):
     """The repository's root is on the path first, and has a folder of that name."""
     (tmp_path / "kernels").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -76,6 +77,20 @@ def test_two_optimizers_cannot_release_the_same_gradients():
         torch_bf16.release_gradients(model, other)
     backward(model)
     one.step()
+
+
+def test_an_optimizer_that_is_gone_leaves_the_gradients_to_the_next_one():
+    model = network()
+    torch_bf16.release_gradients(model, torch_bf16.SGD(model.parameters(), lr=0.1))
+    gc.collect()
+    optimizer = torch_bf16.SGD(model.parameters(), lr=0.1)
+    torch_bf16.release_gradients(model, optimizer)
+    for _ in range(2):
+        before = weights(model)
+        backward(model)
+        assert not same(before, weights(model))
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
 
 
 def test_a_released_step_cannot_be_skipped_afterwards():

@@ -14,6 +14,10 @@ def callbacks_of(pl):
     return importlib.import_module(f"{pl.__name__}.callbacks")
 
 
+def tuner_of(pl, trainer):
+    return importlib.import_module(f"{pl.__name__}.tuner").Tuner(trainer)
+
+
 WAYS = {
     "the mean": {},
     "its own function": {"avg_fn": get_ema_avg_fn(0.5)},
@@ -50,6 +54,65 @@ def test_a_subclass_of_weight_averaging_averages_in_fp32_in_its_own_way(pl, mode
     assert {p.dtype for p in found} == {torch.float32}
     found = torch.cat([each.flatten() for each in found])
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-8)
+
+
+BEFORE = {
+    "validate": lambda pl, trainer, module: trainer.validate(module, batches(1), verbose=False),
+    "fit": lambda pl, trainer, module: trainer.fit(module, batches(2)),
+    "lr_find": lambda pl, trainer, module: tuner_of(pl, trainer).lr_find(
+        module, batches(20), num_training=2, update_attr=False
+    ),
+    "bfloat16": lambda pl, trainer, module: module.bfloat16(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Not enough points")  # a finder of two batches
+@pytest.mark.parametrize("before", BEFORE)
+def test_averages_of_a_module_that_was_bf16_before_its_fit_are_fp32(pl, mode, before, tmp_path):
+    callbacks, module = callbacks_of(pl), make_module(pl)
+    module.lr = 1e-3
+    BEFORE[before](pl, make_trainer(pl, mode, default_root_dir=tmp_path), module)
+    assert module.net[0].weight.dtype == torch.bfloat16
+    averages = [callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]
+    if hasattr(callbacks, "EMAWeightAveraging"):
+        averages.append(callbacks.EMAWeightAveraging(decay=0.99))
+    trainer = make_trainer(pl, mode, max_epochs=4, callbacks=averages)
+    trainer.fit(module, batches(4), batches(1))
+    for each in averages:
+        found = [p.detach() for p in each._average_model.parameters()]
+        assert {p.dtype for p in found} == {torch.float32}
+        assert any((p != p.bfloat16()).any() for p in found)
+
+
+# True, and said by the second fit: the first has left the average in the module.
+@pytest.mark.filterwarnings("ignore:.*bf16 weights were written through p.data")
+def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mode):
+    callbacks = callbacks_of(pl)
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this version has no EMAWeightAveraging")
+
+    class Follow(callbacks.Callback):
+        fails = True
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch:
+                assert torch.equal(pl_module.net[0].weight, self.trained)
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.trained = pl_module.net[0].weight.detach().clone()
+
+        def on_validation_batch_end(self, trainer, pl_module, *_):
+            assert not torch.equal(pl_module.net[0].weight, self.trained)
+            if self.fails:
+                raise RuntimeError("in a validation")
+
+    average, follow, module = callbacks.EMAWeightAveraging(decay=0.9), Follow(), make_module(pl)
+    with pytest.raises(RuntimeError, match="in a validation"):
+        make_trainer(pl, mode, callbacks=[follow, average]).fit(module, batches(4), batches(1))
+    follow.fails = False
+    module.train()
+    trainer = make_trainer(pl, mode, max_epochs=3, callbacks=[follow, average])
+    trainer.fit(module, batches(4), batches(1))
 
 
 def prune(pl, precision, lottery, permanent):

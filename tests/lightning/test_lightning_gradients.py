@@ -174,6 +174,63 @@ def test_released_sums_train_the_same_bits_in_fabric(fabric_package):
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_another_fit_has_other_released_steps_or_none(pl, again):
+    """After an evaluation and by the same Trainer, or by another one with a copy's bits."""
+    module, trainer = weights_after(pl, batches(3), release_gradients=True)
+    trainer.test(module, batches(1), verbose=False)
+    after = {name: value.clone() for name, value in module.state_dict().items()}
+    module(batches(1).dataset[0][0]).square().sum().backward()
+    assert all(torch.equal(after[name], value) for name, value in module.state_dict().items())
+    module.zero_grad()
+
+    copy = make_module(pl).bfloat16()
+    copy.load_state_dict(after)
+    for each in (module, copy):
+        type(each).configure_optimizers = lambda self: torch.optim.AdamW(self.parameters(), lr=0.01)
+    other = make_trainer(pl, None, plugins=[plugin_of(pl, release_gradients=again)])
+    other.fit(module, batches(4, seed=1))
+    if again:
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(copy, batches(4, seed=1))
+    else:
+        make_trainer(pl, "bf16-stochastic").fit(copy, batches(4, seed=1))
+    for one, two in zip(module.parameters(), copy.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert (one.grad is None) == again
+
+
+def test_an_optimizer_that_fabric_is_given_later_takes_the_released_steps_over(fabric_package):
+    for release in (True, False):
+        fabrics = [
+            fabric_package.Fabric(
+                accelerator="cpu",
+                devices=1,
+                plugins=[plugin_of(fabric_package, release_gradients=each)],
+            )
+            for each in (True, release)
+        ]
+        module = nn.Linear(8, 4)
+        first, last = (torch.optim.AdamW(module.parameters(), lr=0.01) for _ in fabrics)
+        for fabric, optimizer in zip(fabrics, (first, last), strict=True):
+            model, optimizer = fabric.setup(module, optimizer)
+        fabric.backward(model(torch.randn(2, 8)).square().sum())
+        assert (module.weight.grad is None) == release
+        optimizer.step()
+        assert not first.state
+        assert last.state
+
+
+def test_two_optimizers_of_one_setup_cannot_release_the_same_gradients(fabric_package):
+    plugin = plugin_of(fabric_package, release_gradients=True)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = nn.Linear(8, 4)
+    both = [torch.optim.SGD(module.parameters(), lr=0.01) for _ in range(2)]
+    fabric.setup_module(module)
+    with pytest.raises(NotImplementedError, match="another optimizer has released"):
+        fabric.setup_optimizers(*both)
+
+
 def test_what_cannot_be_released_is_refused_before_training(pl):
     module = make_module(pl)
     plugin = plugin_of(pl, release_gradients=True)

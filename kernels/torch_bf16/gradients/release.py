@@ -136,8 +136,11 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
             f"{type(optimizer).__name__} has no fused rule, and its own step may look at all "
             "parameters together. Use an optimizer of torch_bf16, or step after the backward pass"
         )
-    elif any(parameter in released for parameter in parameters) and engine.release is None:
-        why = "another optimizer has released those of the same parameters. Remove that one first"
+    elif engine.release is None and _released_by_another(parameters):
+        why = (
+            "another optimizer has released those of the same parameters. Call remove() on what "
+            "release_gradients returned for it, or with Accelerate accelerator.free_memory(), first"
+        )
     elif any(map(unit_shapes, parameters)):
         why = (
             "FSDP1 reduces them together, into the gradient of a flat parameter. Shard the model "
@@ -149,6 +152,16 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
         why = "an UpdateMonitor watches the optimizer, which looks at whole steps. Remove it first"
     if why:
         raise NotImplementedError(f"gradients cannot be released: {why}")
+
+
+def _released_by_another(parameters: list[Any]) -> bool:
+    """Whether an optimizer that is alive has released some; what others have left is removed."""
+    references = [released[each] for each in parameters if each in released]
+    handles = {handle for reference in references if (handle := reference()) is not None}
+    abandoned = {handle for handle in handles if handle.abandoned}
+    for handle in abandoned:
+        handle.remove()
+    return handles != abandoned
 
 
 _warned = False

@@ -100,6 +100,11 @@ class ReleasedSteps:
         """
         return self._engine.last_norm
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether the optimizer is gone: no step is taken any more."""
+        return self._optimizer() is None
+
     def remove(self) -> None:
         """Return to ordinary steps, after ``backward()``."""
         if self._module_hook is not None:
@@ -222,7 +227,7 @@ class ReleasedSteps:
         return True
 
     def _arrive(self, parameter: Tensor) -> None:
-        if self._optimizer() is None:
+        if self.abandoned:
             self.remove()
             return
         self._arrived[id(parameter)] += 1

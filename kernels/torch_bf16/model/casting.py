@@ -46,9 +46,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
 
     Parameters keep their identity, so tied weights stay tied and optimizers made before keep
     working. What stays as it was: every buffer, metrics of torchmetrics, modules with running
-    statistics (batch norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), modules named
-    by ``recipe.keep_fp32`` (which compute in fp32, their inputs upcast), and parameters that are
-    not plain tensors (quantised weights) or that are frozen in another dtype than fp32.
+    statistics (batch norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), and
+    parameters that are not plain tensors (quantised weights) or that are frozen in another dtype
+    than fp32. Modules named by ``recipe.keep_fp32`` are fp32 afterwards, also where they came in
+    bf16 or fp16, and compute in fp32, their inputs upcast.
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
@@ -78,6 +79,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     check_module("cast_model", model)
     islands, asked = _islands(model, recipe.keep_fp32)
     kept = _staying(model, asked)
+    widened = {id(p): p for p in asked if _is_narrow(p)}
     chosen = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -96,17 +98,20 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             )
         if parameter.dtype == torch.float32:
             chosen[id(parameter)] = parameter
-    if chosen:
+    changed = {**widened, **chosen}
+    if changed:
         _check_wrappers(model)
-    _check_groups(model, set(chosen))
+    _check_groups(model, set(widened), set(chosen))
     fill_gaps()
     name_weights_in_errors(model)
-    gradients = {key: p.grad for key, p in chosen.items() if p.grad is not None}
+    gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     rests = {}
-    for parameter in chosen.values():
+    for parameter in changed.values():
         parameter.grad = None
 
     def cast(t: Tensor) -> Tensor:
+        if id(t) in widened and _is_narrow(t):
+            return t.detach().float()
         if id(t) not in chosen or t.dtype != torch.float32:
             return t
         weight, rest = residuals.split(t.detach(), recipe)
@@ -122,8 +127,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     model._apply(cast)
     # Not before: torch converts no sharded parameter that has a weak reference.
     _kept.update((p, True) for p in asked)
-    for key, gradient in gradients.items():
-        chosen[key].grad = gradient.to(torch.bfloat16)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient.to(parameter.dtype)
     residuals.remember(model, rests)
     for island in _callable(islands):
         island.forward = functools.partial(_forward_in_fp32, island)
@@ -147,7 +152,7 @@ def cast_recipes(model: nn.Module) -> list[Recipe]:
 def fp32_parameters(
     model: nn.Module, recipe: str | Recipe = "bf16-stochastic"
 ) -> dict[str, nn.Parameter]:
-    """The fp32 parameters that :func:`cast_model` leaves in fp32, by name.
+    """The parameters that are fp32 after :func:`cast_model`, by name.
 
     Raises:
         ValueError: a pattern of ``keep_fp32`` matches nothing.
@@ -157,9 +162,13 @@ def fp32_parameters(
         >>> sorted(fp32_parameters(net))
         ['1.bias', '1.weight']
     """
-    staying = _staying(model, _islands(model, get_recipe(recipe).keep_fp32)[1])
-    named = model.named_parameters()
-    return {name: p for name, p in named if id(p) in staying and p.dtype == torch.float32}
+    asked = _islands(model, get_recipe(recipe).keep_fp32)[1]
+    staying, widened = _staying(model, asked), {id(p) for p in asked if _is_narrow(p)}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if id(p) in widened or (id(p) in staying and p.dtype == torch.float32)
+    }
 
 
 def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
@@ -194,7 +203,7 @@ def _check_wrappers(module: nn.Module) -> None:
             )
 
 
-def _check_groups(module: nn.Module, cast: set[int]) -> None:
+def _check_groups(module: nn.Module, widened: set[int], cast: set[int]) -> None:
     # FSDP2 says it in its first forward, without names.
     groups: dict[str, Any] = {}
     first: dict[Any, dict[torch.dtype, str]] = {}
@@ -207,6 +216,7 @@ def _check_groups(module: nn.Module, cast: set[int]) -> None:
             trained = p.requires_grad and p.is_floating_point()
             if trained and group is not None and shard_of(p).sharded:
                 dtype = torch.bfloat16 if id(p) in cast else p.dtype
+                dtype = torch.float32 if id(p) in widened else dtype
                 first.setdefault(group, {}).setdefault(dtype, name)
     for names in first.values():
         if len(names) > 1:
@@ -230,6 +240,10 @@ def _trains_on_cpu(module: nn.Module) -> bool:
 def _is_plain(parameter: Tensor) -> bool:
     # Quantised weights of other libraries are Parameters or subclasses that pretend to be floats.
     return type(local(parameter)) in (Tensor, nn.Parameter) and parameter.is_floating_point()
+
+
+def _is_narrow(parameter: Tensor) -> bool:
+    return _is_plain(parameter) and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def kept(parameter: Tensor) -> bool:
@@ -273,6 +287,8 @@ def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _forward_in_fp32(module: nn.Module, *args, **kwargs):
+    if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
+        return type(module).forward(module, *args, **kwargs)
     args, kwargs = tree_map(widened, (args, kwargs))
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
