@@ -1,6 +1,7 @@
 """Averaging and blending of weights in fp32, whatever they are stored in."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -53,6 +54,24 @@ def test_what_is_put_back_unchanged_changes_no_bit(recipe, steps, kind):
     for p, other in zip(model.parameters(), stock_model.parameters(), strict=True):
         assert torch.equal(p, other)
         assert torch.equal(optimizer.exact_weight(p), stock.exact_weight(other))
+
+
+@every_recipe
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_does_not_blend_a_written_weight_with_old_low_bits(recipe, again):
+    model, optimizer = make(recipe, lr=1e-2)
+    with torch.no_grad():
+        model.weight.mul_(1.5)
+    model.bias.data.mul_(1.5)
+    twin_model, twin = again((model, optimizer))
+    for p, other in zip(model.parameters(), twin_model.parameters(), strict=True):
+        assert torch.equal(optimizer.exact_weight(p), twin.exact_weight(other))
+    with pytest.warns(UserWarning, match="written through p.data"):
+        for each, its in ((model, optimizer), (twin_model, twin)):
+            torch.manual_seed(5)
+            take_step(each, its)
+    for p, other in zip(model.parameters(), twin_model.parameters(), strict=True):
+        assert torch.equal(optimizer.exact_weight(p), twin.exact_weight(other))
 
 
 def in_place(weights):

@@ -18,6 +18,7 @@ from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.plan import Plan
+from torch_bf16.engine.states import States
 from torch_bf16.formats import Format
 from torch_bf16.model import residuals
 from torch_bf16.sharding import Shard, local, same_memory, shard_of
@@ -34,6 +35,7 @@ __all__ = [
     "invalidate_remainders",
     "read",
     "settle",
+    "without_overwritten",
     "write",
 ]
 
@@ -78,6 +80,15 @@ def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) ->
         key: shard.place(local(each).masked_fill(stale, 0)) if key in REMAINDERS else each
         for key, each in state.items()
     }
+
+
+def without_overwritten(optimizer: BF16Optimizer) -> States:
+    """All states as :func:`current` has them: copies do not know what a weight was written since."""
+    found = States(dict)
+    for key, state in dict.items(optimizer.state):
+        now = current(optimizer, shard_of(key), state) if isinstance(key, Tensor) else state
+        dict.__setitem__(found, key, now)
+    return found
 
 
 def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:

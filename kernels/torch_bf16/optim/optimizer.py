@@ -212,13 +212,13 @@ class BF16Optimizer(torch.optim.Optimizer):
             scalars = plan.scalars(self.param_groups, told)
         if scalars is not None:
             plan.run(scalars, told)
-        for observer in observers:
-            observer.after_update()
         # The kernels write through addresses, which autograd does not see.
         with no_torch_function():
             torch.autograd.graph.increment_version(plan.updated())
         plan.note_versions()
         data_writes.renew(parameters)
+        for observer in observers:
+            observer.after_update()
         return plan
 
     def graphed(self) -> GraphedStep:
@@ -363,7 +363,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("recipe", "backend", "_engine")}
-        return {**super().__getstate__(), **own}
+        return super().__getstate__() | own | {"state": exact_weights.without_overwritten(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
