@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations
 
 import torch_bf16
-from torch_bf16 import cast_model, fp32_parameters, get_recipe
+from torch_bf16 import cast_model, get_recipe
 from torch_bf16.model.casting import kept
 
 BF16 = torch.bfloat16
@@ -315,38 +315,6 @@ def test_islands_compute_in_fp32_under_autocast(key):
     out.sum().backward()
     assert module.head.weight.grad.dtype == torch.float32
     assert module.body.weight.grad.dtype == BF16
-
-
-@pytest.mark.parametrize("key", ["head", "head.*"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_what_shall_be_kept_and_came_in_half_precision_becomes_fp32(key, dtype):
-    """transformers loads checkpoints in the dtype that they were saved in."""
-    module = Net().bfloat16()
-    module.head.to(dtype)
-    parameters = dict(module.named_parameters())
-    before = module.head.weight.detach().clone()
-    module.head.weight.grad = torch.ones_like(before)
-    assert sorted(fp32_parameters(module, keeping(key))) == ["head.bias", "head.weight"]
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    module, optimizer = torch_bf16.prepare(module, optimizer, keeping(key))
-    assert dtypes(module.head) == {torch.float32}
-    assert dtypes(module.body) == {BF16}
-    assert dict(module.named_parameters()) == parameters
-    assert torch.equal(module.head.weight, before.float())
-    assert module.head.weight.grad.dtype == torch.float32
-    with torch.autocast("cpu", BF16):
-        module(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    assert optimizer.state[module.head.weight]["exp_avg"].dtype == torch.float32
-    assert not torch.equal(module.head.weight, before.float())
-
-
-@pytest.mark.parametrize("cast", [cast_model, nn.Module.bfloat16])
-def test_an_island_that_is_cast_later_computes_like_the_others(cast):
-    module = cast(cast_model(Net(), keeping("head")))
-    with torch.autocast("cpu", BF16):
-        assert module(torch.randn(2, 4)).dtype == BF16
-    assert module.head.seen == (BF16, BF16, True, BF16)
 
 
 def test_without_keep_fp32_the_same_module_computes_in_bf16():
