@@ -47,11 +47,24 @@ def test_bilinear_takes_either_dtype(dtype):
     assert module.weight.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "function",
-    [torch.matrix_exp, torch.linalg.det, torch.logdet, lambda w: torch.linalg.slogdet(w)[1]],
-    ids=["matrix_exp", "det", "logdet", "slogdet"],
-)
+FP32_ONLY = {
+    "matrix_exp": torch.matrix_exp,
+    "det": torch.linalg.det,
+    "logdet": torch.logdet,
+    "slogdet": lambda w: torch.linalg.slogdet(w)[1],
+    "pinv": torch.linalg.pinv,
+    "pinv of a rank": lambda w: torch.linalg.pinv(w, rtol=1e-3),
+    "lu": lambda w: torch.linalg.lu(w)[2],
+    "lu_factor": lambda w: torch.linalg.lu_factor(w)[0],
+    "solve_ex": lambda w: torch.linalg.solve_ex(w, torch.ones(8, 2))[0],
+    "vander": lambda w: torch.linalg.vander(w[0], N=3),
+    "pdist": nn.functional.pdist,
+    "ndtri": lambda w: torch.special.ndtri(w.abs() / 4),
+    "log_ndtr": torch.special.log_ndtr,
+}
+
+
+@pytest.mark.parametrize("function", FP32_ONLY.values(), ids=FP32_ONLY)
 def test_what_has_no_sound_bf16_kernel_is_computed_in_fp32(function):
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(8, 8, bias=False)
@@ -67,6 +80,39 @@ def test_what_has_no_sound_bf16_kernel_is_computed_in_fp32(function):
     y.sum().backward()
     expected.sum().backward()
     assert torch.equal(layer.weight.grad, widened.grad.bfloat16())
+
+
+def test_a_gamma_distribution_with_learned_parameters_is_sampled_in_fp32():
+    layer = cast_model(nn.Linear(8, 8))
+    concentration = 1.0 + layer.weight.square()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        draws = torch.distributions.Gamma(concentration, torch.ones(8)).rsample()
+    assert draws.dtype == torch.float32
+    draws.sum().backward()
+    assert layer.weight.grad.isfinite().all()
+    assert layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("channels", [1, 8], ids=["per tensor", "per channel"])
+def test_a_learned_quantisation_step_meets_its_zero_point_in_fp32(channels):
+    layer = nn.Linear(8, 8, bias=False)
+    layer.register_parameter("step", nn.Parameter(torch.full((channels,), 0.02)))
+    cast_model(layer)
+    zero_point = torch.zeros(channels)
+
+    def quantised(weight, step):
+        options = (0,) if channels > 1 else ()
+        where = "channel" if channels > 1 else "tensor"
+        function = getattr(torch, f"_fake_quantize_learnable_per_{where}_affine")
+        return function(weight, step, zero_point, *options, -128, 127, 1.0)
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = quantised(layer.weight, layer.step)
+    expected = quantised(layer.weight.detach().float(), layer.step.detach().float())
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    assert layer.weight.grad.any()
+    assert layer.step.grad.any()
 
 
 def test_an_orthogonal_weight_stays_orthogonal_in_a_cast_model():

@@ -220,3 +220,18 @@ def test_the_context_can_be_given_back():
     mixed_dtypes.restore()
     assert torch.autocast.__exit__ is stock
     cast_model(nn.Linear(2, 2))
+
+
+def test_a_function_without_a_bf16_kernel_is_not_said_to_mix_dtypes():
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.concentration = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self):
+            return torch.distributions.Dirichlet(self.concentration).sample()
+
+    model = cast_model(Draws())
+    match = r"not implemented for 'BFloat16'. torch has no such function .*: x\.float\(\)"
+    with pytest.raises(NotImplementedError, match=match), torch.autocast("cpu", BF16):
+        model()

@@ -25,6 +25,8 @@ _PROMOTING = (
     *("lerp", "embedding_bag", "linalg_multi_dot", "chain_matmul"),
     *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
     *("scatter", "scatter_add", "scatter_reduce"),
+    # Their zero points are buffers, which stay in fp32.
+    *("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"),
 )
 _IN_PLACE = (
     *("lerp_", "addmm_", "addmv_", "addbmm_", "baddbmm_", "put_"),
@@ -33,6 +35,9 @@ _IN_PLACE = (
 )
 _FP32_ONLY = (
     *("linalg_matrix_exp", "_linalg_slogdet", "_linalg_det", "logdet", "linalg_solve_triangular"),
+    *("linalg_pinv", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_ldl_factor"),
+    *("linalg_ldl_factor_ex", "linalg_solve_ex", "linalg_vander", "pdist"),
+    *("special_ndtri", "special_log_ndtr", "special_zeta", "_standard_gamma", "binomial"),
     *("complex", "polar"),
 )
 

@@ -20,6 +20,7 @@ from torch import nn
 __all__ = ["name_weights_in_errors", "restore"]
 
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
+_NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
 
 _cast: WeakSet[nn.Module] = WeakSet()
 """The models that were given to ``cast_model``."""
@@ -63,14 +64,24 @@ def _explain(error: RuntimeError, trace: TracebackType | None) -> None:
         path = None if weight is None else _path(module)
         if path is not None:
             pattern = path or f"*{weight}"
-            error.args = (
-                f"{str(error).rstrip('.')}. {'.'.join(filter(None, (path, weight)))!r} of "
-                f"{type(module).__name__} is a bfloat16 weight and met a tensor of another dtype "
-                "where autocast does not bring them together, such as inside "
-                "autocast(enabled=False). Keep it in fp32 with the recipe's option "
+            named = f"{'.'.join(filter(None, (path, weight)))!r} of {type(module).__name__}"
+            keep = (
                 f"keep_fp32=[{pattern!r}] (BF16_KEEP_FP32={pattern} for a launcher), or convert "
-                "the tensor: x.to(weight.dtype)",
+                "the tensor: "
             )
+            if _NO_KERNEL.search(str(error)):
+                said = (
+                    f"torch has no such function of bfloat16 numbers, as {named} is, or what "
+                    f"autocast made. Keep a weight in fp32 with the recipe's option {keep}x.float()"
+                )
+            else:
+                said = (
+                    f"{named} is a bfloat16 weight and met a tensor of another dtype where "
+                    "autocast does not bring them together, such as inside "
+                    "autocast(enabled=False). Keep it in fp32 with the recipe's option "
+                    f"{keep}x.to(weight.dtype)"
+                )
+            error.args = (f"{str(error).rstrip('.')}. {said}",)
             return
 
 
