@@ -83,7 +83,7 @@ def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) ->
 
 
 def without_overwritten(optimizer: BF16Optimizer) -> States:
-    """All states as :func:`current` has them: copies do not know what a weight was written since."""
+    """All states as :func:`current` has them; a copy knows of no writes to the weights before it."""
     found = States(dict)
     for key, state in dict.items(optimizer.state):
         now = current(optimizer, shard_of(key), state) if isinstance(key, Tensor) else state
