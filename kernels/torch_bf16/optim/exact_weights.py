@@ -83,7 +83,7 @@ def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) ->
 
 
 def without_overwritten(optimizer: BF16Optimizer) -> States:
-    """All states as :func:`current` has them; a copy knows of no writes to the weights before it."""
+    """All states as :func:`current` has them, for a copy, which knows of no writes before it."""
     found = States(dict)
     for key, state in dict.items(optimizer.state):
         now = current(optimizer, shard_of(key), state) if isinstance(key, Tensor) else state
