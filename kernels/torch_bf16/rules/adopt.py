@@ -21,7 +21,7 @@ from .weight_decay import either_decay
 __all__ = ["ADOPT"]
 
 
-def _setup(w, g, states, scalars):
+def _adopt(w, g, states, scalars):
     (
         grad_scale, decay, weight_decay, beta2, one_minus_beta1, one_minus_beta2, lr, eps, clip,
         minus_clip,
@@ -60,4 +60,4 @@ def _scalars(options, step, grad_scale):
     )  # fmt: skip
 
 
-ADOPT = Rule("adopt", ADAM.states, _setup, _options, _scalars)
+ADOPT = Rule("adopt", ADAM.states, _adopt, _options, _scalars)

@@ -19,19 +19,19 @@ def _sgd(w, g, states, scalars):
 
 
 def _sgd_momentum(w, g, states, scalars):
-    grad_scale, weight_decay, lr, momentum, one_minus_dampening, _ = scalars
+    grad_scale, weight_decay, lr, kept, one_minus_dampening, _ = scalars
     (b,) = states
     g = g * grad_scale + w * weight_decay
-    b = b * momentum + g * one_minus_dampening
+    b = b * kept + g * one_minus_dampening
     return w - b * lr, (b,)
 
 
 def _sgd_nesterov(w, g, states, scalars):
-    grad_scale, weight_decay, lr, momentum, one_minus_dampening, lookahead = scalars
+    grad_scale, weight_decay, lr, kept, one_minus_dampening, momentum = scalars
     (b,) = states
     g = g * grad_scale + w * weight_decay
-    b = b * momentum + g * one_minus_dampening
-    return w - (g + b * lookahead) * lr, (b,)
+    b = b * kept + g * one_minus_dampening
+    return w - (g + b * momentum) * lr, (b,)
 
 
 _options = itemgetter("lr", "weight_decay")
@@ -44,11 +44,11 @@ def _scalars(options, step, grad_scale):
 
 
 def _momentum_scalars(options, step, grad_scale):
-    lr, weight_decay, lookahead, dampening = options
+    lr, weight_decay, momentum, dampening = options
     # torch starts the buffer as a copy of the first gradient, undamped.
-    momentum = arithmetic.where(step == 1, 0.0, lookahead)
+    kept = arithmetic.where(step == 1, 0.0, momentum)
     one_minus_dampening = arithmetic.where(step == 1, 1.0, 1.0 - dampening)
-    return grad_scale, weight_decay, lr, momentum, one_minus_dampening, lookahead
+    return grad_scale, weight_decay, lr, kept, one_minus_dampening, momentum
 
 
 SGD = Rule("sgd", (), _sgd, _options, _scalars)

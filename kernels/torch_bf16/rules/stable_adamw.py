@@ -41,11 +41,11 @@ def _stable_adamw(w, g, states, scalars):
 
 def _scalars(options, step, grad_scale):
     lr, beta1, beta2, eps, weight_decay = options
-    scalars = adam_scalars((lr, beta1, beta2, eps, lr * weight_decay), step, grad_scale)
+    grad_scale, penalty, beta2, one_minus_beta1, one_minus_beta2, step_size, eps = adam_scalars(
+        (lr, beta1, beta2, eps, lr * weight_decay), step, grad_scale
+    )
     root = arithmetic.sqrt(1.0 - arithmetic.power(beta2, step))
-    return (
-        scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6], root,
-    )  # fmt: skip
+    return grad_scale, penalty, beta2, one_minus_beta1, one_minus_beta2, step_size, eps, root
 
 
 def _factor(mean):
