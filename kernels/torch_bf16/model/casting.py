@@ -77,10 +77,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     """
     recipe = get_recipe(recipe)
     check_module("cast_model", model)
-    islands, asked = _islands(model, recipe.keep_fp32)
-    kept = _staying(model, asked)
-    widened = {id(p): p for p in asked if _is_narrow(p)}
-    chosen = {}
+    in_fp32, asked = _named_by(recipe.keep_fp32, model)
+    staying = _staying(model, asked)
+    to_fp32 = {id(p): p for p in asked if _is_narrow(p)}
+    to_bf16 = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
@@ -89,7 +89,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
                 "hosts at the end of its __init__, or name the number of its inputs "
                 "(LazyLinear(8) -> Linear(16, 8))"
             )
-        if id(parameter) in kept or not _is_plain(parameter):
+        if id(parameter) in staying or not _is_plain(parameter):
             continue
         if parameter.dtype in (torch.float16, torch.float64) and parameter.requires_grad:
             raise ValueError(
@@ -97,11 +97,11 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
                 "cast_model starts from float32. Call model.float() first"
             )
         if parameter.dtype == torch.float32:
-            chosen[id(parameter)] = parameter
-    changed = {**widened, **chosen}
+            to_bf16[id(parameter)] = parameter
+    changed = {**to_fp32, **to_bf16}
     if changed:
         _check_wrappers(model)
-    _check_groups(model, set(widened), set(chosen))
+    _check_groups(model, set(to_fp32), set(to_bf16))
     fill_gaps()
     name_weights_in_errors(model)
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
@@ -110,9 +110,9 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         parameter.grad = None
 
     def cast(t: Tensor) -> Tensor:
-        if id(t) in widened and _is_narrow(t):
+        if id(t) in to_fp32 and _is_narrow(t):
             return t.detach().float()
-        if id(t) not in chosen or t.dtype != torch.float32:
+        if id(t) not in to_bf16 or t.dtype != torch.float32:
             return t
         weight, rest = residuals.split(t.detach(), recipe)
         if rest is not None:
@@ -120,7 +120,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         return weight
 
     for sub in model.modules():
-        if any(id(p) in chosen for p in sub.parameters(recurse=False)):
+        if any(id(p) in to_bf16 for p in sub.parameters(recurse=False)):
             _recipes[sub] = recipe
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
@@ -130,8 +130,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
     residuals.remember(model, rests)
-    for island in _callable(islands):
-        island.forward = functools.partial(_forward_in_fp32, island)
+    for each in _callable(in_fp32):
+        each.forward = functools.partial(_forward_in_fp32, each)
     if recipe.compute != "autocast":
         carry_autocast(model, compute=recipe.compute)
     if recipe.compute != "fp32" and _trains_on_cpu(model):
@@ -162,12 +162,12 @@ def fp32_parameters(
         >>> sorted(fp32_parameters(net))
         ['1.bias', '1.weight']
     """
-    asked = _islands(model, get_recipe(recipe).keep_fp32)[1]
-    staying, widened = _staying(model, asked), {id(p) for p in asked if _is_narrow(p)}
+    asked = _named_by(get_recipe(recipe).keep_fp32, model)[1]
+    staying, to_fp32 = _staying(model, asked), {id(p) for p in asked if _is_narrow(p)}
     return {
         name: p
         for name, p in model.named_parameters()
-        if id(p) in widened or (id(p) in staying and p.dtype == torch.float32)
+        if id(p) in to_fp32 or (id(p) in staying and p.dtype == torch.float32)
     }
 
 
@@ -203,7 +203,7 @@ def _check_wrappers(module: nn.Module) -> None:
             )
 
 
-def _check_groups(module: nn.Module, widened: set[int], cast: set[int]) -> None:
+def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> None:
     # FSDP2 says it in its first forward, without names.
     groups: dict[str, Any] = {}
     first: dict[Any, dict[torch.dtype, str]] = {}
@@ -215,8 +215,8 @@ def _check_groups(module: nn.Module, widened: set[int], cast: set[int]) -> None:
         for name, p in sub.named_parameters(path, recurse=False):
             trained = p.requires_grad and p.is_floating_point()
             if trained and group is not None and shard_of(p).sharded:
-                dtype = torch.bfloat16 if id(p) in cast else p.dtype
-                dtype = torch.float32 if id(p) in widened else dtype
+                dtype = torch.bfloat16 if id(p) in to_bf16 else p.dtype
+                dtype = torch.float32 if id(p) in to_fp32 else dtype
                 first.setdefault(group, {}).setdefault(dtype, name)
     for names in first.values():
         if len(names) > 1:
@@ -251,11 +251,11 @@ def kept(parameter: Tensor) -> bool:
     return parameter in _kept
 
 
-def _islands(
-    module: nn.Module, keep_fp32: Iterable[str | type]
+def _named_by(
+    keep_fp32: Iterable[str | type], module: nn.Module
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The modules that compute in fp32, and the parameters that stay in it, theirs included."""
-    islands: list[nn.Module] = []
+    in_fp32: list[nn.Module] = []
     asked: list[nn.Parameter] = []
     modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
     named = [(without_wrappers(name), p) for name, p in module.named_parameters()]
@@ -272,9 +272,9 @@ def _islands(
                 f"keep_fp32={key!r} matches no module of {type(module).__name__} and none of its "
                 f"parameters; its modules are {', '.join(shown)}"
             )
-        islands += matches
+        in_fp32 += matches
         asked += [*parameters, *(p for sub in matches for p in sub.parameters())]
-    return islands, asked
+    return in_fp32, asked
 
 
 def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
