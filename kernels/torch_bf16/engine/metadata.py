@@ -50,8 +50,5 @@ class Metadata:
         """
         if self._guards is None or not self._guards.check(*tensors):
             return False
-        return self._useful or self._note_use()
-
-    def _note_use(self) -> bool:
         self._useful = True
         return True

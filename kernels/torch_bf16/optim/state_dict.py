@@ -242,12 +242,10 @@ def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict
     What torch.distributed.checkpoint has loaded in place needs no copy.
     """
     seen = to_view(own)
-    copy = {
-        key: own[key]
-        if same_memory(each, seen.get(key))
-        else each.clone()
-        if isinstance(each, Tensor)
-        else each
-        for key, each in state.items()
-    }
+    copy = dict(state)
+    for key, each in state.items():
+        if same_memory(each, seen.get(key)):
+            copy[key] = own[key]
+        elif isinstance(each, Tensor):
+            copy[key] = each.clone()
     return from_view(copy, dims)

@@ -272,14 +272,13 @@ def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard
         given: what they were made from: what is in place already stays the tensor it is.
         shard: of the parameter.
     """
-    return {
-        key: each
-        if key == "step" or not isinstance(each, Tensor)
-        else given[key]
-        if key in given and local(given[key]) is each
-        else shard.place(each, _whole_shape(key, shard))
-        for key, each in here.items()
-    }
+    placed = dict(here)
+    for key, each in here.items():
+        if key == "step" or not isinstance(each, Tensor):
+            continue
+        in_place = key in given and local(given[key]) is each
+        placed[key] = given[key] if in_place else shard.place(each, _whole_shape(key, shard))
+    return placed
 
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
