@@ -42,13 +42,13 @@ def fp32_state_dict(
     Returns:
         New tensors for what was bf16; the module's own for the rest.
 
+    Raises:
+        NotImplementedError: FSDP1 has flattened the module; the message says what works.
+
     Example:
         >>> fp32 = torch.nn.Linear(4, 4)
         >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
         <All keys matched successfully>
-
-    Raises:
-        NotImplementedError: FSDP1 has flattened the module; the message says what works.
     """
     if any(map(unit_shapes, model.parameters())):
         raise NotImplementedError(

@@ -83,11 +83,11 @@ class Engine:
         self.data_writes_named = False
         self.invalidate()
 
-    def told(self, else_: str) -> Pending:
+    def told(self, too_late: str) -> Pending:
         """What the next step is told.
 
         Args:
-            else_: what a user is told who tells it something where that comes too late.
+            too_late: ends the error where gradients are released, and says what works instead.
 
         Raises:
             NotImplementedError: gradients are released, and the step was taken within backward(),
@@ -96,7 +96,7 @@ class Engine:
         self.check_host()
         if self.release is not None:
             raise NotImplementedError(
-                f"gradients are released, so that the step runs inside backward() and {else_}"
+                f"gradients are released, so that the step runs inside backward() and {too_late}"
             )
         return self.pending
 

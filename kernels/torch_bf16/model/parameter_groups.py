@@ -45,7 +45,7 @@ def param_groups(
             ``{"use_muon": False}``.
 
     Returns:
-        Groups with different options, for any optimizer of torch 2.6 or newer.
+        Groups with different options, for any optimizer.
 
     Raises:
         ValueError: a key fits no parameter, there is none to train, or an argument has another

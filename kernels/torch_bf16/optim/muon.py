@@ -25,7 +25,7 @@ __all__ = ["Muon"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # torch has it since 2.9.
-_Torchs: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
+_TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
 def _shape_factor(adjustment: str | None, shape: tuple[int, ...]) -> float:
@@ -34,7 +34,7 @@ def _shape_factor(adjustment: str | None, shape: tuple[int, ...]) -> float:
     return math.sqrt(max(1.0, shape[0] / max(shape[1], 1)))
 
 
-class Muon(BF16Optimizer, _Torchs):
+class Muon(BF16Optimizer, _TorchMuon):
     r"""Muon (Jordan et al., 2024): momentum, orthogonalised, for the matrices of hidden layers.
 
     With the gradient g, and for matrices of A rows and B columns:
@@ -82,7 +82,7 @@ class Muon(BF16Optimizer, _Torchs):
         >>> optimizer.step()
     """
 
-    torch_class = _Torchs
+    torch_class = _TorchMuon
     decouples = True
 
     def __init__(
