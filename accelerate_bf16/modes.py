@@ -56,13 +56,13 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHED) -> str | None:
         >>> canonical_or_refuse("bf16_stochastic")
         Traceback (most recent call last):
         ...
-        ValueError: ACCELERATE_MIXED_PRECISION='bf16_stochastic' is no mode of Accelerate, ...
+        ValueError: ACCELERATE_MIXED_PRECISION='bf16_stochastic' is not a mode of Accelerate, ...
     """
     mode = canonical(value)
     if mode is None and value.lower().replace("_", "-").startswith(("bf16-", "true-bf16")):
         raise ValueError(
-            f"{asked}={value!r} is no mode of Accelerate, which would train in fp32 without saying "
-            f"so. The modes of torch-bf16 are {', '.join((*MODES, *ALIASES))}"
+            f"{asked}={value!r} is not a mode of Accelerate, which would silently train in fp32. "
+            f"The modes of torch-bf16 are {', '.join((*MODES, *ALIASES))}"
         )
     return mode
 
@@ -86,8 +86,8 @@ def meant() -> str | None:
     mode = canonical(value)
     if value and mode is None:
         raise ValueError(
-            f"{MEANT}={value!r} is none of the modes of torch-bf16, {', '.join((*MODES, *ALIASES))}"
-            ". Unset it for Accelerate's own"
+            f"{MEANT}={value!r} is not one of the modes of torch-bf16, "
+            f"{', '.join((*MODES, *ALIASES))}. Unset it for Accelerate's own"
         )
     return mode
 

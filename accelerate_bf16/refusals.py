@@ -62,7 +62,7 @@ def explain_mixed_unit(mode: str, error: ValueError) -> None:
             "_keep_in_fp32_modules_strict, adapters), and FSDP1 flattens what lies in one unit in "
             f"one dtype ({error}). What works: FSDP2, fsdp_version=2, which gets groups for them; "
             "or an auto_wrap_policy that makes them units. The model is bfloat16 now and partly "
-            "wrapped; make it anew"
+            "wrapped; make it again"
         ) from error
 
 

@@ -217,7 +217,7 @@ class PrecisionBody(_Base):
             raise type(error)(
                 f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
                 "Lightning takes it as it is. Nothing was trained"
-                + ", but the parameters of your module are bf16 by now: make or load it anew"
+                + ", but the parameters of your module are bf16 by now: make or load it again"
                 * cast
             ) from error
         return [each for each in asked if isinstance(each, torch_bf16.BF16Optimizer)]

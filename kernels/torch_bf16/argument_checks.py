@@ -25,7 +25,7 @@ COMPUTES = ("autocast", "fp32", "bf16")
 
 
 def check_backend(name: Any) -> None:
-    """Refuse what is no backend's name.
+    """Refuse what is not a backend's name.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -35,7 +35,7 @@ def check_backend(name: Any) -> None:
 
 
 def check_compute(compute: Any) -> None:
-    """Refuse what is no way for a model to compute.
+    """Refuse what is not a way for a model to compute.
 
     Raises:
         ValueError: there is no such way.
@@ -45,7 +45,7 @@ def check_compute(compute: Any) -> None:
 
 
 def check_module(function: str, module: Any) -> None:
-    """Refuse what is no module.
+    """Refuse what is not a module.
 
     Raises:
         ValueError: it is none.
@@ -58,7 +58,7 @@ def check_module(function: str, module: Any) -> None:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Refuse a bound of a norm that is no positive number.
+    """Refuse a bound of a norm that is not a positive number.
 
     Raises:
         ValueError: it is neither that nor None.

@@ -27,10 +27,10 @@ VECTORS = ("exact", "like_matrices")
 """How bf16 parameters with at most one dimension can be kept."""
 
 _CHOICES = {
-    "accumulate": (ACCUMULATIONS, "is no format for a sum of gradients"),
-    "reduce": (REDUCTIONS, "is no way to sum gradients over ranks"),
-    "offload": (OFFLOADS, "is nothing that can live in host memory"),
-    "vectors": (VECTORS, "is no way to keep parameters of one dimension"),
+    "accumulate": (ACCUMULATIONS, "is not a format for a sum of gradients"),
+    "reduce": (REDUCTIONS, "is not a way to sum gradients over ranks"),
+    "offload": (OFFLOADS, "does not say what is to live in host memory"),
+    "vectors": (VECTORS, "is not a way to keep one-dimensional parameters"),
 }
 _FAULTS = {
     "is a format for weights": list(ROLES["weights"]),
@@ -57,8 +57,8 @@ class Recipe:
             experiments).
         exp_avg: format of first moments and momentum buffers: ``fp32`` (4 bytes),
             ``bf16_nearest`` or ``bf16_stochastic`` (2), or ``int8`` (1.06: one byte, and an fp32
-            scale for each 64). Where a row, which is all dimensions but the first, is no multiple
-            of 64, the moments of an ``int8`` recipe are in bf16.
+            scale for each 64). Where a row, which is all dimensions but the first, is not a
+            multiple of 64, the moments of an ``int8`` recipe are in bf16.
         exp_avg_sq: format of second moments, likewise.
         accumulate: format of the sum of gradients of bf16 parameters while micro-batches add to it:
             ``bf16_nearest`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic``

@@ -132,7 +132,7 @@ def clipping_takes_the_exact_norm_and_leaves_gradients_unwritten():
     moved = [whole(p).float() - before[n] for n, p in model.named_parameters()]
     length = torch.stack([each.norm() for each in moved]).norm()
     torch.testing.assert_close(length, torch.tensor(0.5), rtol=0.02, atol=0.0)
-    # What is no whole optimizer's is scaled in place.
+    # What is not a whole optimizer's is scaled in place.
     some = list(model.parameters())[:3]
     norm = made.clip_grad_norm_(some, 1e-3)
     after = torch.stack([whole(p.grad).double().norm() for p in some]).norm()

@@ -86,7 +86,7 @@ def test_misspelt_environment_variable_raises_instead_of_training_in_fp32(
     make_accelerator, monkeypatch, value
 ):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", value)
-    with pytest.raises(ValueError, match=f"ACCELERATE_MIXED_PRECISION='{value}' is no mode"):
+    with pytest.raises(ValueError, match=f"ACCELERATE_MIXED_PRECISION='{value}' is not a mode"):
         make_accelerator()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
     assert make_accelerator().mixed_precision == "bf16-stochastic"

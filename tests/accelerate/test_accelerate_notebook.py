@@ -95,6 +95,6 @@ def test_variable_is_put_back_and_wins_where_no_mode_is_named(monkeypatch):
 
 def test_misspelt_mode_is_refused_with_the_names():
     with pytest.raises(
-        ValueError, match=r"mixed_precision='bf16-sr' is no mode .*bf16-fp32-master"
+        ValueError, match=r"mixed_precision='bf16-sr' is not a mode .*bf16-fp32-master"
     ):
         notebook_launcher(lambda: None, num_processes=1, mixed_precision="bf16-sr")

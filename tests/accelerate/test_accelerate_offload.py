@@ -55,5 +55,7 @@ def test_a_loop_clips_accumulates_and_resumes(
 def test_a_mistake_is_named(make_accelerator, monkeypatch, model):
     monkeypatch.setenv("BF16_OFFLOAD", "cpu")
     accelerator = make_accelerator("bf16-stochastic")
-    with pytest.raises(ValueError, match="offload='cpu' is nothing that can live in host memory"):
+    with pytest.raises(
+        ValueError, match="offload='cpu' does not say what is to live in host memory"
+    ):
         accelerator.prepare(model, torch_bf16.AdamW(model.parameters()))

@@ -135,7 +135,7 @@ def test_options_that_cannot_be_meant_are_refused():
     ("options", "message"),
     [
         ({"weights": "bf17"}, "weights='bf17'.* use one of"),
-        ({"accumulate": "fp64"}, "accumulate='fp64' is no format for a sum"),
+        ({"accumulate": "fp64"}, "accumulate='fp64' is not a format for a sum"),
         ({"keep_fp32": 5}, "keep_fp32=5 must be a tuple"),
         ({"keep_fp32": ["head"]}, "keep_fp32='head' matches no module of Sequential"),
         ({"seed": 1.5}, "seed=1.5 must be an int"),

@@ -165,7 +165,7 @@ def test_what_contradicts_the_mode_is_refused(make_trainer, monkeypatch):
     with pytest.raises(ValueError, match=r"optim_args='cautious=True' with optim='adamw_bf16_sto"):
         make_trainer(optim="adamw_bf16_stochastic", optim_args="cautious=True")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-sr")
-    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='bf16-sr' is no mode"):
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='bf16-sr' is not a mode"):
         make_trainer()
 
 

@@ -179,7 +179,7 @@ def test_weights_and_optimizer_may_be_in_two_files(tmp_path):
 @pytest.mark.parametrize("kind", ["unnamed", "no weights", "absent", "damaged", "safetensors"])
 def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, capsys):
     model, _, path = saved_run(tmp_path, kind)
-    match = "says no names of parameters"
+    match = "has no parameter names"
     if kind == "no weights":
         torch_bf16.save_checkpoint(path, step=1)
         match = "has no weights: it holds step"

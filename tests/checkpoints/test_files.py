@@ -134,7 +134,7 @@ def flipped(data, place, bit):
 def test_a_foreign_file_is_refused_and_nothing_changes(run, what, tmp_path):
     path, (model, optimizer) = tmp_path / "foreign.pt", run
     before = faults.digest(model, optimizer)
-    match = "or is no file that torch.save made of tensors"
+    match = "or is not a file that torch.save made of tensors"
     if what == "empty":
         path.touch()
     elif what == "text":

@@ -234,7 +234,9 @@ def test_what_is_asked_wrongly_is_refused():
         torch_bf16.accumulate_gradients(model, optimizer, "fp16")
     with pytest.raises(ValueError, match="has no recipe; make it a torch_bf16 optimizer"):
         torch_bf16.accumulate_gradients(model, torch.optim.SGD(model.parameters()), "fp32")
-    with pytest.raises(ValueError, match="accumulate='fp16' is no format for a sum of gradients"):
+    with pytest.raises(
+        ValueError, match="accumulate='fp16' is not a format for a sum of gradients"
+    ):
         Recipe("mine", accumulate="fp16")
 
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 of_fsdp2 = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"),
-    reason="this torch's fully_shard takes no other reduction, and that is refused",
+    reason="this torch's fully_shard accepts no other reduction, and that is refused",
 )
 
 

@@ -246,7 +246,7 @@ def test_options_that_exclude_each_other_or_are_unknown_are_refused():
         lightning_bf16.BF16Precision(release_gradients=True, release_max_norm=-1.0)
     with pytest.raises(ValueError, match="release_norm='all' is unknown; use one of parameter"):
         lightning_bf16.BF16Precision(release_gradients=True, release_norm="all")
-    with pytest.raises(ValueError, match="accumulate='int4' is no format"):
+    with pytest.raises(ValueError, match="accumulate='int4' is not a format"):
         lightning_bf16.BF16Precision(accumulate="int4")
 
 

@@ -106,7 +106,7 @@ def check_split_is_lossless(start, stop):
 def check_nan_stays_nan(start, stop):
     """In nearest, in stochastic under extreme draws, and in the visible half of split16."""
     for x in slabs(start, stop):
-        assert x.isnan().all(), f"{_first(x, ~x.isnan())} is no NaN"
+        assert x.isnan().all(), f"{_first(x, ~x.isnan())} is not a NaN"
         quiet_half = (x.view(torch.int32) >> 16 | 0x0040) & 0xFFFF
         results = {"nearest": bf16_nearest(x), "split16": split16(x)[0]}
         for r in (0, 0x8000, 0xFFFF):

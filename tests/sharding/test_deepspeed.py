@@ -106,7 +106,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("accumulate", "accumulate='bf16_stochastic'"),
         ("Adafactor", "Adafactor cannot step under DeepSpeed"),
         ("Muon", "Muon cannot step under DeepSpeed: it looks at whole matrices"),
-        ("cautious", "cautious and update_clipping cannot be had under DeepSpeed"),
+        ("cautious", "cautious and update_clipping are not possible under DeepSpeed"),
         ("schedule-free", "AdamWScheduleFree cannot be evaluated under DeepSpeed"),
         ("no engine", "engine, *_ = deepspeed.initialize(...)"),
         ("told", "gradient_clipping"),

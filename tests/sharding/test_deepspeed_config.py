@@ -72,5 +72,5 @@ def test_vectors_can_be_kept_like_matrices():
     recipe = torch_bf16.get_recipe("bf16-stochastic", vectors="like_matrices")
     for role in ("weights", "exp_avg", "exp_avg_sq"):
         assert recipe.format_of(role, (8,)) == recipe.format_of(role, (8, 8))
-    with pytest.raises(ValueError, match="vectors='some' is no way"):
+    with pytest.raises(ValueError, match="vectors='some' is not a way"):
         torch_bf16.get_recipe(recipe, vectors="some")

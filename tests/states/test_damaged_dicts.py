@@ -43,8 +43,8 @@ DAMAGED = {
         "exp_avg of .* is torch.strided on meta .*must be a dense tensor with memory",
     ),
     "the recipe is None": (at("torch_bf16", "recipe", value=None), "its recipe is None and must"),
-    "names are a number": (at("torch_bf16", "names", value=3), "names are no lists of names"),
-    "a name is a number": (at("torch_bf16", "names", value=[[3]]), "names are no lists of names"),
+    "names are a number": (at("torch_bf16", "names", value=3), "names are not lists of names"),
+    "a name is a number": (at("torch_bf16", "names", value=[[3]]), "names are not lists of names"),
 }
 
 

@@ -172,7 +172,7 @@ def test_a_weight_stays_by_its_parameter_at_every_tie(new, visible):
     rest = recode_weight(x, parameter, new)
     after = new.decode([parameter.clone(), *rest])
     distance = (bits(after).long() - bits(x).long()).abs()
-    # A number that is no tie of the other kind stays; the others move by one unit.
+    # A number that is not a tie of the other kind stays; the others move by one unit.
     own = recode(x, new)[0].view(torch.int16) == parameter.view(torch.int16)
     same_ties = {"bf16+16": "ties away", "bf16+fp32": "ties to even"}.get(new.name)
     assert own.all() == (visible == same_ties)

@@ -69,7 +69,7 @@ class Counter(torch.optim.Optimizer):
 
 
 class CountsInState(torch.optim.Optimizer):
-    """Descent at a growing rate, counted under a key of ``state`` that is no parameter."""
+    """Descent at a growing rate, counted under a key of ``state`` that is not a parameter."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})

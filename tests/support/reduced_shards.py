@@ -237,7 +237,7 @@ def run_refusals():
     old = fully_shard(Model().bfloat16(), mesh=mesh)
     with mock.patch.object(FSDPModule, "set_custom_reduce_scatter"):
         del FSDPModule.set_custom_reduce_scatter
-        refused(old, NotImplementedError, "takes no other reduction in torch")
+        refused(old, NotImplementedError, "accepts no other reduction in torch")
 
 
 def run_forgotten():

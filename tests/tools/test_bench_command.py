@@ -208,7 +208,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(capsys, monkeypatc
         (["--device", "meta"], "argument --device: 'meta' is not cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "argument --device: 'cuda:99' is not here: torch sees "),
         (["--json"], "argument --json: expected one argument"),
-        (["--from", "missing.json"], "argument --from: 'missing.json' is no record that --json"),
+        (["--from", "missing.json"], "argument --from: 'missing.json' is not a record that --json"),
     ],
     ids=" ".join,
 )
@@ -233,7 +233,7 @@ def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
     file.write_text('{"schema": 7}')
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "--from", str(file)])
-    assert "is no record that --json has written (schema 7)" in capsys.readouterr().err
+    assert "is not a record that --json has written (schema 7)" in capsys.readouterr().err
 
 
 def test_numbers_may_be_written_with_an_exponent(monkeypatch):

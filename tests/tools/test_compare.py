@@ -153,7 +153,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_convicts_the_row():
     judge(found)
     assert not found["healthy"]
     assert found["sentences"] == [
-        "bf16-true is broken: its loss is no number any more (seed 0 at step 1)"
+        "bf16-true is broken: its loss is no longer a number (seed 0 at step 1)"
     ]
 
 
@@ -212,5 +212,5 @@ def test_options_of_an_optimizer_are_plain_values():
     choice = choice_of("torch.optim.SGD(momentum=0.9, nesterov=True)")
     assert (choice.make, choice.options) == (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
     for text in ("SGD", "torch.optim.SGD(momentum=x)", "torch.optim.SGD(0.9)", "a b"):
-        with pytest.raises(ValueError, match=r"no optimizer such as|no plain values"):
+        with pytest.raises(ValueError, match=r"not an optimizer such as|not plain values"):
             choice_of(text)

@@ -105,7 +105,7 @@ def test_a_damaged_run_is_named(content, tmp_path, capsys):
     path.parent.mkdir(parents=True)
     path.write_text(content)
     assert compare("mine_to_compare:make", *QUICK) == 2
-    assert f"{path.relative_to(tmp_path)} is no run of compare" in capsys.readouterr().err
+    assert f"{path.relative_to(tmp_path)} is not a run of compare" in capsys.readouterr().err
 
 
 def test_a_factory_with_an_optimizer_takes_no_other(capsys):
@@ -151,7 +151,7 @@ def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
         (["--optimizer", "torch.optim.AdamW(betas=3)"], "cannot be made"),
         (["--optimizer", "AdamW"], "give the module, too"),
         (["--device", "cuda:77"], "--device cuda:77 cannot be used here"),
-        (["--reference", "bf16-mixed"], "'bf16-mixed' is no row; those: 32-true"),
+        (["--reference", "bf16-mixed"], "'bf16-mixed' is not a row; those: 32-true"),
         (["--metric", "loss"], "--metric is for runs that exist"),
         (["--text", "words.txt"], "is for the built-in model"),
     ],
@@ -171,7 +171,7 @@ def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path
     for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}'):
         (tmp_path / "x.json").write_text(content)
         assert compare("x.json") == 2
-        assert "x.json is no record of" in capsys.readouterr().err
+        assert "x.json is not a record of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

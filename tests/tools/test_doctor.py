@@ -239,7 +239,7 @@ def test_a_checkpoint_in_fp32_is_exact_beside_one_with_masters(tmp_path):
 
 
 def test_weights_that_were_fp32_are_compared_as_the_cast_left_them(tmp_path):
-    """A fine-tuning in plain bf16 of fp32 weights begins with a cast, which is no learning."""
+    """A fine-tuning in plain bf16 of fp32 weights begins with a cast, which is not learning."""
     start = gaussian(400, 300)
     lost = walk(start.bfloat16().float(), 2e-5, 50, rounded=True)
     before = saved(tmp_path / "a.pt", {"w.weight": start})

@@ -95,7 +95,7 @@ def test_three_checkpoints_and_bad_rates_are_refused(pair, capsys):
     for rate in ("0", "-1", "nan", "fast"):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["doctor", *pair, f"--lr={rate}"])
-        assert "is no positive number" in capsys.readouterr().err
+        assert "is not a positive number" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_without_a_traceback(pair, capsys, monkeypatch):

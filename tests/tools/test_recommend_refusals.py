@@ -1,4 +1,4 @@
-"""``recommend`` on what is no training, or none that can be measured."""
+"""``recommend`` on what is not training, or none that can be measured."""
 
 import pytest
 from factories_to_train import FACTORIES, SCRIPT, recommend
@@ -83,7 +83,7 @@ def test_a_factory_of_something_else_ends_with_status_2_and_the_reason(name, cap
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no/such/train.py"], "is no file here. It must be a script, or module:factory"),
+        (["no/such/train.py"], "is not a file here. It must be a script, or module:factory"),
         (["."], "is a folder"),
         (["no_such_module:make"], "cannot be imported from"),
         (["train.py", "--lr", "1e-3"], "--lr is for factories"),

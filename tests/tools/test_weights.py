@@ -163,7 +163,7 @@ CORRUPT = [
 
 
 def corrupt(path):
-    """Files that are no checkpoints, by what is wrong, and what is said of them."""
+    """Files that are not checkpoints, by what is wrong, and what is said of them."""
     good = path / "good.ckpt"
     torch.save({"w": torch.ones(100)}, good)
     whole = good.read_bytes()
@@ -175,7 +175,7 @@ def corrupt(path):
         "truncated.ckpt": (whole[: len(whole) // 2], "was cut short or damaged"),
         "binary.pt": (os.urandom(5000), "was cut short or damaged"),
         "text.pt": (b"hello", "was cut short or damaged"),
-        "archive.zip": (None, "no file that torch.save made"),
+        "archive.zip": (None, "not a file that torch.save made"),
         "numbers.pt": ([1, 2, 3], "holds a list and no tensors by name"),
         "foreign.pt": ({"a": 1, "b": "x"}, "has no weights: it holds a, b"),
         "empty.safetensors": (b"", "is empty"),
@@ -185,7 +185,7 @@ def corrupt(path):
         "size.safetensors": (length + header.replace(b"[4]", b"[5]") + b"\0" * 16, "has 16 bytes"),
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
-        "other.index.json": (b"[]", "is no index of a checkpoint"),
+        "other.index.json": (b"[]", "is not an index of a checkpoint"),
         "other.json": (b"{}", "such a name ends in .index.json"),
     }
 

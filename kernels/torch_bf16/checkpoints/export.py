@@ -257,9 +257,9 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if not any(key in MASTERS for state in nameless for key in state):
         return {name: states[key] for key, name in named.items() if key in states}
     raise CheckpointError(
-        "the optimizer's state dict says no names of parameters, so that its exact masters cannot "
-        "be assigned. Export from the program: torch_bf16.fp32_state_dict(model, optimizer); and "
-        "give the optimizer model.named_parameters(), or convert() its module, for the next time"
+        "the optimizer's state dict has no parameter names, so that its exact masters cannot be "
+        "assigned. Export from the program: torch_bf16.fp32_state_dict(model, optimizer); and "
+        "give the optimizer model.named_parameters(), or convert() it with its model, next time"
     )
 
 

@@ -117,8 +117,8 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
 def damaged_safetensors(path: Path, why: object) -> CheckpointError:
     """What is told of a file of safetensors that cannot be read."""
     return CheckpointError(
-        f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is no safetensors "
-        f"file: {why}. Download or save it again"
+        f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is not a "
+        f"safetensors file: {why}. Download or save it again"
     )
 
 
@@ -148,8 +148,8 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is no file "
-                "that torch.save made of tensors, numbers, text and containers of them: "
+                f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is not a "
+                "file that torch.save made of tensors, numbers, text and containers of them: "
                 f"{reason.rstrip('.')}. Load an older checkpoint. Nothing was changed"
             ) from error
     if not isinstance(content, dict):

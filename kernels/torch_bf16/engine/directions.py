@@ -83,9 +83,8 @@ class Directions:
             found.fill_(1.0)
             _logger.warning(
                 "found_inf is not 0 on another rank, which this one exchanges numbers with: both "
-                "skip the step. Have all ranks find the same; GradScalers that do not come apart "
-                "in their scales, too: use torch.distributed.fsdp.sharded_grad_scaler."
-                "ShardedGradScaler"
+                "skip the step. Have all ranks find the same; torch.distributed.fsdp."
+                "sharded_grad_scaler.ShardedGradScaler does, and keeps their scales alike, too"
             )
 
     def run(

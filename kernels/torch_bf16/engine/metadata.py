@@ -46,7 +46,7 @@ class Metadata:
         """Whether these are the same in all that, lazy negation included; False where unknown.
 
         Args:
-            tensors: as many as were noted, in order; what is no tensor is not the same.
+            tensors: as many as were noted, in order; what is not a tensor is not the same.
         """
         if self._guards is None or not self._guards.check(*tensors):
             return False

@@ -70,9 +70,9 @@ class Pending:
         if self.is_stale(gradients):
             self.reset()
             warnings.warn(
-                "gradients were clipped and then replaced or written before a step read them, by "
-                "model.zero_grad(), p.grad = None or another backward(), say: this step scales "
-                "nothing and skips nothing. Clip after the last backward() before the step",
+                "gradients were clipped and then replaced or written before a step read them, for "
+                "example by model.zero_grad(), p.grad = None or another backward(): this step "
+                "scales nothing and skips nothing. Clip after the last backward() before the step",
                 stacklevel=3,
             )
 

@@ -46,9 +46,9 @@ class Recording:
     ) -> None:
         if found.addresses is None or not all(part.direct for part in active.parts):
             raise RuntimeError(
-                "a gradient is not contiguous, is negated when it is read, or is no plain tensor "
-                "on this rank, and each step goes through a copy of it. Make it contiguous, or "
-                "take ordinary steps"
+                "a gradient is not contiguous, is negated when it is read, or is not a plain "
+                "tensor on this rank, and each step goes through a copy of it. Make it contiguous, "
+                "or take ordinary steps"
             )
         self._statistics = statistics
         self._parts, self._sources = {*active.parts}, active.sources

@@ -39,7 +39,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What ``optimizer.state`` holds under keys that are no parameters, such as counters."""
+    """What ``optimizer.state`` holds under keys that are not parameters, such as counters."""
     return {key: each for key, each in states.items() if not isinstance(key, Tensor)}
 
 
@@ -55,7 +55,7 @@ class Runner:
 
     Attributes:
         attributes: what the calls set.
-        shared: the states under keys that are no parameters, as the last call left them.
+        shared: the states under keys that are not parameters, as the last call left them.
         draws: whether they drew random numbers.
         couples: whether a call that was followed has coupled its members.
     """

@@ -47,7 +47,7 @@ def _scales(x):
 
 
 def _per_scale(scales, top):
-    """What makes the largest of a block ``top``; NaN where the scale is no number.
+    """What makes the largest of a block ``top``; NaN where the scale is not a number.
 
     A tensor on the left, because torch multiplies by the reciprocal where a number is there.
     """

@@ -50,7 +50,7 @@ class Format:
         decode: ``decode(planes) -> fp32 tensor``.
         split: ``split(x, r)``: for each plane what fp32 ``x`` is there; ``r`` is an int32 tensor of
             uniform 16-bit integers where ``stochastic``, else None.
-        fallback: the format for tensors whose rows are no whole blocks.
+        fallback: the format for tensors whose rows are not whole blocks.
     """
 
     name: str

@@ -225,7 +225,7 @@ def announce_buckets(module: DistributedDataParallel) -> str | None:
     if getattr(module, "mixed_precision", None) is not None:
         return "DDP casts gradients by its own mixed_precision"
     if getattr(module, "_torch_bf16_reduction", None) is not None:
-        return "sums of micro-batches in fp32 go round DDP's buckets; 'bf16_stochastic' does not"
+        return "sums of micro-batches in fp32 bypass DDP's buckets; 'bf16_stochastic' does not"
     hooks = getattr(module, "_comm_hooks", None)
     if not hooks:
         module.register_comm_hook(module.process_group, _reduce)

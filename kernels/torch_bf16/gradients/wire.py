@@ -93,7 +93,7 @@ def _register_fsdp2(module: Any, name: str) -> None:
         return
     why = None
     if not hasattr(module, "set_custom_reduce_scatter"):
-        why = f"fully_shard takes no other reduction in torch {torch.__version__}, newer ones do"
+        why = f"fully_shard accepts no other reduction in torch {torch.__version__}, newer ones do"
     elif not any(is_dtensor(p) and shard_of(p).groups() for p in parameters):
         why = "its parameters are replicated, and torch lets nobody replace that all-reduce"
     if why:

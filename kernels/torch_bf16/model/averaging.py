@@ -166,7 +166,7 @@ class EMA(AveragedModel):
         backend: name of the backend; None for the best that works.
 
     Raises:
-        ValueError: ``model`` is no module, or ``decay``, ``format`` or ``seed`` not one of those.
+        ValueError: ``model`` is not a module, or ``decay``, ``format`` or ``seed`` cannot be used.
         NotImplementedError: ``model`` is sharded, or FSDP1 has flattened it.
 
     Example:

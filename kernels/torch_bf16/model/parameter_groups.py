@@ -41,7 +41,7 @@ def param_groups(
             arguments; the first key that fits counts.
         muon: give each group ``use_muon``, whether :class:`torch_bf16.Muon` orthogonalises its
             updates: True for matrices outside of embeddings, and for stacks of at least two, such
-            as experts, that are no convolution's. Put the output layer into ``groups`` with
+            as experts, that are not a convolution's. Put the output layer into ``groups`` with
             ``{"use_muon": False}``.
 
     Returns:

@@ -167,7 +167,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
 
     See :mod:`torch_bf16.rules.nadam` for the equations.
 
-    Differs from torch.optim: ``mu_product`` is no state, it is computed from the step and from
+    Differs from torch.optim: ``mu_product`` is not a state, it is computed from the step and from
     ``betas`` and ``momentum_decay`` as they are, as if these had never changed; ``state_dict``
     contains it for torch's sake. The other differences are those of :class:`AdamW`.
 

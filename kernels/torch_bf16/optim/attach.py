@@ -65,7 +65,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name, convert = type(optimizer).__name__, "torch_bf16.convert(optimizer, recipe, model=model)"
     if not isinstance(optimizer, BF16Optimizer):
         raise ValueError(
-            f"attach found a {name} inside of DeepSpeed's engine, which is none of torch_bf16: "
+            f"attach found a {name} inside DeepSpeed's engine, which is not one of torch_bf16: "
             f"give deepspeed.initialize(optimizer=...) torch_bf16.AdamW(...), or call {convert} "
             "before it"
         )
@@ -78,13 +78,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(rule.statistic is not None for rule in rules):
         raise NotImplementedError(
-            "cautious and update_clipping cannot be had under DeepSpeed: they look at whole "
+            "cautious and update_clipping are not possible under DeepSpeed: they look at whole "
             "tensors, which ZeRO cuts anywhere and lays into one. Leave them out, or use FSDP2"
         )
     if any(state.role == ITERATE for rule in rules for state in rule.states):
         raise NotImplementedError(
             f"{name} cannot be evaluated under DeepSpeed: eval() puts the averages where the "
-            "weights are, and this rank has but a part of them. Use AdamW, or FSDP2"
+            "weights are, and this rank has only a part of them. Use AdamW, or FSDP2"
         )
     if recipe.keep_fp32:
         raise NotImplementedError(

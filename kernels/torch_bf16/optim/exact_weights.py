@@ -210,9 +210,9 @@ def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
         engine.data_writes_named = True
         warnings.warn(
             f"{found} bf16 weights were written through p.data since the last step: where their "
-            "numbers changed, training goes on from the bf16 numbers and not from an fp32 master. "
+            "numbers changed, training continues from the bf16 numbers, not from an fp32 master. "
             "To average or blend weights, compute with fp32 ones: with torch_bf16.exact_weights("
-            "model, optimizer) as weights: ... (this is said once)",
+            "model, optimizer) as weights: ... (this is said only once)",
             stacklevel=4,
         )
 

@@ -1,4 +1,4 @@
-"""Muon with ``torch.optim``'s signature, and AdamW for what is no matrix."""
+"""Muon with ``torch.optim``'s signature, and AdamW for what is not a matrix."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Muon(BF16Optimizer, _TorchMuon):
     matrices, such as the experts of a layer, each of which is orthogonalised by itself; a
     convolution's kernel is none, and belongs to AdamW. Parameter groups with ``use_muon=False`` are
     stepped by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer,
-    and all that is no matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
+    and all that is not a matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
 
     Sharded by ``fully_shard``, tensor parallelism or FSDP1, each matrix has an owner, which gets
     ``u`` in bf16, orthogonalises it, and sends each rank its elements in bf16: the bits of one
@@ -115,7 +115,7 @@ class Muon(BF16Optimizer, _TorchMuon):
                 f"ns_coefficients={ns_coefficients} must be three numbers and ns_steps={ns_steps} "
                 "at least 0 and below 100"
             )
-        # torch's own constructor refuses all that is no matrix.
+        # torch's own constructor refuses all that is not a matrix.
         self._construct(locals(), defaults=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -204,8 +204,8 @@ class AdamWScheduleFree(_ScheduleFree):
     Differs from the package ``schedulefree``: it starts in train mode; ``train()`` gives back the
     bits that ``eval()`` found, so that validation leaves a run as it was; the bias is corrected by
     the steps that a parameter took; ``lr`` as a tensor is read on the host, and so is what
-    ``GradScaler`` found; ``foreach`` is no argument. In fp32 the results differ by rounding: torch
-    adds products with one rounding, and a kernel here rounds each.
+    ``GradScaler`` found; there is no argument ``foreach``. In fp32 the results differ by rounding:
+    torch adds products with one rounding, and a kernel here rounds each.
 
     Args:
         params: as for :class:`AdamW`, like all errors, and all arguments but these:

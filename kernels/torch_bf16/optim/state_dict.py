@@ -181,7 +181,7 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _shared(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """States under keys that are no parameters; only classes without a fused rule have any."""
+    """States under keys that are not parameters; only classes without a fused rule have any."""
     parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
     return {key: each for key, each in state_dict["state"].items() if key not in parameters}
 

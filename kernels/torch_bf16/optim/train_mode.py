@@ -53,7 +53,7 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
         optimizers: which follow, beside those that do already; these are put into its mode again.
 
     Raises:
-        ValueError: ``model`` is no module.
+        ValueError: ``model`` is not a module.
 
     Example:
         >>> torch_bf16.follow(model, optimizer)

@@ -66,7 +66,7 @@ def check_parameter(shard: Shard) -> None:
     """Refuse a parameter that a kernel cannot update.
 
     Raises:
-        ValueError: it is neither bf16 nor fp32, or its elements are no numbers in memory.
+        ValueError: it is neither bf16 nor fp32, or its elements are not numbers in memory.
         NotImplementedError: it is sharded in a way that cannot be trained.
     """
     parameter = shard.parameter
@@ -138,7 +138,7 @@ def resolve_peak_lr(group: dict[str, Any], number: int, decouples: bool) -> None
         decouples: whether the group's rule has a decoupled decay.
 
     Raises:
-        ValueError: the option is no learning rate, or the rule's decay is an L2 penalty.
+        ValueError: the option is not a learning rate, or the rule's decay is an L2 penalty.
     """
     wanted = group.get(FULLY_DECOUPLED)
     if not wanted:

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _ATTACH = (
-    "is one of DeepSpeed's flat tensors, and nobody has said which parameters it is made of: its "
+    "is one of DeepSpeed's flat tensors, and it is not known which parameters it is made of: its "
     "formats and its noise follow from these. Call torch_bf16.attach(engine) after "
     "deepspeed.initialize, before the first step and before a checkpoint is loaded"
 )

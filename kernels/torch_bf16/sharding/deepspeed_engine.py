@@ -135,7 +135,7 @@ def check_engine(engine: Any) -> Any:
         engine: what ``deepspeed.initialize`` returned first.
 
     Raises:
-        ValueError: it is no engine, or has no optimizer, or was set up in another way.
+        ValueError: it is not an engine, or has no optimizer, or was set up in another way.
         NotImplementedError: it does what cannot be trained, or was not tried.
     """
     bases = [each.__name__ for each in type(engine).__mro__]

@@ -48,7 +48,7 @@ class Parameters:
         self._specs = [each._spec for each in self._sharded]
         self._locals = [each._local_tensor for each in self._placed]
         deep = [*map(layers, parameters)]
-        # Row by row: the parameters, what is below those that are no memory themselves, and so on.
+        # Row by row: the parameters, what is below those that are not memory themselves, and so on.
         self._layers = [*zip_longest(*deep, fillvalue=_NOTHING)] or [()]
         self.memory = [each[-1] for each in deep]
         self._wrapped = [n for n, each in enumerate(deep) if len(each) > 1 + self._flags[n]]
@@ -109,7 +109,7 @@ def all_same(some: Any, others: list[Any]) -> bool:
 
 
 def unlike_memory(kinds: set[type]) -> tuple[set[type], set[type]]:
-    """Of the classes of some gradients, those that are no memory themselves, or may not be.
+    """Of the classes of some gradients, those that are not memory themselves, or may not be.
 
     Those that a collective still has to fill, and those of other libraries.
     """

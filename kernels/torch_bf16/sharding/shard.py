@@ -62,7 +62,7 @@ class Shard:
         """Which elements of the whole tensor the memory holds.
 
         Raises:
-            NotImplementedError: they are no equally long runs at equal distances.
+            NotImplementedError: they are not equally long runs at equal distances.
         """
         return Span.of_whole(self.name, self.shape)
 

@@ -34,7 +34,7 @@ def inner_of(tensor: Tensor) -> Tensor | None:
 
 
 def candidates(tensor: Any) -> list[str] | None:
-    """The names of the tensors that a wrapper may show the numbers of; None if it is no wrapper.
+    """The names of the tensors that a wrapper may show the numbers of; None if it is not a wrapper.
 
     They have its dtype, shape, strides and device.
     """

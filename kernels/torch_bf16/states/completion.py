@@ -179,7 +179,7 @@ def _take_states(
     """This rank's part of each entry of a state, which may be whole or placed in any way.
 
     Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. So is one of
-    ``factors``, of which every rank keeps all. What is no tensor stays as it is, and so does
+    ``factors``, of which every rank keeps all. What is not a tensor stays as it is, and so does
     ``step``.
     """
     taken = dict(state)
@@ -268,7 +268,7 @@ def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard
     """This rank's parts of a state, placed like the parameter.
 
     Args:
-        here: by name; what is no tensor stays as it is, and so does ``step``.
+        here: by name; what is not a tensor stays as it is, and so does ``step``.
         given: what they were made from: what is in place already stays the tensor it is.
         shard: of the parameter.
     """

@@ -50,7 +50,7 @@ def header(
 
 
 def check_whole(state_dict: Any) -> None:
-    """Refuse what is no optimizer's state dict.
+    """Refuse what is not an optimizer's state dict.
 
     Raises:
         StateMismatchError: its two parts are not there, or not what torch makes them of.
@@ -59,8 +59,8 @@ def check_whole(state_dict: Any) -> None:
     if not whole or not isinstance(state_dict.get("param_groups"), (list, tuple)):
         found = list(state_dict)[:8] if isinstance(state_dict, Mapping) else type(state_dict)
         raise StateMismatchError(
-            "this is no optimizer's state dict: it needs a dict 'state' and a list 'param_groups' "
-            f"and has {found}. Pass what optimizer.state_dict() returned"
+            "this is not an optimizer's state dict: it needs a dict 'state' and a list "
+            f"'param_groups' and has {found}. Pass what optimizer.state_dict() returned"
         )
     for number, group in enumerate(state_dict["param_groups"]):
         keys = group.get("params") if isinstance(group, Mapping) else None
@@ -122,7 +122,7 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
     if not isinstance(other, Mapping) or not listed:
         raise StateMismatchError(
             f"the entry {HEADER!r} of the state dict is damaged: its recipe is {other!r} and must "
-            "be a dict, or its names are no lists of names. Delete it to load the rest as it is"
+            "be a dict, or its names are not lists of names. Delete it to load the rest as it is"
         )
     if missing := {"name", "seed", *_FORMAT_FIELDS} - other.keys():
         raise StateMismatchError(

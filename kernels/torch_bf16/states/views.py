@@ -1,11 +1,11 @@
-"""A parameter's state as state dicts show it: bits that are no number, and numbers in fp32.
+"""A parameter's state as state dicts show it: bits that are not a number, and numbers in fp32.
 
-Kernels read 16 bits that are no number, as int16. torch's collectives (gloo, NCCL) know no 16-bit
-integers, so that nothing could gather, scatter or broadcast such a state. It is shown as bf16, in
-the same memory: what only moves tensors keeps all patterns, NaNs included. A key says which bits it
-holds, because ``torch.distributed.checkpoint`` copies into what is there and converts numbers where
-dtypes differ. Codes of moments go by the moment's key, which other formats have, too: there a
-dimension more says it, for shapes it does compare.
+Kernels read 16 bits that are not a number as int16. torch's collectives (gloo, NCCL) do not support
+16-bit integers, so that nothing could gather, scatter or broadcast such a state. It is shown as
+bf16, in the same memory: what only moves tensors keeps all patterns, NaNs included. A key says
+which bits it holds, because ``torch.distributed.checkpoint`` copies into what is there and converts
+numbers where dtypes differ. Codes of moments are stored under the moment's key, as in other
+formats: there an extra dimension tells them apart, because it does compare shapes.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a batch: what the model returns, or the ``loss`` of it.
 
     Raises:
-        ValueError: the model does not take the batch, or what it returns is no loss.
+        ValueError: the model does not take the batch, or what it returns is not a loss.
     """
     try:
         if isinstance(batch, Mapping):
@@ -168,7 +168,7 @@ def _of_file(path: Path) -> Any:
         raise ImportError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:

@@ -42,7 +42,7 @@ def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None
 
     Args:
         key: all that the verdict depends on.
-        attempt: finds the fault; may end the process. What it raises is no verdict.
+        attempt: finds the fault; may end the process. What it raises is not a verdict.
     """
     place = folder()
     if place is None:

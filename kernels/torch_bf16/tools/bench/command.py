@@ -306,7 +306,7 @@ def _record(text: str) -> dict[str, Any]:
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no record that --json has written ({error})"
+            f"{text!r} is not a record that --json has written ({error})"
         ) from None
 
 

@@ -49,7 +49,7 @@ class Running:
         self._step()
         clock.wait()
         self.first_step = time.perf_counter() - start
-        # What compiling needed for a moment is no part of a training run.
+        # What compiling needed for a moment is not part of a training run.
         clock.start_peak()
         self._step()
         self._step()

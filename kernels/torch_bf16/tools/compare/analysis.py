@@ -222,7 +222,7 @@ def _interval(found: Interval) -> dict[str, float | None]:
 
 
 def _number(value: float) -> float | None:
-    """As JSON has it: six digits, and None for what is no number."""
+    """As JSON has it: six digits, and None for what is not a number."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

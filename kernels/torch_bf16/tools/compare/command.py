@@ -86,7 +86,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("compare"),
         metavar="FOLDER",
-        help=f"runs, {_RECORD} and compare.html (default: compare); the same command goes on there",
+        help=f"runs, {_RECORD} and compare.html (default: compare); the same command resumes there",
     )
     parser.add_argument("--html", type=file_to_write, metavar="FILE", help="the page, elsewhere")
     for kind in ("png", "pdf"):
@@ -136,7 +136,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     rows = _rows(options)
     reference = options.reference or rows[0].name
     if reference not in {row.name for row in rows}:
-        raise ValueError(f"--reference {reference!r} is no row; those: {_names(rows)}")
+        raise ValueError(f"--reference {reference!r} is not a row; those: {_names(rows)}")
     if len(rows) < 2:
         raise ValueError(f"there is one row, {rows[0].name}, and nothing to compare it with")
     plan = Plan(
@@ -181,7 +181,7 @@ def _analysed(
 ) -> dict[str, Any]:
     base = reference or next(iter(rows))
     if base not in rows:
-        raise ValueError(f"--reference {base!r} is no row; those: {', '.join(rows)}")
+        raise ValueError(f"--reference {base!r} is not a row; those: {', '.join(rows)}")
     found = {"schema": 1, "kind": "compare", **about, **analysed(rows, base)}
     judge(found)
     found["notes"] = _notes(found, rows)
@@ -255,10 +255,10 @@ def _loaded(path: Path) -> dict[str, Any]:
         known = (found["kind"], found["schema"]) == ("compare", 1) and bool(found["rows"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no record of compare: {type(error).__name__}: {error}"
+            f"{path} is not a record of compare: {type(error).__name__}: {error}"
         ) from None
     if not known:
-        raise ValueError(f"{path} is no record of this version of compare")
+        raise ValueError(f"{path} is not a record of this version of compare")
     return found
 
 
@@ -289,5 +289,5 @@ def _names(rows: Sequence[Row]) -> str:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)

@@ -105,7 +105,7 @@ def _of_csv(path: Path) -> list[Logged]:
             lines = csv.DictReader(file)
             rows, names = list(lines), lines.fieldnames or []
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no CSV file: {error}") from None
+        raise ValueError(f"{path} is not a CSV file: {error}") from None
     if "step" not in names:
         raise ValueError(
             f"{path} has no column 'step', as Lightning's CSVLogger writes it; its columns: "
@@ -126,7 +126,7 @@ def _of_trainer(path: Path) -> list[Logged]:
         history = content["log_history"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no trainer_state.json of transformers: {type(error).__name__}: {error}"
+            f"{path} is not a trainer_state.json of transformers: {type(error).__name__}: {error}"
         ) from None
     found = Logged("", path)
     for entry in history if isinstance(history, list) else ():
@@ -171,7 +171,7 @@ def _of_trackio(path: Path) -> list[Logged]:
             rows = database.execute(query).fetchall()
         entries = [(name, step, when, json.loads(text)) for name, step, when, text in rows]
     except (sqlite3.Error, ValueError) as error:
-        raise ValueError(f"{path} is no database of trackio: {error}") from None
+        raise ValueError(f"{path} is not a database of trackio: {error}") from None
     return _of_entries(path, entries)
 
 
@@ -186,9 +186,11 @@ def _of_parquet(path: Path) -> list[Logged]:
     try:
         rows = parquet.read_table(path).to_pylist()
     except ArrowException as error:
-        raise ValueError(f"{path} is no Parquet file: {error}") from None
+        raise ValueError(f"{path} is not a Parquet file: {error}") from None
     if rows and not {"run_name", "step"} <= rows[0].keys():
-        raise ValueError(f"{path} is no Parquet file of trackio: it has no 'run_name' and 'step'")
+        raise ValueError(
+            f"{path} is not a Parquet file of trackio: it has no 'run_name' and 'step'"
+        )
     known = {"id", "run_id", "run_name", "step", "timestamp", "log_id", "space_id"}
     entries = [
         (
@@ -225,5 +227,5 @@ def _step(value: Any, where: str) -> int:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{where}: {value!r} is no step")
+        raise ValueError(f"{where}: {value!r} is not a step")
     return int(number)

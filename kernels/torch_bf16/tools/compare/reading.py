@@ -28,7 +28,7 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
         metric: that all have; None for the loss of training, as loggers usually call it.
 
     Raises:
-        ValueError, OSError, ImportError: something is no run, or has no such metric.
+        ValueError, OSError, ImportError: something is not a run, or has no such metric.
     """
     found: dict[str, list[Logged]] = {}
     for word, name in zip(words, _names(words), strict=True):

@@ -57,7 +57,7 @@ class Choice:
         """The optimizer of a model's trainable parameters.
 
         Raises:
-            ValueError: it cannot be made, or is no optimizer.
+            ValueError: it cannot be made, or is not an optimizer.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         try:
@@ -176,12 +176,12 @@ def choice_of(text: str) -> Choice:
     """An optimizer by its dotted name, with options: ``torch.optim.SGD(momentum=0.9)``.
 
     Raises:
-        ImportError, ValueError: there is none, or options are no plain values.
+        ImportError, ValueError: there is none, or options are not plain values.
     """
     match = re.fullmatch(r"([\w.:]+)(\(.*\))?", text.strip(), re.S)
     if not match or not re.search(r"[.:]", match[1]):
         raise ValueError(
-            f"{text!r} is no optimizer such as torch.optim.AdamW or "
+            f"{text!r} is not an optimizer such as torch.optim.AdamW or "
             "'torch.optim.SGD(momentum=0.9)': give the module, too"
         )
     name, arguments = match[1], match[2] or "()"
@@ -191,7 +191,7 @@ def choice_of(text: str) -> Choice:
             raise ValueError("options have names")
         options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     except (SyntaxError, ValueError, AttributeError) as error:
-        raise ValueError(f"options of {text!r} are no plain values: {error}") from None
+        raise ValueError(f"options of {text!r} are not plain values: {error}") from None
     module, _, last = name.rpartition(":" if ":" in name else ".")
     return Choice(text, imported(f"{module}:{last}"), options)
 

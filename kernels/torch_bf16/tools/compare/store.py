@@ -55,8 +55,8 @@ class Store:
             origin, run = content["of"], Run(**content["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is no run of compare ({type(error).__name__}: {error}); delete it, and it "
-                "is trained again"
+                f"{path} is not a run of compare ({type(error).__name__}: {error}); delete it, and "
+                "it is trained again"
             ) from error
         self._check(path, origin, row)
         return run

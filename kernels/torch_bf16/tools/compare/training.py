@@ -90,7 +90,7 @@ class Run:
 
     @property
     def broken_at(self) -> int | None:
-        """The first step whose loss is no finite number."""
+        """The first step whose loss is not a finite number."""
         pairs = zip(self.steps, self.losses, strict=True)
         return next((step for step, loss in pairs if not math.isfinite(loss)), None)
 

@@ -85,7 +85,7 @@ def _sentence(row: Mapping[str, Any], reference: str) -> str:
     name, against = row["name"], row["against"]
     if row["broken"]:
         runs = ", ".join(f"seed {seed} at step {step}" for seed, step in row["broken"].items())
-        return f"{name} is broken: its loss is no number any more ({runs})"
+        return f"{name} is broken: its loss is no longer a number ({runs})"
     parts = []
     if against is not None:
         parts.append(f"ends {_difference(against)}")

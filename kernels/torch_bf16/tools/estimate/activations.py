@@ -45,7 +45,7 @@ def batch_argument(text: str) -> Batch:
         dtype = getattr(torch, match[2], None) if match and match[2] else None
         if not match or (match[2] and not isinstance(dtype, torch.dtype)):
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no shape such as 8x1024 or 8x3x224x224:float32"
+                f"{part!r} is not a shape such as 8x1024 or 8x3x224x224:float32"
             )
         shape = tuple(map(int, match[1].split("x")))
         if 0 in shape:

@@ -93,8 +93,8 @@ def estimate(options: argparse.Namespace) -> int:
     shapes = model_shapes(options.model)
     if options.batch is not None and shapes.model is None:
         raise ValueError(
-            f"--batch takes a step, and {shapes.source} is no model that can: give its config.json "
-            "or module:factory"
+            f"--batch takes a step, and {shapes.source} is not a model that can: give its "
+            "config.json or module:factory"
         )
     rows = []
     for precision in precisions(options.accumulate, options.reduce, options.offload):
@@ -220,5 +220,5 @@ def _ranks(text: str) -> int:
     except ValueError:
         value = 0
     if not 1 <= value <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
     return value

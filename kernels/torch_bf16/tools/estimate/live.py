@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
         before = {id(each) for each in self._storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for each in self._storages(result):
-            # A view, or what was written in place, is no new memory.
+            # A view, or what was written in place, is not new memory.
             if id(each) not in before and each not in self._known:
                 self._known.add(each)
                 size = each.nbytes()

@@ -116,7 +116,9 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
             function = found.func
         name: str = function.id
     except (SyntaxError, ValueError, AttributeError) as error:
-        raise ValueError(f"{text!r} is no optimizer such as SGD(momentum=0.9): {error}") from None
+        raise ValueError(
+            f"{text!r} is not an optimizer such as SGD(momentum=0.9): {error}"
+        ) from None
     if name not in OPTIMIZERS:
         raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
     return name, options

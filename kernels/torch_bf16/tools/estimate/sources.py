@@ -49,7 +49,7 @@ def model_shapes(text: str) -> ModelShapes:
         return _of_number(text, match)
     if is_factory(text):
         return _of_factory(text)
-    hint = f"{text!r} is no file or folder here"
+    hint = f"{text!r} is not a file or folder here"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         hint += "; of a model on a hub, download config.json first"
     raise ValueError(f"{hint}. MODEL is a {KINDS}")
@@ -81,10 +81,10 @@ def _of_config(path: Path) -> ModelShapes:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(
-            f"{path} is no config of transformers: it has no 'model_type'. MODEL is a {KINDS}"
+            f"{path} is not a config of transformers: it has no 'model_type'. MODEL is a {KINDS}"
         )
     if content.get("auto_map"):
         raise ValueError(

@@ -101,7 +101,7 @@ def _check(found: Observation) -> None:
     if not found.parameters and found.infinite:
         raise ValueError(
             f"the gradients of all {found.infinite} steps that were looked at hold NaN or "
-            "infinities; no format of weights mends that"
+            "infinities; no format of weights can help"
         )
     if not found.parameters and found.unseen:
         raise ValueError(
@@ -141,5 +141,5 @@ def _count(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return value

@@ -54,7 +54,7 @@ def observed(
             raise ValueError(f"arguments after -- are for scripts, and {text} is a factory")
         return _of_factory(training_of(text), steps, lr, progress)
     if not path.exists():
-        raise ValueError(f"{text!r} is no file here. It must be {KINDS}")
+        raise ValueError(f"{text!r} is not a file here. It must be {KINDS}")
     if path.is_dir():
         raise ValueError(f"{path} is a folder. It must be {KINDS}")
     if lr is not None:
@@ -91,7 +91,7 @@ def _of_factory(
             if not bool(loss.isfinite()):
                 value = float(loss.detach())
                 raise ValueError(
-                    f"{text}: the loss of step {step} is {value}; no format of weights mends that"
+                    f"{text}: the loss of step {step} is {value}; no format of weights can help"
                 )
             optimizer.zero_grad()
             loss.backward()

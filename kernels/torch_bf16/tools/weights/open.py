@@ -58,7 +58,9 @@ def _file(path: Path) -> Saved:
         # safetensors sorts what it writes by dtype and name.
         return _with_weights(Saved(path, tensors, notes=notes, ordered=False))
     if path.suffix == ".json":
-        raise CheckpointError(f"{path} is no index of a checkpoint: such a name ends in {_INDEX}")
+        raise CheckpointError(
+            f"{path} is not an index of a checkpoint: such a name ends in {_INDEX}"
+        )
     return read_torch_file(path)
 
 
@@ -111,7 +113,7 @@ def _indexed(path: Path) -> Saved:
         files = sorted({path.parent / name for name in placed.values()})
     except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} is no index of a checkpoint, which names a file for each tensor under "
+            f"{path} is not an index of a checkpoint, which names a file for each tensor under "
             f"'weight_map': {type(error).__name__}: {error}"
         ) from None
     if missing := [each.name for each in files if not each.exists()]:

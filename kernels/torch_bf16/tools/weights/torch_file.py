@@ -91,8 +91,8 @@ def _load(path: Path) -> tuple[Any, list[str]]:
     # torch and zipfile raise almost anything over damaged bytes.
     except Exception as error:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size:,} bytes) was cut short or damaged, or is no file that "
-            f"torch.save made of tensors and numbers: {_reason(error)}. What works: "
+            f"{path} ({path.stat().st_size:,} bytes) was cut short or damaged, or is not a file "
+            f"that torch.save made of tensors and numbers: {_reason(error)}. What works: "
             "safetensors, or torch.save(model.state_dict(), path)"
         ) from None
     notes = []
