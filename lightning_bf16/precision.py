@@ -35,10 +35,10 @@ else:
 
 
 class PrecisionBody(_Base):
-    """Train in bf16 and end where fp32 would have ended.
+    """Train in bf16 and end up where fp32 would have.
 
     ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` make one;
-    make it yourself for the options.
+    make one yourself to set its options.
 
     Args:
         recipe: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
@@ -63,8 +63,9 @@ class PrecisionBody(_Base):
         vectors: ``"like_matrices"`` keeps parameters of one dimension in the formats of the others,
             which DeepSpeed may need.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
-            without ``gradient_clip_val``.
-        release_max_norm: how gradients that are released are clipped; None does not clip.
+            cannot be combined with ``gradient_clip_val``.
+        release_max_norm: bound of the norm that released gradients are clipped to; None does not
+            clip.
         release_norm: ``"parameter"`` or ``"last_step"``, see
             :func:`torch_bf16.release_gradients`.
         release_accumulation_steps: how many backward passes make one released step; None for the

@@ -1,4 +1,4 @@
-"""Train neural networks in bfloat16 and end where fp32 would have ended.
+"""Train neural networks in bfloat16 and end up where fp32 would have.
 
 Example:
     >>> import torch, torch_bf16

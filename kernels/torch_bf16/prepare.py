@@ -1,4 +1,4 @@
-"""A model and its optimizer by one recipe, in one call."""
+"""One call that casts a model and converts its optimizer by the same recipe."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def prepare(
     roles: Mapping[str, str | None] | None = None,
     elementwise: bool = False,
 ) -> tuple[_M, _O]:
-    """Cast a model and let its optimizer store by the same recipe, both in place.
+    """Cast a model and convert its optimizer by the same recipe, both in place.
 
-    What :func:`cast_model` and :func:`convert` do in two calls; the same objects stay. Call it
-    before DDP or FSDP1 wraps the model, before or after ``fully_shard``.
+    Does what :func:`cast_model` and :func:`convert` do in two calls; the objects stay the same.
+    Call it before DDP or FSDP1 wraps the model, before or after ``fully_shard``.
 
     Args:
         model: cast to bf16; its parameters' names key the rounding noise.
-        optimizer: of ``torch.optim`` or another library, or one of this package made with the same
-            recipe; or a sequence of them.
+        optimizer: one of ``torch.optim`` or of another library, or one of this package made with
+            the same recipe; or a sequence of them.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`;
             ``get_recipe("bf16-stochastic", keep_fp32=("head",))`` is one with other fields.
         backend: name of the backend that takes the steps; None for the one that an
             optimizer of this package was made with, else the recipe's, else the best that works.
-        roles: as :func:`convert` takes it, for each optimizer without a kernel.
+        roles: passed to :func:`convert` for each optimizer without a kernel.
         elementwise: likewise.
 
     Returns:
@@ -58,8 +58,8 @@ def prepare(
 
     Raises:
         ValueError: an optimizer or the model was made for another recipe; nothing has been changed.
-            Or ``roles`` or ``elementwise`` is given and a kernel steps each optimizer. Or what
-            :func:`cast_model` and :func:`convert` refuse.
+            Or ``roles`` or ``elementwise`` is given though every optimizer has a kernel. Or
+            :func:`cast_model` or :func:`convert` raises it.
         NotImplementedError: an optimizer cannot be converted: see :func:`convert`.
 
     Example:

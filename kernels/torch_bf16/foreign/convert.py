@@ -52,25 +52,26 @@ def convert(
 ) -> _T:
     """Make an optimizer store its numbers by a recipe, in place.
 
-    For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class takes
-    its own, on fp32 copies of 64 MB of tensors at a time, or of one; then weights and states with a
-    known name (:data:`ROLES`) are encoded by the recipe, and whatever else it keeps stays in fp32.
-    Its first three steps are followed: an optimizer that couples its parameters, by a norm over all
-    of them, say, steps on all at once. Its ``step`` is called as the user calls it, once for each
-    64 MB of copies; a first call may be repeated for all. Where ranks hold parts of a parameter, a
-    class in ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or that ``elementwise=True`` vouches
-    for, steps on the parts; for any other every rank gathers whole tensors.
+    For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class runs its
+    own ``step`` on fp32 copies of 64 MB of tensors at a time, or of one larger tensor; then
+    weights, and states with a known name (:data:`ROLES`), are encoded by the recipe, and whatever
+    else it keeps stays in fp32. Its first three steps are observed: an optimizer that couples its
+    parameters, for example by a norm over all of them, steps on all at once. There are no trial
+    calls: each step calls ``step`` once for each 64 MB of copies; only the first of these calls may
+    be repeated for all parameters. Where ranks hold parts of a parameter, a class in
+    ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or one that ``elementwise=True`` vouches for,
+    steps on the parts; for any other class every rank gathers whole tensors.
 
     ``train()`` and ``eval()`` of schedule-free classes rewrite the weights in the same way; AdamW
     and SGD of the package schedulefree become ours. So do Adam, AdamW and Lion of bitsandbytes with
-    8-bit moments where the recipe's are ``int8``; they are refused otherwise.
+    8-bit moments if the recipe's are ``int8``; otherwise they are refused.
 
     The object stays the same, and so do its parameter groups, hooks and LR schedulers. Moments that
-    it already has are rounded into the recipe's formats at once. Of a
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` the local optimizer is converted.
+    it already has are rounded into the recipe's formats at once. For a
+    ``torch.distributed.optim.ZeroRedundancyOptimizer``, the local optimizer is converted.
 
     Args:
-        optimizer: of any subclass of ``torch.optim.Optimizer``; mutated.
+        optimizer: an instance of any subclass of ``torch.optim.Optimizer``; mutated.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         model: the module that owns the parameters: their names, and not their order, then key the
             rounding noise.
@@ -89,8 +90,9 @@ def convert(
             backend is not known; nothing has been changed.
         NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
             keeps data outside ``state``, or wraps another optimizer. The message says what to use.
-            What shows only when it steps is refused at the first ``step``, before any weight has
-            changed: data that it puts elsewhere then, a closure that it evaluates several times.
+            Obstacles that show only when it steps, such as data that it then puts elsewhere, or a
+            closure that it evaluates several times, are refused at the first ``step``, before any
+            weight has changed.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

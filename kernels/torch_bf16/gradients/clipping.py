@@ -42,14 +42,14 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
 
     torch computes it in the gradients' dtype, which for bf16 is wrong by up to 0.4 %. Here squares
     are summed in fp64 on CPUs; on GPUs in fp32 over pieces of 65,536 elements, scaled where they
-    would leave its range, and from there in fp64. Other devices and dtypes have torch's sums in
-    fp32 of each tensor, whose range ends at norms of 1.8e19. Of sharded parameters every rank sums
-    its own part, and the sums are added up over the ranks that hold other parts: call it on all of
-    them. The result is the same on every rank and in every run on a device; its last bits depend on
-    how tensors are cut.
+    would exceed its range, and in fp64 over pieces. On other devices and for other dtypes, torch
+    sums each tensor in fp32, whose range ends at norms of 1.8e19. For sharded parameters every rank
+    sums its own part, and the sums are added up over the ranks that hold other parts: call it on
+    all of them. The result is the same on every rank and in every run on a device; its last bits
+    depend on how tensors are cut.
 
     Args:
-        parameters: those without a gradient are passed over; the gradients are only read.
+        parameters: those without a gradient are skipped; gradients are only read.
 
     Returns:
         0-d fp32 tensor on the gradients' device, not waited for; 0 where there is no gradient.
@@ -89,9 +89,9 @@ def clip_grad_norm_(
     this package takes the step, :func:`clip_next_step` saves the pass that writes.
 
     Args:
-        parameters: those without a gradient are passed over.
+        parameters: those without a gradient are skipped.
         max_norm: the largest norm that is left alone.
-        error_if_nonfinite: raise where the norm is not finite; that waits for the device.
+        error_if_nonfinite: raise if the norm is not finite; that waits for the device.
 
     Returns:
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
@@ -121,11 +121,12 @@ def clip_next_step(
 ) -> Tensor:
     """Let the next steps see gradients whose common 2-norm is at most ``max_norm``.
 
-    Where the parameters are all that one of our optimizers has gradients for, its next step
-    multiplies as it reads, and ``.grad`` stays as it is; if that is replaced or written before, the
-    step warns and scales nothing. Other gradients are scaled in place: of a part of an optimizer's
-    parameters, of those that several own, or an optimizer of another library. What
-    ``scale_next_step`` or a clip since the last backward pass said counts as done.
+    If the parameters include all for which one of our optimizers has gradients, its next step
+    multiplies gradients as it reads them, and ``.grad`` stays as it is; if that is replaced or
+    written before the step, the step warns and scales nothing. Other gradients are scaled in place:
+    those of only some of an optimizer's parameters, of parameters that several optimizers own, and
+    of another library's optimizers. Scaling that ``scale_next_step`` or an earlier clip since the
+    last backward pass has asked for counts as done.
 
     Args:
         optimizers: one or several.

@@ -33,9 +33,9 @@ def arithmetic(
     Args:
         device_type: of the tensors, ``"cpu"`` or ``"cuda"``.
         compute: ``"autocast"`` for ``torch.autocast`` to bf16. ``"fp32"`` for autocast to fp32:
-            each operation casts its weights, and the copy is freed after it. ``"bf16"`` for none:
-            every operation computes in the dtype of what it is given.
-        **autocast: settings of ``torch.autocast`` but for device and dtype.
+            each operation casts its weights, and the copy is freed after it. ``"bf16"`` for no
+            autocast: every operation computes in the dtype of its arguments.
+        **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Raises:
         ValueError: ``compute`` is unknown.

@@ -1,7 +1,7 @@
-"""An exponential moving average of weights that moves.
+"""Exponential moving averages of weights, in fp32 or in bf16 with stochastic rounding.
 
 At a decay of 0.9999 an average in bf16, rounded to nearest, never moves at all: a step of bf16 is
-0.4 % of it. Here it is fp32, or bf16 rounded stochastically, which is right in the mean.
+0.4 % of it. Rounded stochastically it is right on average.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A bf16 module works wherever it is called, not within its training loop's autocast alone.
+"""Makes a bf16 module work wherever it is called, not only under its training loop's autocast.
 
-Callbacks, loaders, loggers and whoever has a trained module call it or a part of it, often with
-fp32 inputs, where nobody has entered autocast. So ``forward`` of a module and of each of its parts
-brings autocast along, as an attribute of the instance.
+Callbacks, loaders, loggers and users of a trained module call it or a part of it, often with fp32
+inputs, where nobody has entered autocast. So ``forward`` of a module and of each of its parts
+carries autocast along, as an attribute of the instance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _calls = _Calls()
 
 @contextmanager
 def inside_step() -> Iterator[None]:
-    """While it lasts, modules that carry autocast compute in what is around them, in this thread.
+    """Within the context, modules that carry autocast do not enter it; in this thread only.
 
     For training loops that enter autocast by themselves, or turn it off for a layer.
 
@@ -71,9 +71,9 @@ def carry_autocast(
 
     Called where autocast is off, ``forward`` enters it and returns fp32; within another forward,
     or under autocast, only what the whole model returns becomes fp32. With ``compute="fp32"`` it
-    enters its own under somebody's autocast to bf16, too. It goes by itself once no
-    parameter is bf16, after ``model.float()``. Copies and pickles keep it, and need this package
-    where they are loaded; state dicts know nothing of it.
+    also enters its own autocast inside an autocast to bf16. It removes itself once no parameter is
+    bf16, after ``model.float()``. Copies and pickles keep it, and need this package where they are
+    loaded; state dicts do not contain it.
 
     Args:
         model: cast already; ``forward`` of its instances is set. Another call changes the settings.

@@ -44,26 +44,26 @@ _recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
     """Cast the fp32 parameters of a model to bf16, in place.
 
-    Parameters keep their identity, so tied weights stay tied and optimizers made before keep
-    working. What stays as it was: every buffer, metrics of torchmetrics, modules with running
-    statistics (batch norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), and
-    parameters that are not plain tensors (quantised weights) or that are frozen in another dtype
-    than fp32. Modules named by ``recipe.keep_fp32`` are fp32 afterwards, also where they came in
-    bf16 or fp16, and compute in fp32, their inputs upcast.
+    Parameters keep their identity, so tied weights stay tied and existing optimizers keep working.
+    Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
+    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), and parameters that are not
+    plain tensors (quantised weights) or are frozen in another dtype than fp32. Modules named by
+    ``recipe.keep_fp32`` are fp32 afterwards, even if they were bf16 or fp16, and compute in fp32,
+    with their inputs upcast.
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
 
     Args:
         model: mutated.
-        recipe: name or :class:`Recipe`; decides which parameters get an exact master, for which the
-            bits that each fp32 weight loses are kept until the first step (2 bytes per element, 4
-            with ``bf16+fp32``). Where its ``compute`` is not ``"autocast"``, the model carries that
+        recipe: name or :class:`Recipe`; decides which parameters get an exact master. For those,
+            the bits that each fp32 weight loses are kept until the first step (2 bytes per element,
+            4 with ``bf16+fp32``). If its ``compute`` is not ``"autocast"``, the model carries that
             along: see :func:`carry_autocast`.
 
     Returns:
-        ``model`` itself. Where it is to be trained on a CPU whose bf16 products are slow, a warning
-        says so once, with the way out.
+        ``model`` itself. If it will be trained on a CPU whose bf16 products are slow, a warning
+        says so once, and what to do.
 
     Raises:
         ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP

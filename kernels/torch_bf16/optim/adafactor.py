@@ -38,14 +38,13 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     a few thousandths of it, so that ``bf16-stochastic`` takes 4 bytes per parameter with a
     bf16 gradient.
 
-    Sharded, each parameter has an owner, which gets gradients and weights, and sends ``r``, ``c``
-    and the number before ``u``, which every rank then knows: the bits of one process.
-
-    Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16 parameters too, because
-    the arithmetic is fp32; ``foreach`` is accepted and changes nothing.
+    Where ranks hold parts of a parameter, one of them owns it during a step: it gets gradients and
+    weights, and sends ``r``, ``c`` and the factor of ``u`` to the others, so that the result has
+    the bits of one process.  Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16
+    parameters too, because the arithmetic is fp32; ``foreach`` is accepted and ignored.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         lr: highest relative step size, and what decay is multiplied by.
         beta2_decay: exponent of the decay rate, at most 0.
         eps: least root of the second moment, and least root mean square of the weights.

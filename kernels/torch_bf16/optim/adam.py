@@ -30,52 +30,54 @@ class _AdamFamily(BF16Optimizer):
 class AdamW(_AdamFamily, torch.optim.AdamW):
     r"""AdamW (Loshchilov & Hutter, 2019) whose numbers are stored by a recipe.
 
-    Weight decay is part of the one rounding of each weight, so it acts at any size of ``lr`` times
-    ``weight_decay``. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the equations.
+    Weight decay is part of the update, which is rounded only once, so it takes effect however small
+    ``lr`` times ``weight_decay`` is. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for
+    the equations.
 
-    Differs from torch.optim: ``foreach`` and ``fused`` are accepted and change
-    nothing (one fused call updates everything anyway); ``differentiable`` is refused.
+    Differs from torch.optim: ``foreach`` and ``fused`` are accepted and ignored (one fused call
+    updates everything anyway); ``differentiable`` is refused.
 
     Args:
-        params: bf16 or fp32 parameters, named ones, or groups of them. Names key the rounding
-            noise; without them the position does.
+        params: bf16 or fp32 parameters, ``(name, parameter)`` pairs, or groups of them. Names key
+            the rounding noise; without names, positions do.
         lr: learning rate, a float or a 0-d tensor.
         betas: decay rates of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay.
         amsgrad: divide by the root of the largest second moment so far, a third state in the
-            recipe's ``exp_avg_sq`` format. A maximum keeps the upward errors of a second moment
-            that is rounded stochastically; ``Recipe(..., exp_avg_sq="fp32")`` has none.
+            recipe's ``exp_avg_sq`` format. A maximum accumulates the upward errors of a second
+            moment that is rounded stochastically; with ``Recipe(..., exp_avg_sq="fp32")`` there are
+            none.
         maximize: ascend instead of descend.
         foreach: ignored.
         capturable: let a CUDA graph record a step, with the Triton backend and after an ordinary
             one; ``lr`` as a tensor on the device may then change between replays.
         differentiable: must be False.
         fused: ignored.
-        cautious: leave out updates that differ from the gradient in sign, and let the others grow
-            by what that takes from their number (Liang et al., 2024); also an option of a group.
-            See :mod:`torch_bf16.rules.cautious`.
+        cautious: leave out updates that differ from the gradient in sign, and scale up the others
+            to make up for their number (Liang et al., 2024); also an option of a group. See
+            :mod:`torch_bf16.rules.cautious`.
         update_clipping: divide the learning rate of a tensor, also in its decay, by the root mean
             square of its gradient over the root of its second moment, where that is above 1
             (StableAdamW: Wortsman et al., 2023); also an option of a group. See
             :mod:`torch_bf16.rules.stable_adamw`.
-        fully_decoupled_weight_decay: multiply weights by ``1 - lr / peak * weight_decay`` and not
-            by ``1 - lr * weight_decay``, so that another ``lr`` leaves the decay alone and the
-            schedule acts on both. True where ``lr`` is the peak of the schedule, else that peak;
-            also an option of a parameter group. A ``weight_decay`` of ``peak * 0.1`` then is
-            what 0.1 was.
+        fully_decoupled_weight_decay: multiply weights by ``1 - lr / peak * weight_decay`` instead
+            of ``1 - lr * weight_decay``, so that tuning ``lr`` does not change the decay, while the
+            schedule acts on both. True if ``lr`` is the peak of the schedule, else that peak; also
+            an option of a parameter group. ``weight_decay=peak * 0.1`` then has the effect that
+            ``weight_decay=0.1`` has without it.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
         backend: name of the backend that takes the steps, as ``python -m torch_bf16 info`` lists
             them; None for the best that works on the parameters' device.
         release: take steps inside ``backward()`` and free gradients with them: True, or a dict with
             ``max_norm``, ``norm`` or ``accumulation_steps`` of
-            :func:`torch_bf16.release_gradients`. Copies do so, too. With several ranks and no
-            ``fully_shard`` the module must be shown to that function.
+            :func:`torch_bf16.release_gradients`. Copies of the optimizer do so, too. With several
+            ranks and no ``fully_shard``, call that function with the module instead.
 
-    ``cautious`` and ``update_clipping`` look at whole tensors: each step reads gradients and states
-    twice, and ranks that hold parts of a tensor add up one integer for it, so that any number of
-    ranks has the bits of one process. They take no memory. A state dict that does not have these
-    options leaves them as they are.
+    ``cautious`` and ``update_clipping`` need a mean over each whole tensor: a step reads gradients
+    and states twice, and ranks that hold parts of a tensor add up one integer for it, so that any
+    number of ranks has the bits of one process. They need no memory. Loading a state dict that does
+    not have these options leaves them as they are.
 
     Raises:
         ValueError: the recipe or the backend is unknown, an argument is out of range, or a
@@ -126,7 +128,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
     Differs from torch.optim as :class:`AdamW` does.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         weight_decay: multiplied by the weight and added to the gradient.
         decoupled_weight_decay: decay as AdamW does.
 
@@ -167,12 +169,12 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
 
     See :mod:`torch_bf16.rules.nadam` for the equations.
 
-    Differs from torch.optim: ``mu_product`` is not a state, it is computed from the step and from
-    ``betas`` and ``momentum_decay`` as they are, as if these had never changed; ``state_dict``
-    contains it for torch's sake. The other differences are those of :class:`AdamW`.
+    Differs from torch.optim: ``mu_product`` is not a state; it is computed from the step and the
+    present ``betas`` and ``momentum_decay``, as if these had never changed. ``state_dict`` contains
+    it so that torch's NAdam can load it. The other differences are those of :class:`AdamW`.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
         momentum_decay: how fast the momentum coefficient rises to ``betas[0]``.
         decoupled_weight_decay: decay as AdamW does.
@@ -237,7 +239,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
     Differs from torch.optim as :class:`AdamW` does.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
         decoupled_weight_decay: decay as AdamW does.
 
@@ -279,10 +281,10 @@ class ADOPT(BF16Optimizer):
     where the first step only measures the gradient.
 
     A second moment with ``betas[1] = 0.9999`` changes by 0.01 % a step, so it must not be rounded
-    to nearest in bf16: the named recipes do not.
+    to nearest in bf16; neither named recipe does that.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         eps: least root of the second moment to divide by.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
         decoupled_weight_decay: decay as AdamW does.

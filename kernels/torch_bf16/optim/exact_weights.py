@@ -151,22 +151,23 @@ def exact_weights(
     """The fp32 weights of a model, to be blended with others and put back where the context ends.
 
     Averages of replicas (local SGD, DiLoCo), of checkpoints (soups) and of earlier weights
-    (lookahead) move a weight by less than a bf16 unit: computed with ``p.data`` they round it, and
-    what its exact master had is lost. Within the context they are computed with fp32 copies, 4
-    bytes per parameter; :meth:`BF16Optimizer.exact_weight` takes one at a time.
+    (lookahead) often move a weight by less than a bf16 unit: computed on ``p.data`` they are
+    rounded, and the low bits of exact masters are lost. The context gives fp32 copies to compute
+    them on, 4 bytes per parameter; :meth:`BF16Optimizer.exact_weight` copies one at a time.
 
     Args:
-        model: whose parameters; those that no optimizer has are themselves, detached.
-        optimizers: of this package, or wrappers of a host around such.
+        model: its parameters; those that no optimizer has are given as they are, detached.
+        optimizers: of this package, or a host's wrappers around such optimizers.
 
     Yields:
         fp32 tensors by the names of ``model.named_parameters()``, in its order: to be written in
-        place, by ``.data = ...`` or by assigning to the dict. Give ``weights.values()`` to what
-        takes parameters. Gradients are off inside, and an exception puts nothing back.
+        place, by ``.data = ...`` or by assigning to the dict. Pass ``weights.values()`` to
+        functions that take parameters. Gradients are off inside; after an exception nothing is put
+        back.
 
     Raises:
-        ValueError: an optimizer is not one of this package, or what was put there does not fit;
-            parameters before it in the model's order have been written then.
+        ValueError: an optimizer is not one of this package, or a new value does not fit its
+            parameter; those before it in the model's order have then been written.
 
     Example:
         >>> others = {name: p.detach().float() for name, p in model.named_parameters()}

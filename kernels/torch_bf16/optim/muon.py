@@ -48,19 +48,20 @@ class Muon(BF16Optimizer, _TorchMuon):
 
     ``m`` has the recipe's ``exp_avg`` format. A parameter of three dimensions is a stack of
     matrices, such as the experts of a layer, each of which is orthogonalised by itself; a
-    convolution's kernel is none, and belongs to AdamW. Parameter groups with ``use_muon=False`` are
-    stepped by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output layer,
-    and all that is not a matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such groups.
+    convolution's kernel is not one, and belongs to AdamW. Parameter groups with ``use_muon=False``
+    are stepped by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output
+    layer, and all that is not a matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such
+    groups.
 
     Sharded by ``fully_shard``, tensor parallelism or FSDP1, each matrix has an owner, which gets
     ``u`` in bf16, orthogonalises it, and sends each rank its elements in bf16: the bits of one
     process.
 
-    Differs from torch.optim: AdamW in the same optimizer; stacks; ``maximize``; ``u`` comes from
-    the momentum as it is stored. One matrix at a time takes three fp32 copies.
+    Differs from torch.optim: it includes AdamW, accepts stacks and has ``maximize``; ``u`` is
+    computed from the momentum as it is stored. One matrix at a time needs three fp32 copies.
 
     Args:
-        params: as for :class:`AdamW`, like all arguments but these. A group of matrices alone is
+        params: as for :class:`AdamW`, as are all arguments not listed here. A group of matrices is
             Muon's unless it says ``use_muon=False``.
         momentum: decay rate of the momentum buffer.
         nesterov: look ahead along the momentum.
@@ -69,7 +70,7 @@ class Muon(BF16Optimizer, _TorchMuon):
         ns_steps: iterations, below 100.
         adjust_lr_fn: None or ``"original"``, or ``"match_rms_adamw"`` (Liu et al., 2025), with
             which AdamW's ``lr`` and ``weight_decay`` can be used.
-        adamw_betas: ``betas`` of groups with ``use_muon=False`` that name none.
+        adamw_betas: ``betas`` of groups with ``use_muon=False`` that do not set their own.
         adamw_eps: their ``eps``, likewise.
 
     Raises:
@@ -131,7 +132,7 @@ class Muon(BF16Optimizer, _TorchMuon):
             param_group = {"betas": betas, "eps": eps, **param_group}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # torch puts every default into every group, and these are for AdamW's alone.
+        # torch puts every default into every group, and these are only for AdamW's.
         for name in ("adamw_betas", "adamw_eps"):
             group.pop(name, None)
         names = group.get("param_names")

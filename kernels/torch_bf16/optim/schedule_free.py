@@ -190,7 +190,7 @@ def _check_share(group: Mapping[str, Any], where: str = "", outcome: str = "") -
 
 
 class AdamWScheduleFree(_ScheduleFree):
-    """Schedule-free AdamW (Defazio et al., 2024): no learning rate schedule, and no end to know.
+    """Schedule-free AdamW (Defazio et al., 2024): no schedule, and no number of steps to know.
 
     Weights are trained at a point between an iterate and its running average, and used as the
     average. See :mod:`torch_bf16.rules.schedule_free` for the equations. It keeps the iterate ``z``
@@ -208,7 +208,7 @@ class AdamWScheduleFree(_ScheduleFree):
     torch adds products with one rounding, and a kernel here rounds each.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         lr: learning rate, 1 to 10 times that of AdamW with a schedule; constant.
         betas: share of the average where gradients are taken, and decay rate of the second moment.
         weight_decay: decoupled decay, at the point where gradients are taken.
@@ -251,10 +251,10 @@ class AdamWScheduleFree(_ScheduleFree):
 
 
 class SGDScheduleFree(_ScheduleFree):
-    """Schedule-free SGD (Defazio et al., 2024), for which all of :class:`AdamWScheduleFree` holds.
+    """Schedule-free SGD (Defazio et al., 2024); see :class:`AdamWScheduleFree` for all else.
 
     Args:
-        params: as for :class:`AdamWScheduleFree`, like all errors, and all arguments but these:
+        params: as for :class:`AdamWScheduleFree`, as are errors and all arguments not listed here.
         lr: learning rate, 10 to 50 times that of SGD with momentum and a schedule.
         momentum: share of the average where gradients are taken.
         weight_decay: multiplied by the weight and added to the gradient.

@@ -26,10 +26,10 @@ class SGD(BF16Optimizer, torch.optim.SGD):
     The momentum buffer has the recipe's ``exp_avg`` format.
 
     Differs from torch.optim: the state also counts ``step``, which keys the rounding noise;
-    ``foreach`` and ``fused`` are accepted and change nothing; ``differentiable`` is refused.
+    ``foreach`` and ``fused`` are accepted and ignored; ``differentiable`` is refused.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         momentum: decay rate of the momentum buffer; 0 keeps none.
         dampening: share of the gradient that does not enter the buffer, from the second step on.
         weight_decay: multiplied by the weight and added to the gradient.
@@ -73,16 +73,16 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
     format. See :mod:`torch_bf16.rules.rmsprop` for the equations.
 
     Differs from torch.optim: with ``centered`` both means are fp32 in every recipe, and a variance
-    that rounding makes negative counts as zero, where torch goes on with NaN. ``foreach`` and
-    ``capturable`` are accepted and change nothing; ``differentiable`` is refused.
+    that rounding makes negative counts as zero, where torch gets NaN. ``foreach`` and
+    ``capturable`` are accepted and ignored; ``differentiable`` is refused.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         alpha: decay rate of the means.
         eps: added to the root.
         weight_decay: multiplied by the weight and added to the gradient.
         momentum: decay rate of the momentum buffer; 0 keeps none.
-        centered: divide by the standard deviation of the gradient, not by the root of its square.
+        centered: divide by the gradient's standard deviation, not by its root mean square.
         capturable: ignored.
 
     Example:
@@ -126,10 +126,10 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
 
     Differs from torch.optim: there is no state before the first step, and a group added later may
     have its own ``initial_accumulator_value``; gradients must be dense; ``foreach`` and ``fused``
-    are accepted and change nothing; ``differentiable`` is refused.
+    are accepted and ignored; ``differentiable`` is refused.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
         weight_decay: multiplied by the weight and added to the gradient.
         initial_accumulator_value: what the sum of squared gradients starts from.
@@ -171,10 +171,10 @@ class Lion(BF16Optimizer):
 
     It keeps one state, so that ``bf16-stochastic`` takes 6 bytes per parameter with a bf16
     gradient. See :mod:`torch_bf16.rules.lion` for the equations. Use a learning rate three to ten
-    times smaller than AdamW's and a weight decay as much larger, as the paper does.
+    times smaller than AdamW's and a weight decay larger by the same factor, as the paper does.
 
     Args:
-        params: as for :class:`AdamW`, like all errors, and all arguments but these:
+        params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         lr: learning rate, a float or a 0-d tensor; every weight moves by it.
         betas: weight of the momentum in the sign, and the momentum's decay rate.
         weight_decay: decoupled decay.

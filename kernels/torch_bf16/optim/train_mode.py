@@ -1,4 +1,4 @@
-"""Optimizers with modes of their own, switched by a block of code or by the model's modes."""
+"""Optimizers with train and eval modes, switched by a context or by the model's own modes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def averaged(*given: Any) -> Iterator[list[Any]]:
 
 
 def follow(model: nn.Module, *optimizers: Any) -> None:
-    """Let schedule-free optimizers follow ``model.train()`` and ``model.eval()``, and be as it is.
+    """Let schedule-free optimizers follow ``model.train()`` and ``model.eval()``.
 
-    From now on ``model.eval()`` makes the weights the averages and ``model.train()`` those that are
-    trained, whatever wraps the model. Modes of parts of the model switch nothing. Optimizers
-    without modes are left out. A copy of the model is followed by none.
+    From now on ``model.eval()`` puts the averages into the weights, and ``model.train()`` the
+    weights that are trained, whatever wraps the model. Calling either on a part of the model
+    switches nothing. Optimizers without modes are ignored. Copies of the model are not followed.
 
     Args:
         model: the module as it is called, or the one in a wrapper; its attribute ``train`` is set.
-        optimizers: which follow, beside those that do already; these are put into its mode again.
+        optimizers: added to those that follow it already; all of them are put into its mode now.
 
     Raises:
         ValueError: ``model`` is not a module.

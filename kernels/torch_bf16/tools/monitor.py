@@ -70,23 +70,23 @@ class Sample:
 
 
 class UpdateMonitor:
-    """Guard an optimizer: which share of its updates survives rounding, and where training stalls.
+    """Observe what share of an optimizer's updates survives rounding, and where training stalls.
 
-    At every ``every``-th step it computes for some elements of each parameter the update that the
-    rule intends, lets the step happen, and looks at what was stored. It never writes: the training
-    has the same bits without it. A step with a gradient that is not finite is not looked at; of a
-    sharded parameter, this rank's part is. Of matrices under Muon and Adafactor and of optimizers
-    without a fused rule, the gradient norm is all there is to see.
+    At every ``every``-th step it computes, for some elements of each parameter, the update that the
+    rule intends, lets the step happen, and compares what was stored. It never writes: training has
+    the same bits without it. Steps with a gradient that is not finite are left out; of a sharded
+    parameter, this rank's part is observed. For matrices under Muon and Adafactor, and for
+    optimizers without a fused rule, it reports only the gradient norm.
 
     Args:
         optimizer: of this package.
-        every: steps from one look to the next; None looks only after :meth:`look`.
-        sample: at most so many elements of each parameter, in runs spread over it.
-        horizon: steps that ``LayerUpdate.snr`` speaks of.
+        every: steps from one observation to the next; None observes only after :meth:`look`.
+        sample: the most elements of each parameter to observe, in runs spread over it.
+        horizon: the number of steps for which ``LayerUpdate.snr`` is computed.
         warn: whether to log, once per layer, that it stalls and what helps.
 
     Attributes:
-        layers: the last look, by name of the layer: a parameter's name without its last part.
+        layers: the last observation, by layer: a parameter's name without its last part.
         gradient_norm: of all gradients at that step, in fp32, as they were in memory.
 
     Raises:
