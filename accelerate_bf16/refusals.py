@@ -76,7 +76,7 @@ def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
                 "(sync_module_states, cpu_ram_efficient_loading), and the optimizer would train "
                 "nothing on this rank. Prepare the model first, and make the optimizer from what "
                 "prepare returns. The model is wrapped and the optimizer is converted; make both "
-                "anew"
+                "again"
             )
 
 

@@ -1,4 +1,4 @@
-"""What functions and optimizers of this package accept, where torch does not say it for them."""
+"""Checks of arguments that several public functions share and that torch does not make."""
 
 from __future__ import annotations
 

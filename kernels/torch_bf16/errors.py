@@ -1,4 +1,4 @@
-"""The exceptions that have no fitting built-in type, and what public doors add to messages."""
+"""Exceptions without a fitting built-in type, and contexts that add to messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 OLDEST_TORCH = (2, 7)
-"""Below it, steps, hooks and shards go by other rules, which nothing here is tested with."""
+"""Older versions differ in steps, hooks and shards, and nothing here is tested with them."""
 
 UNTOUCHED = "Nothing was updated"
 
@@ -29,11 +29,11 @@ _USERS = (ValueError, NotImplementedError)
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot work here; the message says why and what can."""
+    """A backend was asked for by name and cannot run here; the message says why and which can."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint file is damaged, foreign or of another model, or it could not be written."""
+    """A checkpoint file is damaged, of another kind or of another model, or cannot be written."""
 
 
 class StateMismatchError(ValueError):
@@ -56,10 +56,10 @@ def check_torch() -> None:
 
 @contextmanager
 def prefix_errors(subject: Callable[[], str]) -> Iterator[None]:
-    """Begin the message of what is raised within by what it is about.
+    """Prefix the message of a user error that is raised within by what it is about.
 
     Args:
-        subject: called where something is raised; what the message says follows a blank.
+        subject: called only if an error is raised; a space and the message follow.
     """
     try:
         yield
@@ -69,12 +69,12 @@ def prefix_errors(subject: Callable[[], str]) -> Iterator[None]:
 
 
 class suffix_errors:
-    """End the message of what is raised within by a sentence, at the one public door."""
+    """Append a sentence to the message of a user error that is raised within, once."""
 
     def __init__(self, sentence: str) -> None:
         self._sentence = sentence
 
-    # A generator for it takes three times as long, at every step.
+    # Not a generator, which takes three times as long, because every step enters it.
     def __enter__(self) -> None:
         pass
 

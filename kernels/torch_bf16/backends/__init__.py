@@ -1,4 +1,4 @@
-"""Backends run kernels on a device; they know no rule by name, and formats in their codecs."""
+"""Backends run kernels on a device; they know no rule by name, and formats only in their codecs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
 
 
 def choose_for(variant: Variant, requested: str | None = None) -> Backend:
-    """The backend for a variant: one asked for by name as it is, else one that was tried.
+    """The backend for a variant: the one asked for by name, else the best that passed its trial.
 
     Args:
         variant: what is to be run.
@@ -136,7 +136,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _squares_by(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The fastest backend that adds up right, as far as that was tried."""
+    """The fastest backend whose sums passed their trial."""
     for backend in _automatic(device):
         if backend is _EAGER:
             break
@@ -156,7 +156,7 @@ def explain(device: torch.device) -> dict[str, str | None]:
 def _automatic(device: torch.device) -> list[Backend]:
     """Those that can work on a device, the fastest first.
 
-    Says once where the one that was made for the device is missing.
+    Warns once if the one that was made for the device is missing.
     """
     # On CPUs Triton only interprets, for tests.
     order = ("cpu" if device.type == "cpu" else "triton", "eager")

@@ -32,7 +32,7 @@ class Kernel(Protocol):
         ...
 
     def compile(self, n_scalars: int) -> None:
-        """Compile what the first call would, for rules with so many scalars: a call cannot fail so.
+        """Compile now, for rules with so many scalars, so that no call can fail to compile.
 
         Without it the first call compiles.
         """

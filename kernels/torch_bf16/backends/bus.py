@@ -1,4 +1,4 @@
-"""The bus between a device and the host's memory: copies beside the device's work, and their order.
+"""The bus between a device and host memory: copies that overlap with computation, and their order.
 
 A thin layer over streams and events, so that the order can be tested where there are none.
 """
@@ -35,7 +35,7 @@ class Bus(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor with the same bits there: itself where that is so."""
+        """A contiguous tensor there with the same bits: itself if it is one already."""
         ...
 
     def run(self, stream: Any, work: Callable[[], Any]) -> None:
@@ -43,11 +43,11 @@ class Bus(Protocol):
         ...
 
     def record(self, stream: Any) -> Any:
-        """An event that happens when a stream is through with what is queued in it by now."""
+        """An event that happens when a stream has done all that is queued in it now."""
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let what is queued in a stream from now on begin after an event."""
+        """Let everything queued in a stream from now on wait for an event."""
         ...
 
     def finish(self, event: Any) -> None:

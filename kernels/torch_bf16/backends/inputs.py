@@ -13,7 +13,7 @@ __all__ = ["KernelInputs", "ScalarRows", "StepInputs"]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one step was told beside the hyperparameters.
+    """What one step was told besides the hyperparameters.
 
     Attributes:
         coefficient: multiplied into every gradient: a number or a tensor with one element.
@@ -32,7 +32,7 @@ class StepInputs:
         return self.coefficient if self.grad_scale is None else self.coefficient / self.grad_scale
 
     def on_host(self) -> StepInputs:
-        """The same in numbers, for what asks for them often: each read waits for a device."""
+        """The same as numbers, for code that reads them often: each read waits for a device."""
         found_inf = None if self.found_inf is None else float(self.found_inf)
         return StepInputs(float(self.multiplier), None, found_inf)
 

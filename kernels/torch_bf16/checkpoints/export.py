@@ -1,4 +1,4 @@
-"""The way out: exact fp32 weights and moments, for programs that know nothing of this one."""
+"""Exact fp32 weights and moments, for programs that do not know this package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 def fp32_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """The module's state dict with each bf16 weight as the fp32 number that training goes on from.
+    """The module's state dict with each bf16 weight as the fp32 number that its next step reads.
 
     Args:
         model: buffers and parameters of other dtypes are as in ``model.state_dict()``.

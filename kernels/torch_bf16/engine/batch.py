@@ -1,8 +1,8 @@
 """Numbers that one kernel call takes through a rule: the only way from tensors to a backend.
 
 Steps, running averages, sums of micro-batches and the encoding for other optimizers are batches. A
-batch is frozen when it is made; what a step brings comes with :meth:`Batch.run`. Only where the
-tensors themselves are others from time to time, :meth:`Batch.move` takes it to them.
+batch is fixed when it is made; the inputs of each step come with :meth:`Batch.run`. If the tensors
+themselves change from time to time, :meth:`Batch.move` rebinds it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Job:
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
-    """The items of equal keys together: of equal variants, say, which one batch can take."""
+    """Items grouped by key, such as jobs of one variant, which one batch can take."""
     found: dict[Hashable, list[_T]] = defaultdict(list)
     for item in items:
         found[key(item)].append(item)
@@ -128,11 +128,11 @@ class Batch:
         self._bound.compile(n_scalars)
 
     def move(self, planes: Sequence[Sequence[tuple[Tensor, ...]]] | None) -> None:
-        """Go on with other tensors in place of the jobs', alike in dtype, size and device.
+        """Replace the jobs' tensors by others of the same dtype, size and device.
 
         Args:
-            planes: for each job those of each format; None lets go of what there is until others
-                come, so that it can be freed.
+            planes: for each job those of each format; None drops the present ones, so that they can
+                be freed before others come.
         """
         moved = None if planes is None else replace(self._bucket, planes=planes)
         self._kernel = None if moved is None else load(moved, self.backend)
@@ -150,8 +150,8 @@ class Batch:
             gradients: one for each job, contiguous; None leaves that job's planes as they are.
             scalars: of the rule, and the number of the step.
             bases: what the noise starts from instead of :attr:`bases`.
-            addresses: of the gradients, int64, 0 for None, where they are known; an array that
-                nobody writes afterwards, as its numbers are not looked at again.
+            addresses: of the gradients, int64, 0 for None, if known; an array that is not written
+                afterwards, because the same array is taken for the same numbers.
         """
         self._bound(KernelInputs(gradients, scalars, bases, addresses))
 
@@ -170,7 +170,7 @@ class Batch:
     def bring(
         self, gradients: Sequence[Tensor | None], scalars: ScalarRows, addresses: np.ndarray
     ) -> None:
-        """Have the device know what :meth:`launch` is to work on, where a backend is capturable.
+        """Copy to the device what :meth:`launch` will work on; for capturable backends.
 
         Args as for :meth:`run`.
         """
@@ -196,7 +196,7 @@ class Batch:
         scale: float = 1.0,
         bases: Any = None,
     ) -> None:
-        """:meth:`run` where all jobs have the same options, and their rule no use for the step.
+        """:meth:`run` with the same options for all jobs, for rules whose scalars ignore the step.
 
         Args:
             gradients: as for :meth:`run`.

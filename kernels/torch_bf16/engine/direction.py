@@ -1,4 +1,4 @@
-"""What a rule takes for the gradient where it looks at whole tensors first."""
+"""What rules that look at whole tensors first take in place of the gradient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Direction", "Solution"]
 
 
 class Solution(NamedTuple):
-    """What the numbers of a whole tensor, or of one matrix of a stack, make.
+    """The result for a whole tensor, or for one matrix of a stack.
 
     Attributes:
-        answer: what ranks get that hold parts of it; contiguous.
-        kept: what spares a rank that holds all of it some work.
+        answer: what the ranks that hold parts of it get; contiguous.
+        kept: an intermediate that saves work on a rank that holds all of it.
     """
 
     answer: Tensor
@@ -26,15 +26,15 @@ class Solution(NamedTuple):
 
 
 class Direction(Protocol):
-    """How one parameter's gradient becomes its direction; the optimizer's, made for a plan.
+    """How one parameter's gradient becomes its direction; made by the optimizer for a plan.
 
     First each rank prepares its elements, then one rank that has all elements of a tensor, or of
-    one matrix of a stack, solves for it, and at last each rank finishes its elements.
+    one matrix of a stack, solves for it, and finally each rank finishes its elements.
 
     Attributes:
-        kind: those of one kind and shape can be solved in one call.
-        answer: how many numbers an answer has, and their dtype. All ranks get them; None numbers
-            are one for each element of what was solved, and each rank gets those of its elements.
+        kind: directions of one kind and shape can be solved in one call.
+        answer: how many numbers an answer has, which all ranks get, and their dtype. None means one
+            number for each element of what was solved, of which each rank gets its own.
     """
 
     @property
@@ -50,7 +50,7 @@ class Direction(Protocol):
     def solve(
         self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]
     ) -> Iterable[Solution]:
-        """The solutions for some tensors, each when it is asked for where that spares memory.
+        """The solutions for some tensors, one at a time if that saves memory.
 
         Args:
             others: for each its direction, of one kind.

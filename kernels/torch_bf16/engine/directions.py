@@ -1,8 +1,8 @@
 """The directions of all members of a plan whose rule looks at whole tensors first.
 
-What this rank holds all of is solved here, small matrices of one shape together. Of what ranks hold
-parts of, each matrix has an owner: the others send it their elements, it solves, and sends each
-what that needs. So each matrix is solved once, by the arithmetic of one process.
+A tensor that this rank holds entirely is solved here, small matrices of one shape together. Where
+ranks hold parts, each matrix has an owner: the others send it their elements, it solves, and sends
+each rank what that needs. So each matrix is solved once, by the arithmetic of one process.
 """
 
 from __future__ import annotations

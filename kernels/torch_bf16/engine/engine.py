@@ -1,4 +1,4 @@
-"""What an optimizer of ours keeps between two steps, beside its states: one private attribute."""
+"""All that one of our optimizers keeps between steps besides its states: one private attribute."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Engine", "Observer", "engine_of"]
 
 
 class Observer(Protocol):
-    """Something that is told of each update, for example :class:`torch_bf16.UpdateMonitor`."""
+    """Something that is notified of each update, such as :class:`torch_bf16.UpdateMonitor`."""
 
     def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
-        """Gradients are there, to be multiplied by ``scale``; nothing is updated yet."""
+        """Gradients exist, and will be multiplied by ``scale``; nothing is updated yet."""
 
     def after_update(self) -> None:
         """Everything is updated."""
@@ -49,26 +49,27 @@ class Release(Protocol):
 
 
 class Engine:
-    """What one optimizer keeps between steps; copies and pickles keep names, and what was asked.
+    """What one optimizer keeps between steps; copies keep names, the asked release and its norm.
 
-    An object, because the wrappers of Lightning and Fabric run our methods on themselves: they read
-    the optimizer's attributes, but what they set stays with them.
+    It is an object of its own because the wrappers of Lightning and Fabric run our methods on
+    themselves: they read the optimizer's attributes, but attributes that are set there stay there.
 
     Attributes:
         names: of the parameters.
-        pending: what the next step was told.
+        pending: scaling and skipping that the next step was told.
         plan: that of the last step.
-        setting: what that follows from.
-        snapshots: what parameters were when the last step had updated them.
-        captured: plans that CUDA graphs refer to as long as they live.
-        accumulation: how gradients are summed, where not by torch.
+        setting: what the plan was made for.
+        snapshots: what parameters were after the last step.
+        captured: plans that CUDA graphs refer to; kept alive for them.
+        accumulation: how gradients are summed, if not by torch.
         release: of gradients inside the backward pass.
-        asked_release: the constructor's argument, which copies follow.
-        last_norm: fp32 norm of the gradients of the last step, 0-d, where released ones are clipped
-            by it.
-        reduces: whether gradients are reduced as the recipe asks, or somebody was told how.
-        host: who takes a step by several calls, each with some of the groups; None for nobody.
-        data_writes_named: whether the user was told what a write through ``.data`` loses.
+        asked_release: the constructor's argument, which copies repeat.
+        last_norm: fp32 norm of the gradients of the last step, 0-d, if released gradients are
+            clipped by it.
+        reduces: whether gradients are reduced as the recipe asks, or a warning has said that they
+            are not.
+        host: the name of a host that takes a step by several calls, each with some of the groups.
+        data_writes_named: whether a warning has said what a write through ``.data`` loses.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
@@ -101,7 +102,7 @@ class Engine:
         return self.pending
 
     def check_host(self) -> None:
-        """Refuse to tell the next step anything where that is not one step of ours.
+        """Refuse to tell the next step anything if a host takes it by several calls.
 
         Raises:
             NotImplementedError: a host takes it by several calls.
@@ -113,7 +114,7 @@ class Engine:
             )
 
     def hook_parameters(self) -> None:
-        """Let what sums and releases gradients know of parameters that are new."""
+        """Hook new parameters for accumulation and release."""
         for each in (self.accumulation, self.release):
             if each is not None:
                 each.hook_parameters()
@@ -145,7 +146,7 @@ class Engine:
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 
     def select(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take up the plan of the parameters that a host shows now, and keep that of the last."""
+        """Switch to the plan for the parameters that a host shows now, and keep the last one."""
         shown = tuple(id(each) for group in groups for each in group["params"])
         if shown != self._shown:
             self._others[self._shown] = self.setting, self.plan

@@ -55,8 +55,9 @@ class Member:
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
         gradient: dtype of its gradients, bfloat16 or float32.
         snapshot: what the optimizer remembers of it.
-        direction: makes of the gradient what the rule takes for it; None where it takes that.
-        steps: how many it has taken, for the direction.
+        direction: computes what the rule takes in place of the gradient; None if that is the
+            gradient itself.
+        steps: how many steps it has taken, for the direction.
     """
 
     shard: Shard

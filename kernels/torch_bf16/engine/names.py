@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called: keys of the noise, and labels of messages."""
+"""The names of an optimizer's parameters: keys of the noise, and labels in messages."""
 
 from __future__ import annotations
 

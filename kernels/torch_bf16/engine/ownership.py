@@ -1,7 +1,7 @@
 """Which rank solves for which matrix, where ranks hold parts of them.
 
-Every rank comes to the same answers from shapes alone, gradients or not, so that nobody has to be
-asked.
+Every rank derives the same assignment from shapes alone, whether it has gradients or not, so that
+none of this is communicated.
 """
 
 from __future__ import annotations

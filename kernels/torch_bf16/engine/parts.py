@@ -43,10 +43,10 @@ class Row:
 
     @property
     def alone(self) -> int | None:
-        """What keeps it out of other members' batches.
+        """The member's number if it must have a batch of its own, else None.
 
-        A strided parameter goes through a contiguous copy, and what stands for the gradient of a
-        whole tensor is as large as it: no more than one of either is to exist at a time.
+        A strided parameter is stepped as a contiguous copy, and a direction is as large as its
+        tensor: at most one of either should exist at a time.
         """
         plain = self.member.direction is None and self.member.shard.memory.is_contiguous()
         return None if plain else self.number
@@ -54,8 +54,8 @@ class Row:
 
 def _job(member: Member, span: Span) -> Job:
     dtype = member.gradient if member.direction is None else torch.float32
-    # Tensors of its own over the same memory: what puts one elsewhere by .data frees nothing that
-    # a kernel writes.
+    # Tensors of its own over the same memory: moving one by .data must not free what a kernel
+    # writes.
     tensors = {**member.state, "": member.shard.memory}
     names = ("", *(state.name for state in member.rule.states))
     planes = tuple(

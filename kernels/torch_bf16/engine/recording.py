@@ -1,4 +1,4 @@
-"""A step as a CUDA graph that reads its tables from where the host can bring others."""
+"""A step as a CUDA graph whose tables the host can update between replays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """The launches of a step in a graph for each device, and all that they read.
+    """The launches of a step, in one graph per device, and all that they read.
 
-    Only launches are in a graph: tables are copied to the device before each replay, where they
-    have changed, so that hyperparameters are those of the moment.
+    A graph holds only launches: tables that have changed are copied to the device before each
+    replay, so that hyperparameters are the current ones.
 
     Args:
         active: what there is to do, on backends that are capturable.

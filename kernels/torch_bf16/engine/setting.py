@@ -1,4 +1,4 @@
-"""What a plan follows from beside the memory of tensors."""
+"""What a plan depends on besides the memory of tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Setting:
         return last if last is not None and last.holds(fixed, groups) else cls(fixed, groups)
 
     def holds(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether that is so still: then this object stands for it, and is compared by identity."""
+        """Whether all of it is still the same; if so, the object stays, compared by identity."""
         return (
             fixed == self._fixed
             and [list(group.get("param_names") or ()) for group in groups] == self._names

@@ -1,4 +1,4 @@
-"""``optimizer.state``, and whether anybody has looked into it."""
+"""``optimizer.state``, and whether anyone outside may hold one of its tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["States"]
 class States(defaultdict):
     """A dict of states that remembers whether it has ever given one away, or was changed.
 
-    Kernels write where a state's tensors were when a step was planned. What puts one elsewhere,
-    ``state["exp_avg"].data = ...``, leaves no trace: to find it, a step asks each tensor for its
-    address, which takes longer than most of what it asks. Tensors that nobody was given need not be
-    asked. Our own code reads and writes by ``dict.get(states, key)`` and the like, which is not
-    noticed, and passes nothing on.
+    Kernels write where a state's tensors were when a step was planned. Moving one by
+    ``state["exp_avg"].data = ...`` leaves no trace: to find that, a step must ask each tensor for
+    its address, which takes longer than most of its other checks. Tensors that were given to no one
+    need not be asked. Our own code reads and writes by ``dict.get(states, key)`` and the like,
+    which is not noticed, and gives nothing away.
 
     Attributes:
         seen: whether somebody may hold a state or one of its tensors, or has put others here.

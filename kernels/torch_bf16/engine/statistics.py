@@ -1,4 +1,4 @@
-"""Sums over whole tensors that rules want to know before they update: one integer for each.
+"""Sums over whole tensors that rules need before they update: one integer for each tensor.
 
 Kernels add up what this rank holds, and ranks that hold other parts add theirs. Sums of integers
 are the same in any order, so that any number of ranks has the bits of one process.

@@ -1,4 +1,4 @@
-"""What an optimizer's own ``step`` must see at once, as far as its class and the user say it."""
+"""What is known about an optimizer's own ``step``: from its class, the user and its first steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in an optimizer's attributes and options, however deep."""
+"""What an optimizer's attributes and options contain, however deep."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether parameters' numbers meet in an optimizer's step, seen while it steps on real ones.
+"""Whether an optimizer's step combines numbers of different parameters, observed as it runs.
 
-Nobody calls a user's ``step`` to find out: its counters and prints would see that. Its own first
-calls are followed, operation by operation, by whose numbers each tensor is made of.
+A user's ``step`` is never called just to find out, which its counters and prints would notice.
+Its first real calls are followed, operation by operation, by whose numbers each tensor is made of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step of an optimizer's own code over all that takes part, some parameters at a time."""
+"""One step of an optimizer's own code over all its parameters, some at a time."""
 
 from __future__ import annotations
 

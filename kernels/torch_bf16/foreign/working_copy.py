@@ -1,4 +1,4 @@
-"""fp32 copies of a parameter for an optimizer's own step, and what becomes of them."""
+"""fp32 copies of a parameter for an optimizer's own step, and encoding the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in a backward pass: its end, its arrival at a module, and sharded gradients."""
+"""Hooks into a backward pass: at its end, at its arrival at a module, and on sharded modules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
 _T = TypeVar("_T")
 
 released: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The parameters whose gradients die within the backward pass, each with a weak reference to who
-takes its step."""
+"""The parameters whose gradients are freed within the backward pass, each with a weak reference to
+the object that takes its step."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -38,12 +38,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 class Passes(Generic[_T]):
-    """One object for each backward pass that is running, in whatever thread or inside another one.
+    """One object per running backward pass, whatever its thread, and also for nested passes.
 
     Args:
-        make: makes it when a pass asks for it first.
-        finish: is called with it at the end of the pass. A pass that fails has no such end, and
-            leaves nothing here.
+        make: makes the object when a pass first asks for it.
+        finish: called with it at the end of the pass. A pass that fails has no such end, and leaves
+            nothing here.
     """
 
     def __init__(self, make: Callable[[], _T], finish: Callable[[_T], None]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["LIMIT", "Gathering", "Group", "Waiting"]
 
 LIMIT = 32 << 20
-"""Bytes of gradients that are worth a kernel call, and about as many wait at most.
+"""Bytes of gradients that are worth a kernel call; about as many wait at most.
 
 Measured with 96 matrices of 2 MiB: at the peak 32 MiB of a pass's gradients are in memory, where 2
 are if none waits, and 192 if all do.
@@ -27,7 +27,7 @@ class Group:
     Attributes:
         members: in the order in which their gradients came first.
         size: bytes of their gradients; of :data:`LIMIT` or more where no other one joins them.
-        made: what taking them has made, for the next time.
+        made: what was made to take them, kept for the next time.
     """
 
     def __init__(self, *members: Tensor) -> None:
@@ -56,13 +56,13 @@ class Waiting:
 class Gathering:
     """Puts parameters into groups, which stay, and has each taken when its gradients are there.
 
-    A group is taken as soon as all its gradients have come, where those are :data:`LIMIT` bytes;
-    what is left is taken at the end of the pass, or earlier where more than twice as much waits. So
-    the peak of memory does not grow with the model, and as gradients come in the same order at
-    every pass, what was made for a group serves again.
+    A group of :data:`LIMIT` bytes or more is taken as soon as all its gradients have arrived; the
+    rest at the end of the pass, or earlier if more than twice as much waits. So the peak of memory
+    does not grow with the model, and because gradients arrive in the same order in every pass, what
+    was made for a group can be used again.
 
     Args:
-        take: called with a group, and what was said of its members that have come, by number.
+        take: called with a group, and what was said of its members that have arrived, by number.
     """
 
     def __init__(self, take: Callable[[Group, dict[int, Any]], None]) -> None:

@@ -1,4 +1,4 @@
-"""Norms of gradients, of which a kernel reads all those of a device at once."""
+"""Norms of gradients; one kernel call reads all gradients of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP: when it reads sums of micro-batches, how it reduces fp32 ones, and when it has."""
+"""DDP: whether it reads sums of micro-batches, how it reduces fp32 sums, and when it is done."""
 
 from __future__ import annotations
 

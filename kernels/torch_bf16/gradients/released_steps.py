@@ -1,4 +1,4 @@
-"""Steps inside the backward pass: when each is taken, and what is told to it."""
+"""Steps inside the backward pass: when each is taken, and how it is clipped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The bits that fp32 weights lose when they are cast to bf16.
 
-They are kept until an optimizer makes its exact masters, so that these start from the weights that
-the user had and not from the rounded ones.
+They are kept until an optimizer makes its exact masters, which then start from the user's fp32
+weights and not from the rounded ones.
 """
 
 from __future__ import annotations

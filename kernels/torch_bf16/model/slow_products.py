@@ -1,8 +1,9 @@
-"""Whether a CPU multiplies bf16 matrices slower than fp32 ones, and who is told.
+"""A warning on CPUs that multiply bf16 matrices much slower than fp32 ones.
 
-Without AVX512-BF16, AMX or their like oneDNN widens bf16 as it goes: on AVX-512 that costs a third,
-on AVX2 it is 2 to 40 times slower, by the layout. What a processor lists is not enough, because
-torch's build and ``ONEDNN_MAX_CPU_ISA`` have a say; so three small products of each kind are timed.
+Without AVX512-BF16, AMX or the like, oneDNN widens bf16 as it goes: bf16 products then take 1.5
+times as long on AVX-512 and, depending on the layout, 2 to 40 times as long on AVX2. The
+processor's list of features does not decide it, because torch's build and ``ONEDNN_MAX_CPU_ISA``
+matter, too; so three small products of each kind are timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rounding an fp32 number to bf16 means, on bits.
+"""Rounding fp32 numbers to bf16, defined on bits.
 
 Every backend writes these functions in its own dialect and must agree with them bit for bit.
 They work on any device that has int32 arithmetic.

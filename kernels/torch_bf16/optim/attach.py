@@ -1,4 +1,4 @@
-"""An optimizer of ours inside DeepSpeed's engine: what its flat tensors are made of, and checks."""
+"""``attach``: tells our optimizer inside a DeepSpeed engine what its flat tensors are made of."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["attach"]
 
 
 def attach(engine: Any) -> None:
-    """Let the optimizer inside a DeepSpeed engine know what its flat tensors are made of.
+    """Tell the optimizer inside a DeepSpeed engine what its flat tensors are made of.
 
     ZeRO 1, 2 and 3 lay parameters end to end and hand the optimizer this rank's part of the row;
     formats follow from each parameter's shape, and noise from its name. The bf16 master copy that
     DeepSpeed keeps becomes an alias of the weights, which saves 2 bytes per parameter and rank.
     Call it after ``deepspeed.initialize``, before the first step and before ``load_checkpoint``;
-    again is harmless. See ``docs/deepspeed.md``.
+    calling it again is harmless. See ``docs/deepspeed.md``.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first; its optimizer's memory is changed.

@@ -1,4 +1,4 @@
-"""From the parameters that take part in a step to its plan: all is checked, states are made."""
+"""Planning a step: the parameters that take part are checked, and their states are made."""
 
 from __future__ import annotations
 
@@ -203,9 +203,9 @@ def _steps_on_host(states: dict[Tensor, Any], parameters: Sequence[Tensor]) -> d
 
 
 def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Changes) -> None:
-    """Let the optimizer keep the members' states, and say what making them has rounded.
+    """Put the members' states into the optimizer, and warn of what making them has rounded.
 
-    What a cast took from their weights is in exact masters now, and freed.
+    The bits that a cast cut off their weights are in exact masters now, and are freed.
     """
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
@@ -219,7 +219,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:
-    """Say once where a recipe's way to reduce gradients has remained a wish."""
+    """Warn once if gradients are not reduced as the recipe asks."""
     engine, way = optimizer._engine, optimizer.recipe.reduce
     if way == "wrapper" or engine.reduces or not (dist.is_available() and dist.is_initialized()):
         return

@@ -1,4 +1,4 @@
-"""What our optimizers save and load: torch's state dicts, with all bits."""
+"""Saving and loading of our optimizers: torch's state dicts, with all bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What our optimizers can train, and what may not change between two steps.
+"""What our optimizers can train, and what must not change between two steps.
 
-Everything here is asked before a step updates anything, so that an error leaves the optimizer as
-usable as it was. Messages begin with a verb: the caller puts the parameter's label before them.
+All of this is checked before a step updates anything, so that an error leaves the optimizer usable.
+Messages begin with a verb: the caller puts the parameter's label before them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of parameter groups that make another rule of a class's own."""
+"""Options of parameter groups that select another rule than the class's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter: the only room that knows how others shard."""
+"""What a rank holds of a parameter: the only package that knows how others shard."""
 
 from __future__ import annotations
 

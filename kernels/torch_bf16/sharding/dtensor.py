@@ -24,10 +24,10 @@ __all__ = ["DTensorShard", "box_at", "reshard"]
 
 
 def reshard(parameters: Iterable[Tensor]) -> None:
-    """Have FSDP2 gather weights anew that are about to be written outside of a step.
+    """Make FSDP2 gather again the weights that are about to be written outside a step.
 
-    What it gathered for its root, it keeps until a backward pass, which no validation has. A
-    DTensor does not say which module it is of, so that all modules give back what they keep.
+    It keeps the root's gathered weights until a backward pass, which a validation does not have. A
+    DTensor does not know its module, so all modules give up what they keep.
     """
     if not any(map(is_dtensor, parameters)):
         return

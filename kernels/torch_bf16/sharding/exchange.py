@@ -47,9 +47,9 @@ def exchange(
     group: Any,
     device: torch.device,
 ) -> dict[int, list[Tensor]]:
-    """Send tensors to other ranks of a group, and take what they send.
+    """Send tensors to other ranks of a group, and receive theirs.
 
-    A rank takes part only with those that it sends to or takes from.
+    A rank communicates only with those that it sends to or receives from.
 
     Args:
         outgoing: by global rank what goes there.

@@ -1,8 +1,8 @@
 """Many parameters at once: their memory on this rank, and whether it still is where it was.
 
-At every step a guard asks this of some thousand tensors. One question to all of them in turn, in
-loops that Python runs in C, takes half the time of all questions to one after the other, and of
-DTensors, whose local tensors are what is asked, a third.
+At every step a guard checks this for some thousand tensors. Asking all tensors one question at a
+time, in loops that Python runs in C, takes half the time of asking one tensor after the other all
+questions, and a third for DTensors, whose local tensors are asked.
 """
 
 from __future__ import annotations

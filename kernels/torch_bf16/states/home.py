@@ -17,7 +17,7 @@ __all__ = ["SMALLEST", "Home"]
 SMALLEST = 1 << 16
 """Elements of a parameter whose states go to the host.
 
-Those of smaller ones take next to nothing, and the launch of a copy takes microseconds.
+The states of smaller ones take next to nothing, and launching a copy takes microseconds.
 """
 
 
@@ -40,8 +40,8 @@ class Home:
         """Where a recipe keeps the states of a parameter, and the rest of its weight.
 
         Raises:
-            NotImplementedError: it would be the host, and that cannot be; the message begins with a
-                verb.
+            NotImplementedError: it would be host memory, which does not work here; the message
+                begins with a verb.
         """
         memory = shard.memory
         shape = tuple(memory.shape)
@@ -61,7 +61,7 @@ class Home:
         return self.bus.zeros(shape, dtype)
 
     def put(self, plane: Tensor) -> Tensor:
-        """A contiguous plane with the same bits there: itself where it is there."""
+        """A contiguous plane there with the same bits: itself if it is one already."""
         if self.bus is None:
             return plane.to(self.device).contiguous()
         return self.bus.to_host(plane)

@@ -1,4 +1,4 @@
-"""Numbers that go from one format into another, and what that loses.
+"""Changing numbers from one format to another, and counting what that loses.
 
 A checkpoint may come from another recipe than the one it is loaded into. Its numbers are decoded
 exactly and rounded once, to the nearest that the new format holds; what differs is counted.
@@ -70,10 +70,10 @@ def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
 def without_stale_rests(
     state: Mapping[str, Any], moments: Collection[Format], changes: Changes
 ) -> dict[str, Any]:
-    """A state that ``torch.optim`` has saved, without what it carried along of an exact master.
+    """A state saved by ``torch.optim``, without parts of an exact master that it carried along.
 
-    It had cast that, or at least the moments, to the dtype of its weights as it loaded a state dict
-    of ours, and has stepped the weight since.
+    When it loaded a state dict of ours, it cast those, or at least the moments, to the dtype of its
+    weights, and it has stepped the weight since.
 
     Args:
         state: of one parameter; not changed.

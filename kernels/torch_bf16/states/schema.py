@@ -1,4 +1,4 @@
-"""What a state dict of our optimizers says of itself, and what is asked of one before it is loaded.
+"""What a state dict of our optimizers says about itself, and the checks before one is loaded.
 
 A state dict is torch's, with one more top-level entry, ``"torch_bf16"``, made of primitives, which
 torch and its distributed checkpoints ignore.
