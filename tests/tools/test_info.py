@@ -151,7 +151,9 @@ def test_processors_without_bf16_products_are_slow(capsys, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the GPU is what would be used")
     monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"avx2", "avx512f"})
-    assert "slow: this processor has no bf16 products" in met(capsys)
+    said = met(capsys)
+    assert "slow: this processor has no bf16 products" in said
+    assert "-> compute='fp32'" in said
     monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"amx_bf16"})
     assert "no bf16 products" not in met(capsys)
 

@@ -162,9 +162,9 @@ def _hardware() -> Iterator[Obstacle]:
     if not torch.cuda.is_available() and not _CPU_BF16 & _cpu_flags():
         yield Obstacle(
             "slow",
-            "this processor has no bf16 products (avx512_bf16, amx_bf16): torch's are about ten "
-            "times slower than fp32 ones",
-            "optimizer steps are as fast as elsewhere",
+            "this processor has no bf16 products (avx512_bf16, amx_bf16): torch's take up to 40 "
+            "times as long as fp32 ones",
+            "compute='fp32' (BF16_COMPUTE=fp32), which computes in fp32 over the same bf16 weights",
         )
 
 
@@ -174,13 +174,13 @@ def _caches() -> Iterator[Obstacle]:
         where = f"TORCH_BF16_CACHE={told}" if told else "the user's cache"
         yield Obstacle(
             "slow",
-            f"{where} cannot be written: each process proves its kernels anew",
+            f"{where} cannot be written: each process proves its kernels again",
             "set TORCH_BF16_CACHE to a folder that can be written",
         )
     if explain(torch.device("cpu"))["cpu"] is None and not _numba_writes():
         yield Obstacle(
             "slow",
-            "Numba finds no folder to keep compiled kernels in: each process compiles them anew",
+            "Numba finds no folder to keep compiled kernels in: each process compiles them again",
             "set NUMBA_CACHE_DIR to a folder that can be written",
         )
 
