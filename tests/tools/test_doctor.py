@@ -49,7 +49,7 @@ def test_plain_bf16_is_convicted_and_no_other_precision(runs, alone, tmp_path, c
     if alone:
         assert "of its next update would be lost. At lr" in out
     elif lr < 1e-4:
-        assert "of the way that small elements went is missing" in out
+        assert "of the distance that small elements moved is missing" in out
     else:
         assert "gains are exactly 1.0, as they were" in out
 
@@ -69,7 +69,7 @@ def test_weights_alone_are_enough_and_bf16_copies_of_a_run_that_learned_are_clea
 def test_one_checkpoint_without_an_optimizer_is_not_enough(runs, tmp_path, capsys):
     folder, _ = runs
     assert cli.main(["doctor", str(folder / "bf16-true-0.ckpt")]) == 2
-    assert "one checkpoint without it does not tell what moved" in capsys.readouterr().err
+    assert "one checkpoint without it cannot show what moved" in capsys.readouterr().err
 
 
 def saved(path, weights, **rest):
@@ -254,7 +254,7 @@ def test_nothing_is_said_of_masters_that_cannot_be_compared(tmp_path, capsys):
     folder = of_ours(tmp_path)
     status, _ = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
     assert status == 0
-    assert "VERDICT: these two do not tell" in capsys.readouterr().out
+    assert "VERDICT: these two cannot tell" in capsys.readouterr().out
 
 
 def test_a_conviction_names_the_lines_of_each_host(tmp_path, capsys):

@@ -28,9 +28,17 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", type=file_to_write, help="*.safetensors, else a file of torch.save"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--optimizer", type=Path, metavar="FILE", help="its state dict, where it is in another file"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16 leaves weights as they were trained (default: float32)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        type=Path,
+        metavar="FILE",
+        help="the optimizer's state dict, if it is in another file",
     )
 
 

@@ -45,23 +45,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--device", type=device_argument, default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument(
-        "--model", choices=MODELS, default=RANDOM, help="whose parameter shapes (default: random)"
+        "--model", choices=MODELS, default=RANDOM, help="parameter shapes (default: random)"
     )
     parser.add_argument(
-        "--parameters", type=_count, metavar="N", help=f"of random (default: {_PARAMETERS:,})"
+        "--parameters",
+        type=_count,
+        metavar="N",
+        help=f"elements in random (default: {_PARAMETERS:,})",
     )
     parser.add_argument(
-        "--tensors", type=_count, metavar="N", help=f"of random (default: {_TENSORS})"
+        "--tensors", type=_count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
     )
-    parser.add_argument("--rounds", type=_count, default=30, metavar="N")
-    parser.add_argument("--threads", type=_count, default=torch.get_num_threads(), metavar="N")
+    parser.add_argument(
+        "--rounds", type=_count, default=30, metavar="N", help="interleaved rounds (default: 30)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=_count,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="on a CPU (default: as many as torch uses)",
+    )
     parser.add_argument(
         "--recipes",
         type=_names(RECIPES, "recipe"),
         nargs="+",
         default=[list(OURS)],
         metavar="NAME",
-        help=f"ours: {', '.join(OURS)} (default: all)",
+        help=f"recipes to time: {', '.join(OURS)} (default: all)",
     )
     parser.add_argument(
         "--against",
@@ -69,20 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[["torch"]],
         metavar="NAME",
-        help=f"libraries, those that are installed: {','.join(PEERS)} (default: torch)",
+        help=f"other libraries, if installed: {','.join(PEERS)} (default: torch)",
     )
     parser.add_argument(
-        "--baseline", default=BASELINE, metavar="NAME", help=f"of the ratios (default: {BASELINE})"
+        "--baseline",
+        default=BASELINE,
+        metavar="NAME",
+        help=f"row that ratios refer to (default: {BASELINE})",
     )
     parser.add_argument(
-        "--backend", choices=BACKENDS, help="ours (default: the one chosen for the device)"
+        "--backend", choices=BACKENDS, help="our backend (default: the one chosen for the device)"
     )
     parser.add_argument(
         "--ways",
         type=_names(WAYS, "way"),
         default=[],
         metavar="NAME",
-        help=f"more rows of ours and of the baseline: {','.join(WAYS)} (default: none)",
+        help=f"more rows for ours and the baseline: {','.join(WAYS)} (default: none)",
     )
     parser.add_argument(
         "--rules",
@@ -95,23 +109,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whole steps of GPT-2's shape by phase, in fp32, bf16-mixed and ours; nothing else",
     )
     parser.add_argument(
-        "--layers", type=_count, default=2, metavar="N", help="of --training (default: 2)"
+        "--layers", type=_count, default=2, metavar="N", help="layers of --training (default: 2)"
     )
     parser.add_argument(
-        "--tokens", type=_count, default=256, metavar="N", help="of --training (default: 256)"
+        "--tokens",
+        type=_count,
+        default=256,
+        metavar="N",
+        help="tokens of --training (default: 256)",
     )
     parser.add_argument(
         "--time-limit",
         type=_count,
         default=600,
         metavar="SECONDS",
-        help="for one that compiles to take its first steps (default: 600)",
+        help="for a compiling library's first steps (default: 600)",
     )
     parser.add_argument(
         "--json", type=file_to_write, metavar="FILE", help="write all figures there"
     )
     parser.add_argument(
-        "--plot", type=file_to_write, metavar="FILE", help="draw them there, as PNG"
+        "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
     )
     parser.add_argument(
         "--from",

@@ -61,7 +61,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="a row of bf16 weights with another optimizer; may be given again",
     )
     training.add_argument(
-        "--optimizer", metavar="module.Class(...)", help=f"of all others (default: {_OPTIMIZER})"
+        "--optimizer",
+        metavar="module.Class(...)",
+        help=f"of all other rows (default: {_OPTIMIZER})",
     )
     training.add_argument("--lr", type=positive_number, help=f"peak learning rate (default: {_LR})")
     training.add_argument(
@@ -71,7 +73,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="short warm-up and half a cosine, or none (default: cosine)",
     )
     training.add_argument(
-        "--steps", type=_count, metavar="N", help=f"of each run (default: {_STEPS})"
+        "--steps", type=_count, metavar="N", help=f"steps of each run (default: {_STEPS})"
     )
     training.add_argument(
         "--seeds", type=_count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
@@ -80,7 +82,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
     training.add_argument("--fresh", action="store_true", help="forget runs that are in --out")
     parser.add_argument("--reference", metavar="NAME", help="the row to compare with (the first)")
-    parser.add_argument("--metric", metavar="NAME", help="of runs that exist (default: their loss)")
+    parser.add_argument(
+        "--metric", metavar="NAME", help="metric of existing runs (default: their loss)"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -88,9 +92,13 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help=f"runs, {_RECORD} and compare.html (default: compare); the same command resumes there",
     )
-    parser.add_argument("--html", type=file_to_write, metavar="FILE", help="the page, elsewhere")
+    parser.add_argument(
+        "--html", type=file_to_write, metavar="FILE", help="write the page there instead"
+    )
     for kind in ("png", "pdf"):
-        parser.add_argument(f"--{kind}", type=file_to_write, metavar="FILE", help="by matplotlib")
+        parser.add_argument(
+            f"--{kind}", type=file_to_write, metavar="FILE", help="draw the charts with matplotlib"
+        )
     add_json_argument(parser)
 
 

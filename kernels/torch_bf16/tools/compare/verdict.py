@@ -46,9 +46,11 @@ def judge(found: dict[str, Any]) -> None:
     alone = [row for row in found["rows"] if row["verdict"] == UNTOLD and row["against"]]
     if alone:
         each = ", ".join(f"{row['name']} {row['against']['mean']:+.4f}" for row in alone)
-        sentences.append(f"one pair does not tell whether these are chance: {each}")
+        sentences.append(f"one pair cannot tell whether these are chance: {each}")
     if 1 < pairs < 4:
-        sentences.append(f"with {pairs} pairs the 95 % interval is wide: five or more narrow it")
+        sentences.append(
+            f"with {pairs} pairs the 95 % interval is wide; five or more make it narrower"
+        )
     found["sentences"], found["healthy"] = sentences, not bad
 
 
@@ -100,7 +102,7 @@ def _sentence(row: Mapping[str, Any], reference: str) -> str:
         )
     if row["unmoved"] and row["unmoved"] >= 0.005 and not row["undecoded"]:
         parts.append(f"{row['unmoved']:.0%} of its elements never moved")
-    return f"{name} {'; '.join(parts)}" if parts else f"{name} has nothing to be compared by"
+    return f"{name} {'; '.join(parts)}" if parts else f"{name} has nothing to compare"
 
 
 def _difference(against: Mapping[str, Any]) -> str:

@@ -91,7 +91,7 @@ def examine(
     if before is None and not states:
         raise CheckpointError(
             f"{after.path} has no state of an optimizer that could be assigned to its weights, and "
-            "one checkpoint without it does not tell what moved. Give an earlier one, too: "
+            "one checkpoint without it cannot show what moved. Give an earlier one, too: "
             "python -m torch_bf16 doctor EARLIER LATER"
         )
     found = []

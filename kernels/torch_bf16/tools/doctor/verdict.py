@@ -152,8 +152,8 @@ def _sentence(
         return f"{several} has not moved{during}{why}"
     if verdict == UNSEEN:
         return (
-            f"{several}: no bf16 number of it is another one{during}, which says nothing: it has "
-            f"an exact master, and that is in one of the two checkpoints alone"
+            f"{several}: none of its bf16 numbers changed{during}, which proves nothing: it has an "
+            "exact master, and only one of the two checkpoints has that"
         )
     lost = max(each.lost for each in members)
     word = "stalls" if verdict == STALLS else "loses updates"
@@ -169,8 +169,8 @@ def _sentence(
         above = f"; those from {min(sizes):.2g} on stand still" if sizes else ""
         return (
             f"{several} {word}: {1 - moved / numel:.0%} of {numel:,} elements have not moved"
-            f"{during}, and {lost:.0%} of the way that small elements went is missing{above}. "
-            f"Updates are below half a bf16 unit, {_half(weights):.2g} on average there"
+            f"{during}, and {lost:.0%} of the distance that small elements moved is missing"
+            f"{above}. Updates are below half a bf16 unit, {_half(weights):.2g} on average there"
         )
     plans = [each.expected for each in weights if each.expected is not None]
     update = statistics.fmean(each.update for each in plans)
@@ -178,7 +178,7 @@ def _sentence(
     return (
         f"{several} {word}: {lost:.0%} of its next update would be lost. At lr {plans[0].lr:.3g} "
         f"that is {update:.2g}, half a bf16 unit {_half(weights):.2g}: {below:.0%} of {numel:,} "
-        "elements would stay what they are"
+        "elements would not change"
     )
 
 
@@ -199,21 +199,21 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
             f"stall{during}: bf16, rounded to nearest, loses their updates. What keeps them: "
             "accelerate launch --mixed_precision bf16-fp32-master ..., Lightning's "
             'Trainer(precision="bf16-fp32-master"), or torch_bf16.prepare(model, optimizer, '
-            '"bf16-fp32-master"); "bf16-stochastic" in its place where memory decides; or fp32 '
+            '"bf16-fp32-master"); "bf16-stochastic" instead if memory is tight; or fp32 '
             "weights under autocast"
         )
     if broken:
         return f"VERDICT: {len(broken)} of {len(findings)} weights hold NaN or infinities"
     if any(each.verdict == UNSEEN for each in findings) and bad:
         return (
-            "VERDICT: these two do not tell: no bf16 number changed, and one of them lacks the "
+            "VERDICT: these two cannot tell: no bf16 number changed, and one of them lacks the "
             "exact masters. Give two checkpoints with their optimizer's state"
         )
     if bad:
         return "VERDICT: nothing was learned between the two"
     if not found.compared and all(each.weight.rounding == "unknown" for each in findings):
         return (
-            "VERDICT: one checkpoint does not tell: it does not say how its weights were rounded. "
+            "VERDICT: one checkpoint is not enough: it does not say how its weights were rounded. "
             "Give an earlier one, too"
         )
     seen = "it moved as it should" if found.compared else "no update would be lost to rounding"

@@ -34,7 +34,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         type=_ranks,
         default=8,
         metavar="N",
-        help="of FSDP2, or of DeepSpeed (default: 8; 1 for none)",
+        help="number of ranks of FSDP2 or DeepSpeed (default: 8; 1 for none)",
     )
     parser.add_argument(
         "--optimizer",
@@ -52,7 +52,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         "--reduce",
         choices=REDUCTIONS,
         default="wrapper",
-        help="how the recipes' gradients travel between ranks (default: as FSDP2 does it)",
+        help="how the recipes' gradients are sent between ranks (default: as FSDP2 does it)",
     )
     parser.add_argument(
         "--offload",
@@ -70,7 +70,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=_DEVICES,
         default="meta",
-        help="where that step is taken (default: nowhere, it is traced without memory)",
+        help="where that step runs (default: meta, traced without memory)",
     )
     add_json_argument(parser)
 

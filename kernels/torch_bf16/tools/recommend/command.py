@@ -35,16 +35,16 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=_STEPS,
         metavar="N",
-        help=f"steps to take; the second half is looked at (default: {_STEPS})",
+        help=f"steps to take; the second half is observed (default: {_STEPS})",
     )
     parser.add_argument(
         "--total-steps",
         type=_count,
         metavar="N",
-        help=f"of the whole run (default: what the host says, else {_ASSUMED})",
+        help=f"steps of the whole run (default: what the host says, else {_ASSUMED})",
     )
     parser.add_argument(
-        "--lr", type=positive_number, help="of AdamW, where a factory returns no optimizer"
+        "--lr", type=positive_number, help="AdamW's, if a factory returns no optimizer"
     )
     parser.add_argument(
         "--most", type=_count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"

@@ -47,7 +47,7 @@ def _loses(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
             f"need {needed:.0f}): it loses{below}"
         )
     return (
-        f"in {row['name']} {row['worst_layer']} goes less than "
+        f"in {row['name']} {row['worst_layer']} moves less than "
         f"{content['thresholds']['layer_distance']:.0f} spacings: it loses there{below}"
     )
 
@@ -56,7 +56,7 @@ def _answer(content: Mapping[str, Any], chosen: Mapping[str, Any], exact: Mappin
     saved = f"{chosen['bytes'] / exact['bytes']:.0%} of the memory of fp32"
     if chosen["distance"] is None:
         bits = "its masters have every bit of fp32, so that no update is rounded away"
-        none = "there is no matrix to lose anything, and vectors keep exact masters in every recipe"
+        none = "no matrix can lose anything, and vectors keep exact masters in every recipe"
         why = bits if chosen["name"] == "bf16-fp32-master" else none
     else:
         why = f"rounding noise is {chosen['noise']:.2%} of what weights learn"
@@ -70,7 +70,7 @@ def _ranges(found: Mapping[str, Any]) -> list[str]:
     fp16, bf16 = formats["fp16"], formats["bf16"]
     zero, scaled = fp16["gradients_to_zero"], fp16["scaled_to_zero"]
     trouble = f"would round {zero:.1%} of the gradients to zero ({scaled:.1%} with the best loss "
-    trouble = f"{trouble}scale)" if zero >= _SHOWN else "would lose next to no gradient"
+    trouble = f"{trouble}scale)" if zero >= _SHOWN else "would lose hardly any gradient"
     if infinite := fp16["overflows"]:
         trouble += f", and overflows in {', '.join(infinite[:3])}"
     sentences.append(f"fp16 {trouble}; bf16 and TF32 have the range of fp32")
