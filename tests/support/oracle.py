@@ -7,11 +7,11 @@ format stores a number in one or two planes:
     fp32             (float32,)
     bf16_nearest     (uint16,)
     bf16_stochastic  (uint16,)
-    bf16+16      (uint16, int16)     visible half, lower half of the exact master
-    bf16+8       (uint16, int8)      the same of a float of 24 bits, rounded stochastically
+    bf16+16          (uint16, int16)     visible half, lower half of the exact master
+    bf16+8           (uint16, int8)      the same of a float of 24 bits, rounded stochastically
     int8             (int8, float32)     signed codes, and a scale for each 64 numbers
     uint8            (uint8, float32)    the same for numbers that are not negative
-    bf16+fp32         (uint16, float32)   visible half, exact master
+    bf16+fp32        (uint16, float32)   visible half, exact master
 """
 
 from hashlib import blake2b
