@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_bf16
 from torch_bf16 import UpdateMonitor
@@ -99,6 +100,18 @@ def test_a_released_step_cannot_be_skipped_afterwards():
     torch_bf16.release_gradients(model, optimizer)
     with pytest.raises(NotImplementedError, match="cannot be skipped after it"):
         optimizer.skip_next_step_where(torch.ones(()))
+
+
+def test_a_gradient_that_waits_is_not_used_where_a_nested_pass_brings_another():
+    layer = torch_bf16.cast_model(nn.Linear(8, 8))
+    optimizer = torch_bf16.SGD(layer.parameters(), lr=0.5)
+    torch_bf16.release_gradients(layer, optimizer)
+    before = weights(layer)
+    x = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(checkpoint(layer, x, use_reentrant=True))
+    with pytest.raises(NotImplementedError, match=r"\. Neither gradient was used$"):
+        y.float().square().mean().backward()
+    assert same(before, weights(layer))
 
 
 def test_a_second_backward_pass_that_release_refuses_leaves_nothing_to_step_with():

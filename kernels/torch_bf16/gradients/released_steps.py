@@ -235,13 +235,13 @@ class ReleasedSteps:
         if stepped or self._gathering.waits(parameter) is not None:
             # Else the next step would take it for one that came by another way.
             parameter.grad = None
-            which = "The second gradients were" if stepped else "Neither gradient was"
+            outcome = "The second gradients were not" if stepped else "Neither gradient was"
             steps = self._options.accumulation_steps
             raise NotImplementedError(
                 f"another backward pass reached a parameter whose step was taken in pass {steps}, "
                 "as its gradient was released. Call optimizer.step() after that pass, or say how "
                 "many make a step: accumulation_steps=n in release_gradients(...), or release="
-                f"{{'accumulation_steps': n}}. {which} not used"
+                f"{{'accumulation_steps': n}}. {outcome} used"
             )
         running = self._passes.current()
         late = self._arrived[id(parameter)] < self._options.accumulation_steps
