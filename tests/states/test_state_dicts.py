@@ -268,9 +268,9 @@ def in_header(**entries):
 
 
 DAMAGES = {
-    "no state": (lambda d: d.pop("state") and None, "no optimizer's state dict"),
-    "no groups": (lambda d: d.pop("param_groups") and None, "no optimizer's state dict"),
-    "a list": (lambda d: [d], "no optimizer's state dict: .* <class 'list'>"),
+    "no state": (lambda d: d.pop("state") and None, "not an optimizer's state dict"),
+    "no groups": (lambda d: d.pop("param_groups") and None, "not an optimizer's state dict"),
+    "a list": (lambda d: [d], "not an optimizer's state dict: .* <class 'list'>"),
     "newer schema": (
         in_header(schema=99),
         "schema 99 .* reads schema 1; use the version",
