@@ -1,4 +1,4 @@
-"""The names of the modes, as Accelerate shows and stores them, and who asks for one."""
+"""The names of the modes, as Accelerate shows and stores them, and where they are asked for."""
 
 from __future__ import annotations
 

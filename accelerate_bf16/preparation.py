@@ -32,8 +32,8 @@ class Preparation:
 
     Args:
         mode: a name from :data:`accelerate_bf16.MODES`.
-        prepared_models: those that were prepared before, whose parameters a new optimizer may own.
-        prepared_optimizers: likewise, which may own those of a new model.
+        prepared_models: models that were prepared before; a new optimizer may own their parameters.
+        prepared_optimizers: likewise; they may own the parameters of a new model.
         options: replace fields of the mode's recipe.
     """
 
@@ -120,7 +120,7 @@ class Preparation:
         self._optimizers, self._converted = [], []
 
     def fp32_groups(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
-        """The modules of unsharded models that FSDP2 shall shard by themselves."""
+        """The modules of unsharded models that FSDP2 must shard separately."""
         found = []
         for model in map(bare, new_models):
             staying = torch_bf16.fp32_parameters(model, self._recipe_for(model))
@@ -136,12 +136,12 @@ class Preparation:
         return self._recipe_for(bare(model)).compute
 
     def attach(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
-        """Let gradients of what is new go as asked, over ranks and within one, and modes follow.
+        """Set up accumulation, reduction, release and train modes for what is new.
 
         Args:
             wrapped: all models as ``prepare`` returned them.
             steps: the accelerator's ``gradient_accumulation_steps``.
-            sync_each: whether each of them is reduced; FSDP2 shows no others.
+            sync_each: whether every micro-batch is reduced; FSDP2 hides those that are not.
         """
         options = self._options
         for optimizer, bare_models in self._news():
@@ -167,7 +167,7 @@ class Preparation:
                 )
 
     def _end_releases(self, bare_models: Iterable[nn.Module]) -> None:
-        """Let optimizers that the accelerator has freed, or another had, take no more steps."""
+        """End releases of optimizers that the accelerator has freed, or that another one had."""
         for other, handle in list(_releases.items()):
             if other not in self._optimizers and any(owns(other, each) for each in bare_models):
                 handle.remove()

@@ -19,7 +19,7 @@ __all__ = ["ENVIRONMENT", "BF16RecipeKwargs", "from_environment", "options_of"]
 class BF16RecipeKwargs(KwargsHandler):
     """Options of a mode: ``Accelerator(kwargs_handlers=[BF16RecipeKwargs(...)])``.
 
-    What is None is the mode's own, or what the environment says: see :data:`ENVIRONMENT`.
+    An option that is None comes from the environment (see :data:`ENVIRONMENT`), else from the mode.
 
     Args:
         weights, exp_avg, exp_avg_sq: replace formats of the mode's recipe, which
@@ -27,9 +27,9 @@ class BF16RecipeKwargs(KwargsHandler):
         accumulate, reduce, offload, keep_fp32, seed, backend, vectors, compute: replace its other
             fields.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
-            without ``clip_grad_norm_`` and ``clip_grad_value_``. Of ``gradient_accumulation_steps``
-            passes the last one takes it.
-        release_max_norm, release_norm: clip what is released; see
+            cannot be combined with ``clip_grad_norm_`` and ``clip_grad_value_``. The last of
+            ``gradient_accumulation_steps`` passes takes the step.
+        release_max_norm, release_norm: clip released gradients; see
             :func:`torch_bf16.release_gradients`.
 
     Raises:
@@ -70,7 +70,7 @@ class BF16RecipeKwargs(KwargsHandler):
             )
 
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
-        """These options, and the other's where these are None."""
+        """These options, with the other's in place of those that are None."""
         return dataclasses.replace(other, **self.to_kwargs())
 
     def recipe(self, mode: str) -> torch_bf16.Recipe:

@@ -36,7 +36,7 @@ class DeepSpeedBody(_Base):
     def get_ready(
         self, config: dict[str, Any], module: Module, optimizer: Any, scheduler: Any
     ) -> None:
-        """Convert the optimizer, and let its groups be flattened, before the engine is made.
+        """Convert the optimizer, and prepare its groups to be flattened, before the engine is made.
 
         Args:
             config: of DeepSpeed; mutated.

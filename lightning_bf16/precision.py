@@ -138,7 +138,7 @@ class PrecisionBody(_Base):
         torch_bf16.cast_model(module, self.recipe)
 
     def carry(self, module: Module) -> None:
-        """Let a module that was cast work wherever it is called."""
+        """Make a module that was cast work wherever it is called."""
         torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
 
     @property
@@ -230,12 +230,11 @@ class PrecisionBody(_Base):
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
     def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
-        """Let gradients of a module be reduced, summed or released as asked, once it is wrapped.
+        """Set up reduction, accumulation and release of a module's gradients, once it is wrapped.
 
         Args:
             module: as the strategy wrapped it.
-            optimizers: of it; of earlier ones for the same parameters no gradient is released any
-                more.
+            optimizers: its optimizers; releases of earlier ones for the same parameters are ended.
         """
         ours = [each for each in optimizers if isinstance(each, torch_bf16.BF16Optimizer)]
         trained = set().union(*map(_trained_by, ours))
@@ -260,7 +259,7 @@ class PrecisionBody(_Base):
         return self.release_accumulation_steps or 1
 
     def sync_replicas(self, module: Module, strategy: Any) -> None:
-        """Let exact masters of a wrapped module start from rank 0's, as the weights did."""
+        """Start exact masters of a wrapped module from rank 0's, as the weights did."""
         module = getattr(module, "_orig_mod", module)
         if syncs_module_states(strategy):
             torch_bf16.sync_masters(module)

@@ -123,7 +123,7 @@ class TrainerBody(PrecisionBody):
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuse what a Trainer would do to gradients that were released."""
+    """Refuse a Trainer that would clip gradients after they were released."""
     if trainer.gradient_clip_val:
         raise NotImplementedError(
             "release_gradients=True cannot be combined with gradient_clip_val="

@@ -178,7 +178,7 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
 def clip_grad_norm_(
     original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> Any:
-    """Clip by the fp32 norm, and leave the product to the step where that can be."""
+    """Clip by the fp32 norm, and leave the multiplication to the step where possible."""
     if norm_type != 2:
         return original(accelerator, _not_released(parameters), max_norm, norm_type)
     import torch_bf16
@@ -203,7 +203,7 @@ def clip_grad_value_(
 
 @_in_our_modes
 def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add what the monitors have seen; the script's own names win."""
+    """Add the monitors' numbers; the script's own names win."""
     from accelerate_bf16.monitoring import metrics_of
 
     values = {**metrics_of(accelerator._optimizers), **values}
@@ -265,7 +265,7 @@ def _norm_alone(parameters: Any) -> Any:
 
 
 def _passes_per_step(accelerator: Any) -> int:
-    """How many backward passes make a step; the Trainer counts them in the accelerator's place."""
+    """How many backward passes make a step; under the Trainer its own arguments say it."""
     counting = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
     return counting.gradient_accumulation_steps
 

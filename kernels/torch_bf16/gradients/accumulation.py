@@ -1,7 +1,7 @@
 """Summing the gradients of several micro-batches without losing the small ones.
 
-torch sums them in ``p.grad``, in bf16 and to the nearest: beside a sum of 0.5, a gradient of 0.001
-changes nothing.
+torch sums them in ``p.grad``, in bf16 and rounded to nearest: added to a sum of 0.5, a gradient of
+0.001 changes nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def accumulate_gradients(
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
         optimizer: one of this package, or converted; its parameters get hooks.
-        format: see above, in place of the one before; None takes the recipe's ``accumulate``.
+        format: see above; replaces an earlier one. None takes the recipe's ``accumulate``.
 
     Returns:
         A handle; ``remove()`` gives gradients back to torch.
@@ -100,7 +100,7 @@ def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
 
 
 class _Pass(Waiting):
-    """What a backward pass leaves to its end.
+    """What is left for the end of a backward pass.
 
     Attributes:
         aside: parameters by their id, and their sums, which are out of ``p.grad`` while autograd

@@ -36,11 +36,11 @@ def release_gradients(
 ) -> ReleasedSteps:
     """Take each parameter's step inside ``backward()``, and free its gradient with it.
 
-    Gradients wait until 32 MiB of them share one kernel call, larger ones alone, so that they cost
-    the largest of them and 32 MiB, and not 2 bytes per parameter. Weights and states are, bit for
-    bit, those of ``optimizer.step()`` after the whole backward pass. ``optimizer.step()`` still
-    counts the step, for LR schedulers too, and takes it for parameters that still have a gradient,
-    which it frees; so learning rates must be set before ``backward()``.
+    Gradients wait until 32 MiB of them can share one kernel call; larger ones are taken alone. So
+    they need the memory of the largest one and of 32 MiB, instead of 2 bytes per parameter. Weights
+    and states are, bit for bit, those of ``optimizer.step()`` after the whole backward pass.
+    ``optimizer.step()`` still counts the step, for LR schedulers too, and takes it for parameters
+    that still have a gradient, which it frees; so learning rates must be set before ``backward()``.
 
     - FSDP2: gradients are released as groups of them are reduced, and the norm of a sharded
       parameter is one small all-reduce.
@@ -56,8 +56,8 @@ def release_gradients(
 
     What cannot work: clipping by the global norm of this step, ``total_norm`` and
     ``scale_next_step``, because the step runs before all gradients exist, and ``GradScaler``; bf16
-    has fp32's range and needs no loss scaling. What is not ours is not refused:
-    ``torch.nn.utils.clip_grad_norm_`` finds no gradient to clip.
+    has fp32's range and needs no loss scaling. These are refused, but torch's own functions cannot
+    be: ``torch.nn.utils.clip_grad_norm_`` just finds no gradient to clip.
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
@@ -73,7 +73,7 @@ def release_gradients(
         A handle; ``remove()`` returns to ordinary steps.
 
     Raises:
-        ValueError: an argument cannot be meant.
+        ValueError: an argument is out of range or of the wrong type.
         NotImplementedError: the combination is one of those above, or FSDP1 reduces gradients.
 
     Example:
@@ -168,7 +168,7 @@ _warned = False
 
 
 def _warn_of_clipping() -> None:
-    """Say once what a trainer that clips after the backward pass will not find."""
+    """Warn once that clipping after the backward pass finds no gradients."""
     global _warned
     if not _warned:
         _warned = True
