@@ -328,6 +328,15 @@ def test_a_rule_whose_options_cannot_be_made_up_is_used_untried(caplog):
     def options(group):
         raise KeyError("mine")
 
+def test_what_could_not_be_compiled_is_tried_again_by_the_next_process(fresh, monkeypatch):
+    assert "C compiler" in certificate.fault_of(_Failing(), VARIANT)
+    assert "C compiler" in certificate.fault_of(_Failing(), VARIANT)
+    assert list(fresh.iterdir()) == []
+    monkeypatch.setattr(certificate, "_known", {})
+    monkeypatch.setattr(_Failing, "load", choose(CPU, "eager").load)
+    assert certificate.fault_of(_Failing(), VARIANT) is None
+
+
     mine = dataclasses.replace(ADAMW, name="mine", options=options)
     variant = Variant(mine, (BF16_STOCHASTIC, FP32, FP32), torch.bfloat16, CPU)
     with caplog.at_level(logging.INFO, "torch_bf16"):
