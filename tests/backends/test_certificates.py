@@ -1,5 +1,6 @@
 """Certificates: faults are found before a kernel is used, and training goes on without it."""
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -231,11 +232,11 @@ def test_one_process_that_was_killed_does_not_blame_what_it_tried(fresh):
 
 
 def test_an_attempt_that_ended_without_a_verdict_is_nobodys_death(fresh):
-    with verdicts._claim(fresh / "x.attempt"):
-        # By another process, which will have the lock once the file is gone.
-        opened = open(fresh / "x.attempt", "ab")
-        assert os.fstat(opened.fileno()).st_size > 0
-    with opened:
+    with contextlib.ExitStack() as stack:
+        with verdicts._claim(fresh / "x.attempt"):
+            # By another process, which will have the lock once the file is gone.
+            opened = stack.enter_context(open(fresh / "x.attempt", "ab"))
+            assert os.fstat(opened.fileno()).st_size > 0
         assert os.fstat(opened.fileno()).st_size == 0
 
 
