@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -91,6 +92,12 @@ def _state(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def environment() -> dict[str, str]:
+    """Ours with this tree's packages first: another one may be installed, or none."""
+    paths = [str(ROOT / "kernels"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def run(folder: Path, parts: dict[str, list[str]], key: str) -> bool:
     """Run the parts that have not ended well for this source tree; whether all have now."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,6 +116,7 @@ def run(folder: Path, parts: dict[str, list[str]], key: str) -> bool:
                 done = subprocess.run(
                     command,
                     cwd=folder,
+                    env=environment(),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     timeout=LIMITS[name],

@@ -1,5 +1,6 @@
 """Certificates: faults are found before a kernel is used, and training goes on without it."""
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -210,19 +211,41 @@ def test_a_damaged_verdict_is_made_again(fresh):
         assert verdicts.verdict(["a"], lambda: None) is None
 
 
-def _die(folder):
+def _die(folder, number):
     os.environ["TORCH_BF16_CACHE"] = folder
-    verdicts.verdict(["deadly"], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    verdicts.verdict(["deadly"], lambda: os.kill(os.getpid(), number))
 
 
-def test_what_killed_a_process_is_not_tried_again(fresh):
-    process = multiprocessing.get_context("spawn").Process(target=_die, args=(str(fresh),))
+def _killed(folder, number=signal.SIGKILL):
+    """A process that a signal ends while it tries."""
+    process = multiprocessing.get_context("spawn").Process(target=_die, args=(str(folder), number))
     process.start()
     process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    assert process.exitcode == -number
+
+
+def test_one_process_that_was_killed_does_not_blame_what_it_tried(fresh):
+    """Launchers end ranks so when another one has failed."""
+    _killed(fresh, signal.SIGTERM)
+    assert verdicts.verdict(["deadly"], lambda: None) is None
+    assert [path.suffix for path in fresh.iterdir()] == [".json"]
+
+
+def test_an_attempt_that_ended_without_a_verdict_is_nobodys_death(fresh):
+    with contextlib.ExitStack() as stack:
+        with verdicts._claim(fresh / "x.attempt"):
+            # By another process, which will have the lock once the file is gone.
+            opened = stack.enter_context(open(fresh / "x.attempt", "ab"))
+            assert os.fstat(opened.fileno()).st_size > 0
+        assert os.fstat(opened.fileno()).st_size == 0
+
+
+def test_what_killed_two_processes_is_not_tried_again(fresh):
+    _killed(fresh)
+    _killed(fresh)
     for _ in range(2):
         fault = verdicts.verdict(["deadly"], pytest.fail)
-        assert "was killed; remove" in fault
+        assert "were killed; remove" in fault
     (path,) = fresh.glob("*.json")
     path.unlink()
     assert verdicts.verdict(["deadly"], lambda: None) is None
@@ -286,9 +309,10 @@ def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh
 
 def test_training_that_a_kernel_has_killed_goes_on_with_the_right_bits(fresh):
     want = trained("eager").float().tolist()
-    assert _training(fresh, Deadly()) == [None]
+    for _ in range(2):
+        assert _training(fresh, Deadly()) == [None]
     assert _training(fresh, Deadly()) == [want]
-    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.kept())
+    assert any("were killed; remove" in (fault or "") for _, fault in verdicts.kept())
 
 
 def test_what_an_attempt_raises_is_no_verdict(fresh, monkeypatch):
@@ -303,6 +327,15 @@ def test_what_an_attempt_raises_is_no_verdict(fresh, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         certificate.fault_of(backend, VARIANT)
     assert list(fresh.iterdir()) == []
+
+
+def test_what_could_not_be_compiled_is_tried_again_by_the_next_process(fresh, monkeypatch):
+    assert "C compiler" in certificate.fault_of(_Failing(), VARIANT)
+    assert "C compiler" in certificate.fault_of(_Failing(), VARIANT)
+    assert list(fresh.iterdir()) == []
+    monkeypatch.setattr(certificate, "_known", {})
+    monkeypatch.setattr(_Failing, "load", choose(CPU, "eager").load)
+    assert certificate.fault_of(_Failing(), VARIANT) is None
 
 
 def _raise_memory(bucket):

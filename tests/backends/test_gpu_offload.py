@@ -1,6 +1,8 @@
 """States in host memory on GPUs (`pytest -m gpu`): bits, memory, and copies beside kernels."""
 
 import gc
+from itertools import product
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -28,6 +30,8 @@ def link(device, monkeypatch):
     if device == "cpu":
         return use(monkeypatch)
     monkeypatch.setattr("torch_bf16.backends.staging.BUFFER_BYTES", 1 << 20)
+    # Buffers of that size must not serve other tests, as long as something here is alive.
+    monkeypatch.setattr("torch_bf16.backends.staging._stagings", WeakValueDictionary())
     monkeypatch.setattr("torch_bf16.states.home.SMALLEST", 0)
     return None
 
@@ -143,53 +147,37 @@ def test_states_are_pinned_and_a_step_takes_its_buffers_alone(device, recipe):
         optimizer.step()
     kept = [x for p in weights for key, x in optimizer.state[p].items() if key != "step"]
     assert all(each.is_pinned() for each in kept)
-    # Beside the buffers, tables and counters.
-    assert torch.cuda.max_memory_allocated() - before < BUFFERS * BUFFER_BYTES + (4 << 20)
+    # Beside the buffers, tables and counters, and the kernels' trials.
+    assert torch.cuda.max_memory_allocated() - before < BUFFERS * BUFFER_BYTES + (16 << 20)
     assert sum(each.nbytes for each in kept) > BUFFERS * BUFFER_BYTES
 
 
-def seconds(work, times=5):
-    found = []
-    for _ in range(times):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def traced(optimizer):
+    """What the device did in a step after the first."""
+    optimizer.step()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        optimizer.step()
         torch.cuda.synchronize()
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / 1e3)
-    return min(found)
+    return profile.events()
 
 
 @ON_GPU
 def test_copies_up_and_down_run_beside_each_other_and_beside_kernels(device):
-    weights, optimizer = large("states")
-    optimizer.step()
-    kept = [x for p in weights for key, x in optimizer.state[p].items() if key != "step"]
-    there = [torch.empty_like(each, device="cuda") for each in kept]
-
-    def up():
-        for device_side, host_side in zip(there, kept, strict=True):
-            device_side.copy_(host_side, non_blocking=True)
-
-    def down():
-        for device_side, host_side in zip(there, kept, strict=True):
-            host_side.copy_(device_side, non_blocking=True)
-
-    one_after_the_other, step = seconds(up) + seconds(down), seconds(optimizer.step)
-    # Alone each way would be half; the first copy up and the last one down have nobody beside them.
-    assert step < 0.85 * one_after_the_other, (step, one_after_the_other)
+    _, optimizer = large("states")
+    events = traced(optimizer)
+    up, down = ([e.time_range for e in events if way in e.name] for way in ("HtoD", "DtoH"))
+    kernels = [e.time_range for e in events if e.name == "step"]
+    for one, other in ((up, down), (up + down, kernels)):
+        assert any(a.start < b.end and b.start < a.end for a, b in product(one, other))
 
 
 @ON_GPU
 def test_each_state_is_copied_up_and_down_once(device):
     weights, optimizer = large("states")
-    optimizer.step()
+    events = traced(optimizer)
     kept = [x for p in weights for key, x in optimizer.state[p].items() if key != "step"]
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        optimizer.step()
-    copies = [each for each in profile.events() if "Memcpy" in each.name]
+    copies = [each for each in events if "Memcpy" in each.name]
     for way in ("HtoD", "DtoH"):
         count = sum(way in each.name for each in copies)
         # A tensor is cut where a buffer ends; a table of gradients may be among them.

@@ -4,7 +4,6 @@ Ours, by the backend that is chosen for the device, against eager on the same de
 """
 
 import contextlib
-import gc
 
 import pytest
 import torch
@@ -155,48 +154,6 @@ def test_a_model_with_float8_products_trains(device, recipe):
 
     results = [trained(*made(device, recipe, backend, adapt)) for backend in (None, "eager")]
     assert_same(*results)
-
-
-def captured(recipe):
-    lr = torch.tensor(0.01, device="cuda")
-    ones = [torch.ones(64, 9 + n, dtype=torch.bfloat16, device="cuda") for n in range(3)]
-    weights = {f"p{n}": nn.Parameter(each) for n, each in enumerate(ones)}
-    optimizer = make_optimizer("adamw", recipe, "triton", weights.items(), lr=lr, capturable=True)
-    give(optimizer, 0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    return graph, optimizer, lr
-
-
-@pytest.mark.parametrize("recipe", ["stochastic", "master"])
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpus())])
-def test_a_graph_whose_optimizer_is_gone_takes_the_same_steps(device, recipe):
-    graph, optimizer, *held = captured(recipe)
-    weights = parameters_of(optimizer)
-    # Weights and states are the user's to keep, and so are the learning rate and the gradients.
-    held += [dict(state) for state in optimizer.state.values()]
-    for _ in range(3):
-        graph.replay()
-    expected = [p.detach().clone() for p in weights]
-    graph, optimizer, *held = captured(recipe)
-    weights = parameters_of(optimizer)
-    held += [dict(state) for state in optimizer.state.values()]
-    del optimizer
-    gc.collect()
-    # What was freed has other numbers soon, on the device and in pinned memory.
-    rubbish = [torch.full((1 << 14,), -1, dtype=torch.int64, device="cuda") for _ in range(64)]
-    rubbish += [torch.full((1 << 10,), -1, dtype=torch.int64).pin_memory() for _ in range(64)]
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    for p, want in zip(weights, expected, strict=True):
-        assert torch.equal(p, want)
 
 
 @pytest.mark.parametrize("recipe", ["stochastic", "master"])

@@ -4,7 +4,13 @@ import os
 import subprocess
 import sys
 
+import numba
+import numpy as np
 import pytest
+
+from torch_bf16.backends.cpu.compiler import carray
+from torch_bf16.backends.cpu.job import ARRAYS, EACH, compile_job, new_job
+from torch_bf16.backends.cpu.llvm_hints import address_as_pointer
 
 # Both rules have the same states, scalars and codecs: only the names of their parts differ.
 STEPS = """
@@ -34,3 +40,25 @@ def test_kernels_cached_by_several_processes_are_not_taken_for_one_another(tmp_p
     cached = [file.name for file in tmp_path.rglob("*.nbi")]
     assert sum("run_adam_bf16_stochastic" in name for name in cached) == 1
     assert sum("run_adamw_bf16_stochastic" in name for name in cached) == 1
+
+
+def writes_a_seven(job):
+    numbers = carray(job, (ARRAYS + EACH,), np.int64)
+    carray(address_as_pointer(numbers[ARRAYS]), (1,), np.int64)[0] = 7
+
+
+def sevens():
+    """What a kernel writes, and whether it was read from the cache."""
+    work, written = compile_job(writes_a_seven, "writes_a_seven"), np.zeros(1, np.int64)
+    work(new_job([(np.int64, 1)], [written], 1).ctypes.data)
+    return written[0], sum(work.compiled.stats.cache_hits.values())
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_what_is_damaged_in_the_cache_is_made_again(monkeypatch, tmp_path, suffix, left):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert [sevens(), sevens()] == [(7, 0), (7, 1)]
+    (file,) = tmp_path.rglob(f"*{suffix}")
+    os.truncate(file, left)
+    assert [sevens(), sevens(), sevens()] == [(7, 0), (7, 0), (7, 1)]

@@ -174,6 +174,8 @@ def test_a_grad_scaler_takes_bf16_gradients_and_skips_on_the_device(unscale):
     assert_same(snapshot(scaled), snapshot(plain))
 
 
+# Inductor says so once, of every GPU that has them.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_compiled_model_trains_beside_the_fused_step():
     torch.manual_seed(0)
     model = torch_bf16.cast_model(torch.nn.Linear(64, 64).cuda())

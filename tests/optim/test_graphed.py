@@ -4,8 +4,10 @@ Steps run in Triton's interpreter, in a child process, and a recording of launch
 CUDA graph; see `test_gpu_training.py` for the same on GPUs.
 """
 
+import contextlib
 import copy
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -271,3 +273,20 @@ def test_released_gradients_are_refused():
     torch_bf16.release_gradients(model, optimizer)
     with pytest.raises(RuntimeError, match="gradients are released"):
         optimizer.graphed()
+
+
+def test_each_device_has_a_stream_of_its_own_captured(monkeypatch):
+    """torch captures, unless told, on one stream of the device that was current first."""
+    streams, within = [], contextlib.nullcontext()
+
+    def graph(graph, stream=None, **_):
+        streams.append(stream)
+        return within
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: within)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for device in ("cuda:0", "cuda:1"):
+        cuda_graphs.record(lambda: None, torch.device(device))
+    assert streams == ["stream of cuda:0", "stream of cuda:1"]

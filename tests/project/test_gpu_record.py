@@ -47,6 +47,14 @@ def test_a_part_that_ended_well_is_not_run_again_and_one_that_failed_is(tmp_path
     assert runs(tmp_path) == 3
 
 
+def test_parts_run_the_packages_of_this_tree(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    script = "import accelerate_bf16 as a, torch_bf16 as t; print(a.__file__, t.__file__)"
+    assert gpu_record.run(tmp_path, {"one": [sys.executable, "-c", script]}, "tree")
+    found = [Path(each) for each in (tmp_path / "one.txt").read_text().split()]
+    assert all(each.is_relative_to(ROOT) for each in found)
+
+
 def test_another_source_tree_begins_anew(tmp_path):
     parts = {"one": part(tmp_path, 0)}
     assert gpu_record.run(tmp_path, parts, "tree")

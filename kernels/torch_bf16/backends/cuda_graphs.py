@@ -28,7 +28,9 @@ def record(launch: Callable[[], None], device: torch.device) -> Callable[[], Non
         launch: launches kernels and allocates nothing; is run once, and nothing happens by it.
         device: a CUDA or ROCm device.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # torch's own stream for captures is of the device that was the first to have one.
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+    with torch.cuda.device(device), capture:
         launch()
     return graph.replay

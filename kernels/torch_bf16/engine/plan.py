@@ -7,7 +7,7 @@ stays in its batch: its place in the table of gradients says that there is nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -263,15 +263,13 @@ class Plan:
             if part.directed:
                 directed[part.rows[0].number] = part, rows
             else:
-                part.run(found, rows)
-                done.add(part)
+                _carry_out(part, done, part.run, found, rows)
         if directed:
             flags = self._guard.taking_part
             for number, direction in self._directions.run(flags, found.gradients, told):
                 part, rows = directed[number]
-                part.follow(direction, rows)
+                _carry_out(part, done, part.follow, direction, rows)
                 del direction
-                done.add(part)
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> Recording:
         """A CUDA graph of the step of those that take part now, over the gradients of now.
@@ -300,6 +298,16 @@ class Plan:
             active = self._sets[key]
             self._selected = flags, active
         return active
+
+
+def _carry_out(part: Part, done: set[Part], work: Callable[..., None], *given: Any) -> None:
+    """Update a part; it is done also where an interrupt ends it, which waits for kernels to end."""
+    done.add(part)
+    try:
+        work(*given)
+    except Exception:
+        done.discard(part)
+        raise
 
 
 def _say_what_was_updated(error: BaseException, updated: set[int]) -> None:

@@ -35,6 +35,12 @@ COUNTED = (1, 2, 999, 2**24 - 1)
 """The steps whose scalars are tried."""
 
 _logger = logging.getLogger("torch_bf16")
+
+
+class _NotRun(Exception):
+    """A trial that was not brought to its end: no compiler, no room on disk or on the device."""
+
+
 _lock = threading.RLock()
 _known: dict[tuple[str, str, torch.device], str | None] = {}
 
@@ -43,7 +49,8 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
     """Why a backend must not run a variant on its device; None where its bits are right.
 
     Tried once for a machine and its versions, in 1 to 30 ms beside what compiling takes, then
-    read from a file. No collective is called, and no random number of torch is drawn.
+    read from a file; what could not be run is tried again by the next process. No collective is
+    called, and no random number of torch is drawn.
 
     Args:
         backend: one that is available on the device.
@@ -71,7 +78,11 @@ def _tried(
     with _lock:
         if key not in _known:
             facts = [torch.__version__, *backend.fingerprint(device), source_hash()]
-            _known[key] = verdict([*key[:2], *facts], attempt)
+            try:
+                _known[key] = verdict([*key[:2], *facts], attempt)
+            except _NotRun as error:
+                # Another process may find what was missing here.
+                _known[key] = str(error)
     return _known[key]
 
 
@@ -101,7 +112,11 @@ def _fault(backend: Backend, variant: Variant) -> str | None:
 
 
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
-    """What a trial found, or that it could not be run."""
+    """What a trial found.
+
+    Raises:
+        _NotRun: it failed, and how.
+    """
     try:
         with _undisturbed(device):
             return trial()
@@ -109,7 +124,7 @@ def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:500]
-        return f"it cannot be compiled or run ({type(error).__name__}: {reason})"
+        raise _NotRun(f"it cannot be compiled or run ({type(error).__name__}: {reason})") from error
 
 
 def _other_bits(backend: Backend, trial: Trial) -> str | None:

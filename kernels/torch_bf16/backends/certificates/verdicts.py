@@ -1,4 +1,4 @@
-"""Verdicts on disk, so that each machine tries a kernel once and is killed by it once at most."""
+"""Verdicts on disk, so that each machine tries a kernel once and is killed by it twice at most."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ except ImportError:
     fcntl = None
 
 __all__ = ["folder", "kept", "verdict"]
+
+# One that was killed need not have been by what it tried: launchers end ranks when another fails.
+_DEATHS = 2
+_ATTEMPT = b"under way\n"
 
 
 def folder() -> Path | None:
@@ -56,7 +60,7 @@ def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None
         known, fault = _read(path)
         if not known:
             fault = (
-                f"a process that tried it before was killed; remove {path} to try again"
+                f"processes that tried it before were killed; remove {path} to try again"
                 if killed
                 else attempt()
             )
@@ -97,21 +101,25 @@ def _write(path: Path, key: Sequence[str], fault: str | None) -> None:
 
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
-    """Leave a file behind should the process be killed; whether one that was killed left it.
+    """Leave a line behind should the process be killed; whether enough of those were that left one.
 
-    A lock tells the two apart: it ends with the process that holds it.
+    A lock tells them from attempts that are under way: it ends with the process that holds it.
     """
     with contextlib.ExitStack() as stack:
-        killed = claimed = False
+        file, killed = None, False
         with contextlib.suppress(OSError):
             if fcntl is not None:
-                file = stack.enter_context(open(path, "ab"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                claimed, killed = True, file.tell() > 0
-                file.write(b"under way\n")
+                opened = stack.enter_context(open(path, "ab"))
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = opened
+                killed = os.fstat(file.fileno()).st_size >= _DEATHS * len(_ATTEMPT)
+                file.write(_ATTEMPT)
                 file.flush()
         try:
             yield killed
         finally:
-            if claimed:
-                path.unlink(missing_ok=True)
+            if file is not None:
+                # Emptied first: another process may have opened it, and locks it next.
+                with contextlib.suppress(OSError):
+                    file.truncate(0)
+                    path.unlink(missing_ok=True)

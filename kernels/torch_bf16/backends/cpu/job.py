@@ -8,6 +8,7 @@ pieces end and another's begin, both wait for lines that the other has just fetc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core.caching import FunctionCache
 
 from .bits import inlined, intrinsic
 from .compiler import source_hash
@@ -96,8 +98,11 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
     jit: Any = functools.partial(numba.njit, _SIGNATURE, no_cpython_wrapper=True, **options)
     try:
         dispatcher = jit(cache=True)(function)
-    except (RuntimeError, OSError):
-        # No directory for a cache can be written: compile again in every process.
+    except Exception:
+        # No directory for a cache can be written, or what is there is damaged, by a full disk, say,
+        # and raises anything: forget that. What cannot be compiled raises once more.
+        with contextlib.suppress(Exception):
+            FunctionCache(function).flush()
         dispatcher = jit()(function)
     (compiled,) = dispatcher.overloads.values()
     symbol = compiled.fndesc.llvm_cfunc_wrapper_name

@@ -240,7 +240,8 @@ def _replayed(device: torch.device, recipe: Recipe) -> str | None:
         ours.step()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # torch's own stream for captures need not be of this device.
+    with torch.cuda.graph(graph, stream=side):
         ours.step()
     _give(judge, 0)
     judge.step()
