@@ -91,6 +91,39 @@ def run_no_sync_loses_nothing(rank, ranks, format):
             assert (p.grad.double().mean() - 0.99945).abs() <= limit / p.numel() ** 0.5
 
 
+def run_unused(rank, ranks):
+    """A parameter that no pass uses, in a bucket with one that every pass does."""
+    bare = Model()
+    bare.ccc = torch.nn.Parameter(torch.ones(3).bfloat16())
+    bare.forward = lambda gradient: (bare.a * gradient).sum()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare, static_graph=True)
+    torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    for _ in range(2):
+        model(torch.full((8, 4), rank + 2.0**-9)).backward()
+        assert bare.bb.grad is None
+        assert bare.a.grad.eq((ranks - 1) / 2 + 2.0**-9).all()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_join(rank, ranks):
+    """Ranks with fewer batches take part with zeros, until the last one has none."""
+    bare = Model()
+    optimizer = torch_bf16.SGD(list(bare.named_parameters()), lr=0.1)
+    model = DistributedDataParallel(bare)
+    torch_bf16.accumulate_gradients(model, optimizer, "fp32")
+    with model.join():
+        for step in range(1 + rank):
+            model(micro_batch(bare, rank, step, 0)).backward()
+            expected = sum(
+                micro_batch(bare, each, step, 0)["a"].float() for each in range(step, ranks)
+            )
+            assert torch.equal(bare.a.grad, expected / ranks)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Nested(torch.nn.Module):
     """Sharded in two groups: the inner model, and a parameter of its own."""
 
@@ -263,6 +296,8 @@ CASES = {
     "ddp-fp32": lambda rank, ranks: run_ddp(rank, ranks, "fp32", False, False),
     "ddp-fp32-static-graph": lambda rank, ranks: run_ddp(rank, ranks, "fp32", True, True),
     "ddp-fp32-reduced-every-time": lambda rank, ranks: run_ddp(rank, ranks, "fp32", False, True),
+    "ddp-fp32-unused": run_unused,
+    "ddp-fp32-join": run_join,
     "ddp-bf16_stochastic": lambda rank, ranks: run_ddp(
         rank, ranks, "bf16_stochastic", False, False
     ),

@@ -129,8 +129,10 @@ class Fp32Reduction:
         size, buffer = dist.get_world_size(self._group), bucket.buffer()
         if not self._active or buffer.dtype != torch.bfloat16:
             return all_reduce_mean(buffer, self._group)
-        kept = [self._kept[parameter] for parameter in bucket.parameters()]
-        whole = torch.cat([gradient.reshape(-1) for gradient in kept]).div_(size)
+        # DDP's own zeros for what no micro-batch has used, or on a rank that has left by join().
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        kept = [self._kept.get(parameter, zeros) for parameter, zeros in pairs]
+        whole = torch.cat([gradient.reshape(-1).float() for gradient in kept]).div_(size)
         future = dist.all_reduce(whole, group=self._group, async_op=True).get_future()  # pyright: ignore
 
         def put(done: Any) -> Tensor:

@@ -108,7 +108,8 @@ def remembered(shard: Shard) -> _Residual | None:
         for name, residual in each.items():
             if owner._parameters.get(name) is shard.parameter:
                 return residual
-    return None
+    place = shard.place_in_model() if any(_by_owner.values()) else None
+    return None if place is None else _by_owner.get(place[0], {}).get(place[1])
 
 
 def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.formats import Format
 from torch_bf16.model import residuals
-from torch_bf16.sharding import Shard, local, same_memory, shard_of
+from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
 
@@ -111,6 +111,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
             f"{optimizer.label(number, position)}; it takes float32 of the parameter's shape. "
             "Nothing was changed"
         )
+    reshard([parameter])
     if parameter.dtype != torch.bfloat16:
         parameter.copy_(value)
         return
@@ -177,6 +178,8 @@ def exact_weights(
     """
     check_module("exact_weights", model)
     owners = {p: each for each in map(_unwrapped, optimizers) for p in _parameters(each)}
+    # What FSDP2 has gathered for an evaluation is in no optimizer.
+    reshard(owners)
     named = dict(model.named_parameters())
     with torch.no_grad():
         weights = {

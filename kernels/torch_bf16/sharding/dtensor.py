@@ -6,14 +6,14 @@ A rank holds a box of the whole tensor, one interval per dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .exchange import all_gather, group_of
 from .local import is_dtensor, local, place_like, whole
@@ -38,6 +38,19 @@ def reshard(parameters: Iterable[Tensor]) -> None:
             give_back()
 
 
+def _places() -> Iterator[tuple[Tensor, nn.Module, str]]:
+    """What FSDP2 has sharded, each with the module that it is a parameter of and its name there."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for known in list(_module_state_mapping.values()):
+        state: Any = known()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 and older have one for each module
+            groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
+        for each in (each for group in groups for each in group.fsdp_params):
+            yield each.sharded_param, each._module_info.module, each._module_info.param_name
+
+
 class DTensorShard(Shard):
     """What this rank holds of a DTensor."""
 
@@ -54,6 +67,10 @@ class DTensorShard(Shard):
             raise _refused(self.parameter.placements, str(error)) from None
         numel = prod(each.stop - each.start for each in box)
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
+
+    def place_in_model(self) -> tuple[nn.Module, str] | None:
+        found = (place for parameter, *place in _places() if parameter is self.parameter)
+        return next(map(tuple, found), None)
 
     @cached_property
     def _box(self) -> tuple[slice, ...]:
