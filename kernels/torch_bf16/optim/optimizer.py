@@ -159,9 +159,10 @@ class BF16Optimizer(torch.optim.Optimizer):
             for number, group in enumerate(groups):
                 self._check_options(group, number)
         setting = self._setting()
-        parameters, told = setting.parameters, StepInputs()
+        parameters = setting.parameters
         if engine.release is not None:
             engine.release.finish(with_gradients(parameters))
+            told = StepInputs()
         else:
             # A plan finds those that have a gradient as it compares them all.
             if engine.plan is None:
