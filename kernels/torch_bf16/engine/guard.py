@@ -154,7 +154,7 @@ class Guard:
             self._there, flags = there, [*chain.from_iterable(there)]
             if flags != self.taking_part:
                 self.taking_part = flags
-        if all([each.usable for each in looks]):
+        if all(each.usable for each in looks):
             self._found = [*chain.from_iterable([each.gradients for each in looks])]
             self._addresses = self._join([each.addresses for each in looks])
         return True
