@@ -184,11 +184,11 @@ class DeviceScalars:
                 evaluate(self._rule, group, number, 1)
                 raise
         width = (len(given) - _TOLD) // len(self._present)
-        # Numbers that are the same objects are the same numbers; a tensor may have been written.
+        # The same Python numbers have the same values; a tensor or an array may have been written.
         if not (self._constant and all_same(given, self._given)):
             self._encode(groups, given, width)
             self._given = given
-            self._constant = not any(isinstance(each, Tensor) for each in given)
+            self._constant = all(isinstance(each, float | int | None) for each in given)
         table, _, scalars = self._made or self._make(width - 1)
         if self._places is None:
             absent = np.where(self._there, 0, _ABSENT)
