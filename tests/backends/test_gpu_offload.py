@@ -187,7 +187,7 @@ def test_each_state_is_copied_up_and_down_once(device):
     optimizer.step()
     kept = [x for p in weights for key, x in optimizer.state[p].items() if key != "step"]
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         optimizer.step()
     copies = [each for each in profile.events() if "Memcpy" in each.name]
     for way in ("HtoD", "DtoH"):

@@ -252,12 +252,13 @@ class DeviceScalars:
                 raise
         for number in self._used:
             key += found.get(number) or [0.0] * width
-        if key != self._key:
+        if key == self._key:
+            return
+        if key[_TOLD:] != self._key[_TOLD:]:
             for number, its in found.items():
                 if all(isinstance(each, float) for each in its):
                     evaluate(self._rule, groups[number], number, 1)
-            self._encoded = _encoded(key)
-            self._key = key
+        self._encoded, self._key = _encoded(key), key
 
     def _seen(self, value: Any, default: float = 0.0) -> float | int:
         """A number as a float, a tensor on the device as its address and kind."""
@@ -284,10 +285,6 @@ class DeviceScalars:
 
 
 def _encoded(key: Sequence[float | int]) -> np.ndarray:
-    table = np.zeros((len(key), 2), np.int64)
-    for row, each in zip(table, key, strict=True):
-        if isinstance(each, float):
-            row[1:] = np.array([each]).view(np.int64)
-        else:
-            row[0] = each
-    return table
+    numbers = np.array([each if isinstance(each, float) else 0.0 for each in key], np.float64)
+    addresses = np.array([0 if isinstance(each, float) else each for each in key], np.int64)
+    return np.stack([addresses, numbers.view(np.int64)], axis=1)
