@@ -74,16 +74,20 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
     for groups, some in norms.items():
         # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
         place = some[0].device if has_fp64(some[0].device) else "cpu"
-        together = torch.stack([each.to(place, torch.float64) for each in some])
-        total = torch.linalg.vector_norm(together)
+        total = _together([each.to(place, torch.float64) for each in some])
         if groups:
             total = total.square()
             for each in groups:
                 dist.all_reduce(total, group=each)
             total = total.sqrt()
         totals.append(total)
-    norm = torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
+    norm = _together([each.to(totals[0].device) for each in totals]).float()
     return norm.to(next(iter(norms.values()))[0].device)
+
+
+def _together(norms: list[Tensor]) -> Tensor:
+    """The norm of tensors that have these norms, on one device."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _check(tensor: Tensor, layout: torch.layout, dtype: torch.dtype) -> None:

@@ -158,11 +158,10 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(groups):
                 self._check_options(group, number)
-        setting = self._setting()
+        setting, told = self._setting(), StepInputs()
         parameters = setting.parameters
         if engine.release is not None:
             engine.release.finish(with_gradients(parameters))
-            told = StepInputs()
         else:
             # A plan finds those that have a gradient as it compares them all.
             if engine.plan is None:
