@@ -156,7 +156,7 @@ def traced(optimizer):
     """What the device did in a step after the first."""
     optimizer.step()
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         optimizer.step()
         torch.cuda.synchronize()
     return profile.events()

@@ -32,6 +32,7 @@ from torch_bf16.backends.triton.arithmetic import _exp, _log, _power
 from torch_bf16.backends.triton.scalars import OPTIONS
 
 VARIANTS = all_variants()
+ROOTS_FLUSH = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 STOCHASTIC = "adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"
 EXACT = "adamw_bf16_plus_16_fp32_fp32_bfloat16"
 OTHERS = one_variant_of_each_other_rule()
@@ -62,6 +63,7 @@ def test_every_variant_compiles(name, target):
     assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
 
 
+@pytest.mark.skipif(ROOTS_FLUSH, reason="on ROCm the backend asks for Triton 3.7")
 @pytest.mark.parametrize("target", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
 @pytest.mark.parametrize("recipe", ["bf16_nearest_bf16_stochastic", "int8_uint8"])
 def test_amds_roots_are_of_the_number_itself(recipe, target):

@@ -285,6 +285,12 @@ def numbers_go_up_when_they_change():
         optimizer.param_groups[0]["lr"] = 0.5
         optimizer.step()
         assert len(copies) == 1
+        optimizer.param_groups[0]["lr"] = rate = np.array(0.5)
+        optimizer.step()
+        assert len(copies) == 1
+        rate *= 0.5
+        optimizer.step()
+        assert len(copies) == 2
 
 
 def test_a_table_goes_up_only_when_it_has_changed(interpreted):

@@ -52,7 +52,7 @@ def train(recipe, release):
 def peak_of(function, trace):
     """The most bytes of torch's tensors that lived together, and what the function returned."""
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         result = function()
     profiler.export_chrome_trace(str(trace))

@@ -26,7 +26,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_goes_on(
     assert not (tmp_path / str(LAST) / ".metadata").exists()
     if when == "save":
         assert (tmp_path / str(LAST)).is_dir()
-        with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata"):
+        with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata|metadata is None"):
             Run(ALONE, RECIPE).load(tmp_path / str(LAST))
     expected = Run(ALONE, RECIPE).train(range(LAST + 4))
     found = Run(ALONE, RECIPE).load(tmp_path / str(LAST - 1)).train(range(LAST, LAST + 4))

@@ -30,7 +30,7 @@ _DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter
 # Parameters that are looked at together, several times in turn: what one look has brought into a
 # processor's cache is still there for the next one.
 _BLOCK = 256
-_END, _NONE = object(), np.empty(0, np.int64)
+_END = object()
 
 
 class Found(NamedTuple):
@@ -87,7 +87,9 @@ class Guard:
         # What the last look found, for the step that follows it and no longer.
         self._found: list[Tensor | None] | None = None
         self._addresses: np.ndarray | None = None
-        self._last_addresses = _NONE
+        # The arrays of the blocks, and the one that they make.
+        self._joined: tuple[list[np.ndarray | None], np.ndarray | None] = [], None
+        self._there: list[list[bool]] = []
 
     def holds(self, parameters: Sequence[Tensor], states: dict[Tensor, Any]) -> bool:
         """Whether all that take part are known, and all tensors the same in the same memory.
@@ -111,9 +113,10 @@ class Guard:
         if found is None:
             pairs = zip(self._shards, self.taking_part, strict=True)
             found = [each.gradient() if there else None for each, there in pairs]
-            present = [*compress(found, self.taking_part)]
-            addresses = _addresses(present, self.taking_part) if _readable(present) else None
-        return Found(found, None if addresses is None else self._same_or_new(addresses))
+            present, addresses = [*compress(found, self.taking_part)], None
+            if _readable(present):
+                addresses = _spread(_pointers(present), present, self.taking_part)
+        return Found(found, addresses)
 
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none but the plan's has a gradient, and they come in its order."""
@@ -129,10 +132,8 @@ class Guard:
         return all(map(is_, map(_GRADIENT, self._strangers), repeat(None)))
 
     def _look(self, states: dict[Tensor, Any]) -> bool:
-        gradients: list[Tensor | None] = []
-        addresses: list[np.ndarray | None] = []
-        flags: list[bool] = []
-        usable, self._found, self._addresses = True, None, None
+        looks: list[_Gradients] = []
+        self._found = self._addresses = None
         # What nobody was given nobody has put elsewhere, and no other plan has changed.
         plans = getattr(states, "plans", None)
         hidden = (
@@ -143,35 +144,34 @@ class Guard:
         )
         own = () if hidden else self._own(states)
         for block in self._blocks:
-            if not block.holds(None if hidden else [*islice(own, len(block.parameters))]):
-                return False
-            found = block.gradients()
+            found = block.look(None if hidden else [*islice(own, len(block.parameters))])
             if found is None:
                 return False
-            usable &= found.usable
-            gradients += found.gradients
-            addresses.append(found.addresses)
-            flags += found.there
+            looks.append(found)
         self._states, self._plans = states, plans
-        if flags != self.taking_part:
-            self.taking_part = flags
-        if usable:
-            self._found = gradients
-            known = [each for each in addresses if each is not None]
-            if len(known) == len(addresses):
-                self._addresses = known[0] if len(known) == 1 else np.concatenate([_NONE, *known])
+        there = [each.there for each in looks]
+        if not all_same(there, self._there):
+            self._there, flags = there, [*chain.from_iterable(there)]
+            if flags != self.taking_part:
+                self.taking_part = flags
+        if all(each.usable for each in looks):
+            self._found = [*chain.from_iterable([each.gradients for each in looks])]
+            self._addresses = self._join([each.addresses for each in looks])
         return True
+
+    def _join(self, addresses: list[np.ndarray | None]) -> np.ndarray | None:
+        """Those of all blocks: the same array for the same ones; None where one is."""
+        if not all_same(addresses, self._joined[0]):
+            arrays = [each for each in addresses if each is not None]
+            complete = len(arrays) == len(addresses)
+            self._joined = addresses, np.concatenate(arrays) if complete else None
+        return self._joined[1]
 
     def _own(self, states: dict[Tensor, Any]) -> Iterable[Any]:
         """The states of the parameters, in their order."""
         if len(states) == len(self._parameters) and all(map(is_, states, self._parameters)):
             return iter(dict.values(states))
         return (dict.get(states, each) for each in self._parameters)
-
-    def _same_or_new(self, addresses: np.ndarray) -> np.ndarray:
-        if addresses.tobytes() != self._last_addresses.tobytes():
-            self._last_addresses = addresses
-        return self._last_addresses
 
 
 class _Gradients(NamedTuple):
@@ -219,23 +219,32 @@ class _Block:
         self._places, self._planned = self._where(), self._what()
         self._beside = self._look_beside()
         self._metadata, self._usual = Metadata(), Metadata()
+        self._known: tuple[bytes, list[bool], np.ndarray | None] = b"", [], None
         self._everyone = [True] * len(parameters)
         # Those of other classes have not been checked.
         self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
 
-    def holds(self, own: list[Mapping[str, Any]] | None) -> bool:
-        """Whether parameters and states are what they were.
+    def look(self, own: list[Mapping[str, Any]] | None) -> _Gradients | None:
+        """The gradients, where parameters and states are what they were; else None.
+
+        None, too, where a gradient is of a kind that was not planned for.
 
         Args:
             own: the states; None where they cannot have changed.
         """
-        if not self._many.in_place() or self._where() != self._places:
-            return False
-        if not self._metadata.holds(self._many.memory):
-            if self._what() != self._planned:
-                return False
-            self._metadata.note(self._many.memory)
-        return own is None or (self._has(own) and self._look_beside() == self._beside)
+        if not self._many.in_place() or self._where() != self._places or not self._unchanged():
+            return None
+        if own is not None and not (self._has(own) and self._look_beside() == self._beside):
+            return None
+        try:
+            found, fitting = self._many.gradients()
+            if fitting and self._usual.holds(found):
+                addresses = self._addresses(found, self._everyone)
+                return _Gradients(found, addresses, True, self._everyone)
+            return self._look_closer(found, fitting)
+        except (AttributeError, RuntimeError):
+            # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
+            return None
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
         """The same for each parameter."""
@@ -255,30 +264,40 @@ class _Block:
             found[n] &= all(same)
         return found
 
-    def gradients(self) -> _Gradients | None:
-        """The gradients; None where one is of a kind that was not planned for."""
-        try:
-            found, fitting = self._many.gradients()
-            if fitting and self._usual.holds(found):
-                return _Gradients(found, _addresses(found, self._everyone), True, self._everyone)
-            kinds = {*map(type, found)}
-            there, present, dtypes = self._everyone, found, self._dtypes
-            if NoneType in kinds:
-                there = [*map(is_not, found, repeat(None))]
-                present, dtypes = [*compress(found, there)], [*compress(dtypes, there)]
-            unsettled, wrappers = unlike_memory(kinds - {NoneType})
-            usable = fitting and not unsettled and not wrappers
-            if [*map(_DTYPE, present)] != dtypes or not wrappers <= self._wrappers:
-                return None
-            addresses = None
-            if usable and _readable(present):
-                addresses = _addresses(present, there)
-                if there is self._everyone:
-                    self._usual.note(found)
-        except (AttributeError, RuntimeError):
-            # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
+    def _unchanged(self) -> bool:
+        """Whether parameters have the dtypes, shapes and strides that they had."""
+        if not self._metadata.holds(self._many.memory):
+            if self._what() != self._planned:
+                return False
+            self._metadata.note(self._many.memory)
+        return True
+
+    def _look_closer(self, found: list[Any], fitting: bool) -> _Gradients | None:
+        """The same of gradients that are not the usual ones, one by one."""
+        kinds = {*map(type, found)}
+        there, present, dtypes = self._everyone, found, self._dtypes
+        if NoneType in kinds:
+            there = [*map(is_not, found, repeat(None))]
+            present, dtypes = [*compress(found, there)], [*compress(dtypes, there)]
+        unsettled, wrappers = unlike_memory(kinds - {NoneType})
+        usable = fitting and not unsettled and not wrappers
+        if [*map(_DTYPE, present)] != dtypes or not wrappers <= self._wrappers:
             return None
+        addresses = None
+        if usable and _readable(present):
+            addresses = self._addresses(present, there)
+            if there is self._everyone:
+                self._usual.note(found)
         return _Gradients(found, addresses, usable, there)
+
+    def _addresses(self, present: list[Any], there: list[bool]) -> np.ndarray | None:
+        """See :func:`_spread`; the same array where they have not changed."""
+        pointers = _pointers(present)
+        known, flags, addresses = self._known
+        if pointers.tobytes() != known or there != flags:
+            addresses = _spread(pointers, present, there)
+            self._known = pointers.tobytes(), there, addresses
+        return addresses
 
     def _has(self, own: list[Mapping[str, Any]]) -> bool:
         try:
@@ -323,22 +342,27 @@ def _readable(gradients: Sequence[Any]) -> bool:
     return all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
 
 
-def _addresses(gradients: Sequence[Any], there: list[bool]) -> np.ndarray | None:
+def _pointers(gradients: Sequence[Any]) -> np.ndarray:
+    return np.fromiter(map(Tensor.data_ptr, gradients), np.int64, len(gradients))
+
+
+def _spread(
+    pointers: np.ndarray, gradients: Sequence[Any], there: Sequence[bool]
+) -> np.ndarray | None:
     """Where gradients are, and 0 for each parameter that has none, as ``there`` says.
 
     None where one has no memory.
     """
-    found = np.fromiter(map(Tensor.data_ptr, gradients), np.int64, len(gradients))
     # A tensor without elements is at 0, too; what else is there has memory of another kind.
-    if np.count_nonzero(found) < len(found) and any(
-        gradients[n].numel() for n in np.flatnonzero(found == 0).tolist()
+    if np.count_nonzero(pointers) < len(pointers) and any(
+        gradients[n].numel() for n in np.flatnonzero(pointers == 0).tolist()
     ):
         return None
-    if len(found) < len(there):
-        of_all = np.zeros(len(there), np.int64)
-        of_all[there] = found
-        return of_all
-    return found
+    if len(pointers) < len(there):
+        addresses = np.zeros(len(there), np.int64)
+        addresses[there] = pointers
+        return addresses
+    return pointers
 
 
 def _values(states: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +68,19 @@ def _job(member: Member, span: Span) -> Job:
     return Job(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
 
 
+class _Picked(Sequence[Tensor | None]):
+    """Some of the gradients: picked where they are asked for, as most kernels read addresses."""
+
+    def __init__(self, gradients: Sequence[Tensor | None], places: Sequence[int]) -> None:
+        self._gradients, self._places = gradients, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._gradients[self._places[number]]
+
+
 class Part:
     """The rows of one batch.
 
@@ -91,8 +104,7 @@ class Part:
         self.copied = not rows[0].member.shard.memory.is_contiguous()
         self.directed = rows[0].member.direction is not None
         self.direct = self._whole and not self.copied and not self.directed
-        # Twice the first: of one number it would not make a tuple.
-        self._gradients = itemgetter(self.numbers[0], *self.numbers.tolist())
+        self._places: list[int] = self.numbers.tolist()
         self._known = self.numbers, self.numbers
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
@@ -106,7 +118,7 @@ class Part:
         self._take(found, scalars)
 
     def _take(self, found: Found, scalars: ScalarRows, reads: bool = False) -> None:
-        taken: Sequence[Tensor | None] = self._gradients(found.gradients)[1:]
+        taken: Sequence[Tensor | None] = _Picked(found.gradients, self._places)
         if found.addresses is None:
             taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
         elif self.direct:

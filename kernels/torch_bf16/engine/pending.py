@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from numbers import Real
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
-from torch_bf16.sharding import version_of
+from torch_bf16.sharding import all_same, version_of, versions_of
 
 __all__ = ["Pending", "check_capturable", "clip_coefficient"]
+
+_GRADIENT = attrgetter("grad")
+
+
+class _Clipped:
+    """The gradients that a clip was of, as they were then; it keeps none of them alive."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._references = [*map(weakref.ref, gradients)]
+        self._versions = versions_of(gradients)
+
+    def is_stale(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether none of them is among these any more, or one that is was written since."""
+        known: list[Any] = [reference() for reference in self._references]
+        if all_same(known, gradients):
+            return versions_of(gradients) != self._versions
+        for each in known:
+            # A tensor that C++ alone has kept must learn that Python has a hold of it again.
+            if each is not None:
+                each._fix_weakref()
+        there = {id(each) for each in gradients}
+        pairs = zip(known, self._versions, strict=True)
+        left = [(each, version) for each, version in pairs if id(each) in there]
+        return not left or any(version_of(each) != version for each, version in left)
 
 
 class Pending:
@@ -22,13 +48,13 @@ class Pending:
 
     def __init__(self) -> None:
         self.coefficient: float | Tensor = 1.0
-        self._clipped: list[tuple[TensorWeakRef, int]] = []
+        self._clipped: _Clipped | None = None
         self._found_inf: Tensor | None = None
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
         """Forget what was told."""
-        self.coefficient, self._found_inf, self._clipped = 1.0, None, []
+        self.coefficient, self._found_inf, self._clipped = 1.0, None, None
 
     def scale(self, coefficient: float | Tensor) -> None:
         """Multiply every gradient by ``coefficient``.
@@ -49,25 +75,22 @@ class Pending:
 
     def only_for(self, gradients: Iterable[Tensor]) -> None:
         """Keep what was told as long as these gradients are what they are now."""
-        self._clipped = [(TensorWeakRef(each), version_of(each)) for each in gradients]
+        self._clipped = _Clipped([*gradients])
 
     def expect_written(self, gradients: Iterable[Tensor]) -> None:
         """Keep what was told of these gradients, which a clip has written in place since."""
-        if self._clipped:
+        if self._clipped is not None:
             self.only_for(gradients)
 
-    def is_stale(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether none of the gradients that were told about is there, or one was written since."""
-        if not self._clipped:
+    def is_stale(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether what was told is of other gradients than these parameters have now."""
+        if self._clipped is None:
             return False
-        there = {id(each) for each in gradients}
-        found = [(ref(), version) for ref, version in self._clipped]
-        left = [(g, version) for g, version in found if g is not None and id(g) in there]
-        return not left or any(version_of(g) != version for g, version in left)
+        return self._clipped.is_stale([g for g in map(_GRADIENT, parameters) if g is not None])
 
-    def drop_if_stale(self, gradients: Iterable[Tensor]) -> None:
-        """Forget what was told of other gradients than these, and say so."""
-        if self.is_stale(gradients):
+    def drop_if_stale(self, parameters: Iterable[Tensor]) -> None:
+        """Forget what was told of other gradients than these parameters have, and say so."""
+        if self.is_stale(parameters):
             self.reset()
             warnings.warn(
                 "gradients were clipped and then replaced or written before a step read them, for "

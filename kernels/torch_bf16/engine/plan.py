@@ -154,9 +154,14 @@ class Plan:
 
     def note_versions(self) -> None:
         """Remember what the last step made of the parameters that took part."""
-        versions, snapshots = self._versioned.versions(), self._snapshots
-        for place in self._active().halved:
-            self._versions[place] = snapshots[place].version = versions[place]
+        now, halved = self._versioned.versions(), self._active().halved
+        if len(halved) < len(now):
+            for place in halved:
+                self._versions[place] = self._snapshots[place].version = now[place]
+            return
+        self._versions = now
+        for snapshot, version in zip(self._snapshots, now, strict=True):
+            snapshot.version = version
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
@@ -208,18 +213,18 @@ class Plan:
             ValueError: no step follows from a group's options.
         """
         self._directions.agree(told)
-        active, rows = self._active(), {}
+        active, rows, skipped = self._active(), {}, False
         started: list[ScalarSource] = []
         try:
             for parts, source, there in active.sources:
                 rows.update(zip(parts, source.set(groups, told, there), strict=True))
                 started.append(source)
+                skipped |= source.skipped
         except BaseException:
             # A device has counted the step already.
             for source in started:
                 source.count(np.zeros(len(source.steps), bool))
             raise
-        skipped = any(source.skipped for source in started)
         return None if skipped else [rows[part] for part in active.parts]
 
     def run(self, scalars: Sequence[ScalarRows], told: StepInputs) -> None:

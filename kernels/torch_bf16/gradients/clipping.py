@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,7 +62,11 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     Example:
         >>> norm = total_norm(model.parameters())
     """
-    parameters = _listed(parameters)
+    return _norm(_listed(parameters))
+
+
+def _norm(parameters: Sequence[Tensor]) -> Tensor:
+    """See :func:`total_norm`; each parameter once."""
     norms = norms_of(parameters)
     if norms:
         return norm_over_ranks(norms)
@@ -106,7 +111,7 @@ def clip_grad_norm_(
     """
     _check(max_norm)
     parameters = _listed(parameters)
-    norm = total_norm(parameters)
+    norm = _norm(parameters)
     _scale(parameters, _coefficient(norm, max_norm, error_if_nonfinite))
     return norm
 
@@ -165,14 +170,14 @@ def clip_next_step(
             f"clip_next_step: skip_nonfinite=True cannot skip a step of {foreign[0]}, which is no "
             "optimizer of torch_bf16; torch_bf16.convert() it, or leave skip_nonfinite out"
         )
-    owners = Counter(id(p) for own in owned.values() for p in own)
+    every = [*chain.from_iterable(owned.values())]
+    owners = Counter(map(id, every)) if len(owned) > 1 else Counter()
     shared = {key for key, count in owners.items() if count > 1}
-    every = chain.from_iterable(owned.values())
     clipped = {id(p): p for p in (every if parameters is None else _listed(parameters))}
-    gradients = {each: {id(p): p.grad for p in owned[each] if p.grad is not None} for each in told}
+    gradients = {each: _gradients_of(owned[each]) for each in told}
     for optimizer, pending in told.items():
         # An earlier clip was of these gradients as they were, before another backward(), say.
-        if pending.is_stale(gradients[optimizer].values()):
+        if pending.is_stale(owned[optimizer]):
             pending.reset()
     norm = _norm_as_told(clipped, [(owned[each], told[each].coefficient) for each in told])
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
@@ -189,10 +194,11 @@ def clip_next_step(
             optimizer.skip_next_step_where(~norm.isfinite())
         if alone or skip_nonfinite:
             pending.only_for(own.values())
-    _scale(clipped.values(), coefficient)
-    for optimizer, pending in told.items():
-        # What the line above wrote is part of what was told.
-        pending.expect_written(gradients[optimizer].values())
+    if clipped:
+        _scale(clipped.values(), coefficient)
+        for optimizer, pending in told.items():
+            # What the line above wrote is part of what was told.
+            pending.expect_written(gradients[optimizer].values())
     return norm
 
 
@@ -201,15 +207,21 @@ def _norm_as_told(
 ) -> Tensor:
     """The norm of the gradients times what the next steps of their owners are told already."""
     if all(not isinstance(each, Tensor) and each == 1.0 for _, each in told):
-        return total_norm(parameters.values())
+        return _norm([*parameters.values()])
     left, norms = dict(parameters), []
     for owned, coefficient in told:
         own = [p for p in owned if left.pop(id(p), None) is not None]
         if own:
-            norms.append(total_norm(own) * coefficient)
+            norms.append(_norm(own) * coefficient)
     if left:
-        norms.append(total_norm(left.values()))
+        norms.append(_norm([*left.values()]))
     return norm_over_ranks({(): norms})
+
+
+def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Their gradients by the parameters' ids, where there is one."""
+    pairs = zip(map(id, parameters), map(attrgetter("grad"), parameters), strict=True)
+    return {key: gradient for key, gradient in pairs if gradient is not None}
 
 
 def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torch_bf16.backends import squares
 from torch_bf16.numerics.roots import has_fp64
-from torch_bf16.sharding import is_whole, shard_of
+from torch_bf16.sharding import all_whole, is_whole, shard_of
 
 __all__ = ["norm_over_ranks", "norms_of"]
 
-_KIND = attrgetter("device", "dtype", "layout")
+_GRADIENT, _KIND = attrgetter("grad"), attrgetter("device", "dtype", "layout")
 
 
 def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
@@ -31,7 +31,10 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     """
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     norms: dict[Any, list[Tensor]] = defaultdict(list)
-    plain: list[Tensor] = []
+    parameters, plain = [*parameters], []
+    if all_whole(parameters):
+        plain = [each for each in map(_GRADIENT, parameters) if each is not None]
+        parameters = []
     for parameter in parameters:
         gradient = parameter.grad
         if is_whole(parameter):
@@ -71,16 +74,20 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
     for groups, some in norms.items():
         # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
         place = some[0].device if has_fp64(some[0].device) else "cpu"
-        together = torch.stack([each.to(place, torch.float64) for each in some])
-        total = torch.linalg.vector_norm(together)
+        total = _together([each.to(place, torch.float64) for each in some])
         if groups:
             total = total.square()
             for each in groups:
                 dist.all_reduce(total, group=each)
             total = total.sqrt()
         totals.append(total)
-    norm = torch.linalg.vector_norm(torch.stack([t.to(totals[0].device) for t in totals])).float()
+    norm = _together([each.to(totals[0].device) for each in totals]).float()
     return norm.to(next(iter(norms.values()))[0].device)
+
+
+def _together(norms: list[Tensor]) -> Tensor:
+    """The norm of tensors that have these norms, on one device."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _check(tensor: Tensor, layout: torch.layout, dtype: torch.dtype) -> None:

@@ -235,7 +235,8 @@ def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -
 def forget_overwritten(plan: Plan) -> bool:
     """The same for those of a plan that take part; whether there were any."""
     written = plan.written()
-    invalidate_remainders((each.state, each.formats[0]) for each in written)
+    if written:
+        invalidate_remainders((each.state, each.formats[0]) for each in written)
     return bool(written)
 
 

@@ -90,7 +90,7 @@ class GraphedStep:
         optimizer, plan = self._optimizer, self._plan
         pending = optimizer._engine.pending
         self._check()
-        pending.drop_if_stale(each for each in self._gradients if each is not None)
+        pending.drop_if_stale(self._setting.parameters)
         told = pending.inputs(
             getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         )

@@ -158,15 +158,15 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(groups):
                 self._check_options(group, number)
-        setting = self._setting()
-        parameters, told = setting.parameters, StepInputs()
+        setting, told = self._setting(), StepInputs()
+        parameters = setting.parameters
         if engine.release is not None:
             engine.release.finish(with_gradients(parameters))
         else:
             # A plan finds those that have a gradient as it compares them all.
             if engine.plan is None:
                 parameters = with_gradients(parameters)
-            engine.pending.drop_if_stale(p.grad for p in parameters if p.grad is not None)
+            engine.pending.drop_if_stale(parameters)
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             told = engine.pending.inputs(scale, found_inf)
             engine.plan = self._update(parameters, engine.plan, setting, told, self.observers)

@@ -25,7 +25,10 @@ _CLASSES = {"cautious": "AdamW and Lion", "update_clipping": "AdamW"}
 
 def variant_of(group: Mapping[str, Any], variants: Mapping[str, Rule]) -> Rule | None:
     """The rule of the option that a group asks for; None without such."""
-    return next((rule for name, rule in variants.items() if group.get(name)), None)
+    for name, rule in variants.items():
+        if group.get(name):
+            return rule
+    return None
 
 
 def check_variant(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from operator import attrgetter
+from types import NoneType
+
+from torch import Tensor, nn
 
 from .deepspeed import (
     FlatShard,
     PartitionedShard,
     alias_masters,
+    any_partitioned,
     is_flat,
     is_partitioned,
     register_flats,
@@ -17,8 +22,17 @@ from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, reshard
 from .exchange import Like, all_gather, exchange
 from .exit import settle_at_exit
-from .fsdp1 import Fsdp1Shard, is_part, reduce_by, register, unit_of, unit_shapes
-from .local import is_dtensor, local, place_like, same_memory, shown_like, version_of, whole
+from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of, unit_shapes
+from .local import (
+    is_dtensor,
+    local,
+    place_like,
+    same_memory,
+    shown_like,
+    version_of,
+    versions_of,
+    whole,
+)
 from .many import Parameters, all_same, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, saved_names, without_wrappers
 from .shard import Shard
@@ -34,6 +48,7 @@ __all__ = [
     "alias_masters",
     "all_gather",
     "all_same",
+    "all_whole",
     "bare_name",
     "check_engine",
     "deepspeed_config",
@@ -58,6 +73,7 @@ __all__ = [
     "unit_shapes",
     "unlike_memory",
     "version_of",
+    "versions_of",
     "watch_files",
     "whole",
     "without_wrappers",
@@ -72,6 +88,17 @@ def is_whole(parameter: Tensor) -> bool:
         and not is_part(parameter)
         and not is_flat(parameter)
         and not is_partitioned(parameter)
+    )
+
+
+def all_whole(parameters: Sequence[Tensor]) -> bool:
+    """Whether :func:`is_whole` holds for all of some parameters; False where that is unlikely."""
+    gradients = map(attrgetter("grad"), parameters)
+    return (
+        {*map(type, parameters)} <= {nn.Parameter}
+        and {*map(type, gradients)} <= {Tensor, NoneType}
+        and not any_flattened(parameters)
+        and not any_partitioned(parameters)
     )
 
 

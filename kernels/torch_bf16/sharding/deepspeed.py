@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -141,6 +141,11 @@ class PartitionedShard(Shard):
 def is_partitioned(parameter: Any) -> bool:
     """Whether ``deepspeed.zero.Init`` or ZeRO-3 has cut a parameter of a module."""
     return "deepspeed" in sys.modules and hasattr(parameter, "ds_shape")
+
+
+def any_partitioned(parameters: Iterable[Any]) -> bool:
+    """Whether one of some parameters is such a part."""
+    return "deepspeed" in sys.modules and any(map(is_partitioned, parameters))
 
 
 def is_flat(parameter: Tensor) -> bool:

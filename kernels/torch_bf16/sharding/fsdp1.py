@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from math import prod
 from typing import Any
 from weakref import ref
@@ -177,7 +178,7 @@ def is_part(parameter: Tensor) -> bool:
     Without sharding (``NO_SHARD``, one rank) and with ``use_orig_params=True`` a parameter is as it
     was.
     """
-    if not _is_flattened(parameter):
+    if not any_flattened([parameter]):
         return False
     try:
         handle = Fsdp1Shard(parameter)._handle
@@ -196,7 +197,7 @@ def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:
 
     FSDP1 gathers their states together. None for a parameter that it has not flattened.
     """
-    if not _is_flattened(parameter):
+    if not any_flattened([parameter]):
         return None
     return [tuple(shape) for shape in Fsdp1Shard(parameter)._handle.flat_param._shapes]
 
@@ -256,9 +257,9 @@ def register(module: nn.Module) -> None:
                 _note(handle)
 
 
-def _is_flattened(parameter: Any) -> bool:
-    """Whether FSDP1 has laid the parameter into a flat one, or it is a flat one."""
-    return getattr(parameter, "_fsdp_flattened", False)
+def any_flattened(parameters: Iterable[Tensor]) -> bool:
+    """Whether FSDP1 has laid one of the parameters into a flat one, or one is a flat one."""
+    return any(map(getattr, parameters, repeat("_fsdp_flattened"), repeat(False)))
 
 
 def _known(parameter: Tensor) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ __all__ = [
     "same_memory",
     "shown_like",
     "version_of",
+    "versions_of",
     "whole",
 ]
+
+_VERSION = attrgetter("_version")
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -58,6 +62,12 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     # A write to a wrapper is not seen in what it holds.
     return sum(each._version for each in layers(tensor))
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`version_of` each of some tensors."""
+    plain = {*map(type, tensors)} <= {*PLAIN}
+    return [*map(_VERSION if plain else version_of, tensors)]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -97,10 +97,11 @@ class Parameters:
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""
         with no_torch_function():
-            first, *rest = (map(_VERSION, row) for row in self._layers)
-            for each in rest:
-                first = map(add, first, each)
-            return [*first]
+            first, *below = self._layers
+            found = map(_VERSION, first)
+            for row in below:
+                found = map(add, found, map(_VERSION, row))
+            return [*found]
 
 
 def all_same(some: Any, others: list[Any]) -> bool:

@@ -40,7 +40,8 @@ class TritonKernel:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._device = bucket, bucket.variant.device
         self._rows = _rows(bucket)
-        self._chunks = upload(_chunks(bucket), self._device)
+        chunks = _chunks(bucket)
+        self._programs, self._chunks = len(chunks), upload(chunks, self._device)
         self._tensors = upload(self._rows, self._device)
         self._tensors_with_bases, self._gradients = Table(self._device), Table(self._device)
         self._host = np.empty((0, 2), np.int64)
@@ -64,7 +65,7 @@ class TritonKernel:
 
         A CUDA graph of a launch alone works on what was brought last, at each of its replays.
         """
-        if len(self._chunks) == 0:
+        if self._programs == 0:
             return
         scalars = inputs.scalars
         table, rows = scalars.table, scalars.rows
@@ -72,9 +73,8 @@ class TritonKernel:
             table, rows = self._upload_scalars(scalars, table), np.arange(len(rows))
         if self._launch is None:
             self.compile(table.shape[1] - 2)
-        with on(self._device):
-            tensors = self._tensors if inputs.bases is None else self._tensors_of(inputs.bases)
-            gradients = self._gradients.of(self._gradient_table(inputs.addresses, rows))
+        tensors = self._tensors if inputs.bases is None else self._tensors_of(inputs.bases)
+        gradients = self._gradients.of(self._gradient_table(inputs.addresses, rows))
         self._tables = self._chunks, tensors, gradients, table
 
     def launch(self) -> None:
@@ -91,11 +91,11 @@ class TritonKernel:
 
     def compile(self, n_scalars: int) -> None:
         """Compile the kernel, or read it from Triton's cache, and load it onto the device."""
-        if len(self._chunks) == 0:
+        if self._programs == 0:
             return
         variant, chip = self._bucket.variant, _architecture(self._device)
         tables = torch.int32, torch.int64, torch.int64, torch.float32
-        programs = len(self._chunks)
+        programs = self._programs
         if variant.rule.statistic is not None:
             fixed = measure_constants(variant, n_scalars, chip)
             how = options(variant, n_scalars, chip)

@@ -41,4 +41,5 @@ def launcher(
         compiled = kernel.warmup(*tables, grid=(1,), **constants, **options)
         # Past the look-up by types of arguments, which takes as long as the launch itself.
         launch = compiled[(programs, 1, 1)]
-    return lambda *given: launch(*given, *constants.values())
+    values = tuple(constants.values())
+    return lambda *given: launch(*given, *values)

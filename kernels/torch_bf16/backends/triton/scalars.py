@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_bf16.backends.host_scalars import evaluate, sign_of
 from torch_bf16.backends.inputs import ScalarRows, StepInputs
 from torch_bf16.rules import Rule
+from torch_bf16.sharding import all_same
 
 from .arithmetic import lift_scalars
 from .launcher import launcher
@@ -137,6 +138,8 @@ class DeviceScalars:
         self._used: list[int] = used.tolist()
         self._present = self._used
         self._values, self._rows = Table(device), Table(device)
+        self._given: list[Any] = []
+        self._constant = False
         self._key: list[Any] = []
         self._encoded = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
@@ -172,33 +175,25 @@ class DeviceScalars:
         A CUDA graph of a launch alone computes, at each replay, from what was brought last.
         """
         self._select(taking_part)
-        self._converted = []
-        values = (told.coefficient, told.grad_scale, told.found_inf)
-        key = [self._seen(v, d) for v, d in zip(values, (1.0, 1.0, 0.0), strict=True)]
-        found: dict[int, list[float | int]] = {}
+        given: list[Any] = [told.coefficient, told.grad_scale, told.found_inf]
         for number in self._present:
             group = groups[number]
             try:
-                options = self._rule.options(group)
-                found[number] = [*map(self._seen, options), sign_of(group)]
+                given += (*self._rule.options(group), sign_of(group))
             except (LookupError, TypeError, ValueError):
                 evaluate(self._rule, group, number, 1)
                 raise
-        width = max(map(len, found.values()))
-        for number in self._used:
-            key += found.get(number) or [0.0] * width
-        if key != self._key:
-            for number, its in found.items():
-                if all(isinstance(each, float) for each in its[:-1]):
-                    evaluate(self._rule, groups[number], number, 1)
-            self._encoded = _encoded(key)
-            self._key = key
+        width = (len(given) - _TOLD) // len(self._present)
+        # The same Python numbers have the same values; a tensor or an array may have been written.
+        if not (self._constant and all_same(given, self._given)):
+            self._encode(groups, given, width)
+            self._given = given
+            self._constant = all(isinstance(each, float | int | None) for each in given)
         table, _, scalars = self._made or self._make(width - 1)
         if self._places is None:
             absent = np.where(self._there, 0, _ABSENT)
             self._places = (_TOLD + self._place * width + absent).astype(np.int64)
-        with on(self._device):
-            rows, values = self._rows.of(self._places), self._values.of(self._encoded)
+        rows, values = self._rows.of(self._places), self._values.of(self._encoded)
         self._tables = rows, values, self._counter, table
         return scalars
 
@@ -231,6 +226,40 @@ class DeviceScalars:
             self._present = [self._used[n] for n in np.unique(self._place[self._there])]
             self._places = None
 
+    def _encode(
+        self, groups: Sequence[Mapping[str, Any]], given: Sequence[Any], width: int
+    ) -> None:
+        """Make the table of what the step was told and of the options of each group.
+
+        Args:
+            groups: the optimizer's.
+            given: both, options group by group, for the groups that take part.
+            width: how many each of those has.
+
+        Raises:
+            ValueError: no step follows from a group's options.
+        """
+        self._converted = []
+        told = zip(given[:_TOLD], (1.0, 1.0, 0.0), strict=True)
+        key = [self._seen(value, default) for value, default in told]
+        found: dict[int, list[float | int]] = {}
+        for place, number in enumerate(self._present):
+            first = _TOLD + place * width
+            try:
+                found[number] = [*map(self._seen, given[first : first + width])]
+            except (TypeError, ValueError):
+                evaluate(self._rule, groups[number], number, 1)
+                raise
+        for number in self._used:
+            key += found.get(number) or [0.0] * width
+        if key == self._key:
+            return
+        if key[_TOLD:] != self._key[_TOLD:]:
+            for number, its in found.items():
+                if all(isinstance(each, float) for each in its):
+                    evaluate(self._rule, groups[number], number, 1)
+        self._encoded, self._key = _encoded(key), key
+
     def _seen(self, value: Any, default: float = 0.0) -> float | int:
         """A number as a float, a tensor on the device as its address and kind."""
         if value is None:
@@ -256,10 +285,6 @@ class DeviceScalars:
 
 
 def _encoded(key: Sequence[float | int]) -> np.ndarray:
-    table = np.zeros((len(key), 2), np.int64)
-    for row, each in zip(table, key, strict=True):
-        if isinstance(each, float):
-            row[1:] = np.array([each]).view(np.int64)
-        else:
-            row[0] = each
-    return table
+    numbers = np.array([each if isinstance(each, float) else 0.0 for each in key], np.float64)
+    addresses = np.array([0 if isinstance(each, float) else each for each in key], np.int64)
+    return np.stack([addresses, numbers.view(np.int64)], axis=1)

@@ -44,7 +44,8 @@ class Table:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._devices = device, (device,)
+        self._spares = _SPARE if device.type == "cuda" else 0
         self._host: np.ndarray | None = None
         self._bytes = b""
         self._copy: Tensor | None = None
@@ -61,18 +62,25 @@ class Table:
         Raises:
             RuntimeError: there were too many captures since the last ordinary step.
         """
-        if cuda_graphs.capturing([self._device]):
+        if cuda_graphs.capturing(self._devices):
             return self._capture(table)
-        if self._copy is None:
-            self._copy, self._bytes = upload(table, self._device), table.tobytes()
-        elif table is not self._host and (now := table.tobytes()) != self._bytes:
-            self._write(self._copy, table)
-            self._bytes = now
-        self._host = table
-        if self._device.type == "cuda" and len(self._spare) < _SPARE:
-            shape = _SPARE, *table.shape
-            self._spare = [*torch.empty(shape, dtype=torch.int64, device="cpu").pin_memory()]
+        if self._copy is None or table is not self._host or len(self._spare) < self._spares:
+            with on(self._device):
+                self._copy = self._update(table)
+            self._host = table
         return self._copy
+
+    def _update(self, table: np.ndarray) -> Tensor:
+        now, copy = table.tobytes(), self._copy
+        if copy is None:
+            copy = upload(table, self._device)
+        elif now != self._bytes:
+            self._write(copy, table)
+        self._bytes = now
+        if len(self._spare) < self._spares:
+            shape = self._spares, *table.shape
+            self._spare = [*torch.empty(shape, dtype=torch.int64, device="cpu").pin_memory()]
+        return copy
 
     def _write(self, copy: Tensor, table: np.ndarray) -> None:
         """Have the device copy the table from pinned memory that none of its copies reads now."""

@@ -130,7 +130,8 @@ class CudaClock(Clock):
     def launches(self, step: Callable[[], object]) -> dict[str, int] | None:
         self.wait()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
+        # torch 2.11 warns without it.
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             step()
             self.wait()
         # The trace, because events in Python also list annotations as something on the device.
