@@ -198,7 +198,7 @@ class PrecisionBody(_Base):
         Raises:
             NotImplementedError, ValueError: one cannot be converted; a ``module`` is as it was.
         """
-        # The hosts allow an object with its own step, and put one in the place of none;
+        # The hosts allow an object with its own step, and put one in place of none;
         # ZeroRedundancyOptimizer's local optimizer takes the steps.
         asked: list[Any] = [
             each

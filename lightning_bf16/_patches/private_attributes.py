@@ -31,7 +31,7 @@ def syncs_module_states(strategy: Any) -> bool:
 def cast_lottery_tickets(trainer: Any) -> None:
     """Cast the first weights that ModelPruning goes back to as their layers were cast.
 
-    It puts them in the place of the weights as they are, which an optimizer refuses.
+    It puts them in place of the weights as they are, which an optimizer refuses.
     """
     for callback in trainer.callbacks:
         for ticket in (getattr(callback, "_original_layers", None) or {}).values():

@@ -172,7 +172,7 @@ def _parameters() -> list[str]:
 
 
 def make_folders(folder: Path, options: list[str]) -> list[str]:
-    """The options, with folders in the place of names in braces."""
+    """The options, with folders in place of names in braces."""
     from tiny_llm import llama, tokenizer
 
     names = (

@@ -142,7 +142,7 @@ class Foreign(torch.optim.Optimizer):
 
 
 def test_what_cannot_be_is_refused_by_name(monkeypatch):
-    with pytest.raises(ValueError, match=r"offload='cpu' is nothing .* use one of none, states"):
+    with pytest.raises(ValueError, match=r"offload='cpu' does not say .* use one of none, states"):
         Recipe(offload="cpu")
     model = nn.Linear(8, 8)
     with pytest.raises(NotImplementedError, match=r"offload='states' .* fused rule"):

@@ -68,7 +68,7 @@ CASES = [
     ("schedule_free_adamw", "stochastic", torch.bfloat16),
     ("schedule_free_sgd", "stochastic", torch.bfloat16),
     ("average", "stochastic", torch.bfloat16),
-    # Blocks in the place of the weight: running averages, and states that are only stored.
+    # Blocks in place of the weight: running averages, and states that are only stored.
     ("average", "only_int8", torch.bfloat16),
     ("average", "only_uint8", torch.bfloat16),
     ("store", "only_int8", torch.float32),

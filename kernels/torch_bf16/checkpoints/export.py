@@ -251,7 +251,7 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         for name, key in zip(its, group["params"], strict=False)
         if name is not None
     }
-    # FSDP1 and torch.distributed.checkpoint put names in the place of numbers.
+    # FSDP1 and torch.distributed.checkpoint put names in place of numbers.
     named |= {key: key for key in states if isinstance(key, str)}
     nameless = [state for key, state in states.items() if key not in named]
     if not any(key in MASTERS for state in nameless for key in state):

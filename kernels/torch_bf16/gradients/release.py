@@ -175,7 +175,7 @@ def _warn_of_clipping() -> None:
         warnings.warn(
             "release=True: steps run inside backward(), so that torch.nn.utils.clip_grad_norm_ and "
             "a trainer's max_grad_norm find no gradient and clip nothing. Clip with "
-            "release={'max_norm': 1.0, 'norm': 'last_step'} or 'parameter' in the place of 'last_"
+            "release={'max_norm': 1.0, 'norm': 'last_step'} or 'parameter' in place of 'last_"
             "step', or say that nothing is clipped with release={'max_norm': None}",
             stacklevel=6,
         )

@@ -82,7 +82,7 @@ def carry_autocast(
         map_tensors: applies a function to all tensors in arguments or results, however nested:
             ``map_tensors(function, data)``. By default what ``torch.utils._pytree`` knows: tuples,
             lists, dicts and outputs of transformers and diffusers.
-        **autocast: settings of ``torch.autocast`` but for device and dtype.
+        **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Returns:
         ``model`` itself.

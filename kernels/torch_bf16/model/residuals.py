@@ -124,7 +124,7 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
     if residual is None:
         return None
     same = _same_bits(shard, residual)
-    # The version of a parameter that was put in the place of the cast one says nothing else.
+    # The version of a parameter that was put in place of the cast one says nothing else.
     comparable = shard.replaces_parameter == residual.placed
     if comparable and residual.version != shard.version():
         return None

@@ -194,7 +194,7 @@ class AdamWScheduleFree(_ScheduleFree):
 
     Weights are trained at a point between an iterate and its running average, and used as the
     average. See :mod:`torch_bf16.rules.schedule_free` for the equations. It keeps the iterate ``z``
-    in the place of a first moment: in the format of the weights, or in fp32 where these have a
+    in place of a first moment: in the format of the weights, or in fp32 where these have a
     master, so that it takes AdamW's bytes in both named recipes.
 
     Call ``optimizer.eval()`` before validation, saving and use of the weights and

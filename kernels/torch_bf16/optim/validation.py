@@ -217,7 +217,7 @@ def check_unchanged(shard: Shard, snapshot: Snapshot, state: Mapping[str, Any]) 
 def check_replaced(
     optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Callable[[], str]]
 ) -> None:
-    """Refuse a new parameter in the place of one whose state is still here.
+    """Refuse a new parameter in place of one whose state is still here.
 
     Args:
         optimizer: its groups and its state.

@@ -4,7 +4,7 @@
     w = w * (1 - lr * weight_decay) - lr * sign(c)
     m = beta2 * m + (1 - beta2) * g
 
-An infinite momentum has a sign and would go on for ever in steps of ``lr``; here it makes the
+An infinite momentum has a sign and would go on forever in steps of ``lr``; here it makes the
 weight NaN, as it would with any other rule.
 """
 

@@ -242,7 +242,7 @@ def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int)
     scalars = rule.scalars(options, step, sign * scale)
     taken = weight, gradient, tuple(states)
     if rule.factor is not None:
-        # Of the sample, in the place of the whole tensor.
+        # Of the sample, in place of the whole tensor.
         found = lift_rule(rule.statistic)(*taken, scalars).double().mean()
         scalars = (*scalars, float(torch.tensor(rule.factor(float(found)), dtype=torch.float32)))
     intended, _ = lift_rule(rule.update)(*taken, scalars)

@@ -148,5 +148,5 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
 
 
 def _of(built, function):
-    """``function`` with the parts of a variant in the place of ``parts``."""
+    """``function`` with the parts of a variant in place of ``parts``."""
     return FunctionType(function.__code__, {**globals(), "parts": built}, function.__name__)

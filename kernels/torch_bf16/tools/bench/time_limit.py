@@ -1,4 +1,4 @@
-"""For libraries that talk while they compile and warn at every step, or compile for ever."""
+"""For libraries that talk while they compile and warn at every step, or compile forever."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Trained:
         It is torch's own of that name where there is one, which rounds nothing.
 
         Args:
-            parameters: those in the place of each trained one.
+            parameters: those in place of each trained one.
         """
         plain = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
         kind = getattr(torch.optim, plain, self.kind)

@@ -67,7 +67,7 @@ def _named(optimizer: OptimizerStates) -> dict[str, State]:
         for name, key in zip(its or (), group.get("params", ()), strict=False):
             if isinstance(name, str) and key in optimizer.state:
                 found[name] = optimizer.state[key], group
-    # torch.distributed.checkpoint and FSDP put names in the place of numbers.
+    # torch.distributed.checkpoint and FSDP put names in place of numbers.
     of = {key: group for group in groups for key in group.get("params", ())}
     for key, state in optimizer.state.items():
         if isinstance(key, str):
