@@ -250,6 +250,8 @@ class Plan:
             for parts, source, _ in active.sources:
                 flags = [np.full(len(part.rows), part in done) for part in parts]
                 source.count(np.concatenate(flags))
+            for member in (part.rows[0].member for part in done if part.directed):
+                member.steps = int(member.state["step"])
             _say_what_was_updated(error, {row.number for part in done for row in part.rows})
             raise
         for _, source, _ in active.sources:
