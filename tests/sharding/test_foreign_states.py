@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -84,6 +85,21 @@ def test_states_of_a_sharded_run_go_on_whole_in_a_plain_one(mesh, recipe, make):
     assert not any(isinstance(each, DTensor) for each in kept)
     ends = [train(m, o, range(2, 4)) for m, o in zip((plain, through), optimizers[1:], strict=True)]
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch", "ours"])
+def test_a_number_in_a_saved_state_is_not_taken_for_a_sharded_tensor(mesh, ours):
+    """NAdam's ``mu_product``, which every state dict of it has."""
+    one, other = (network(RECIPES[1], mesh) for _ in range(2))
+    kind = functools.partial(torch_bf16.NAdam, recipe=RECIPES[1]) if ours else torch.optim.NAdam
+    saved = kind(one.named_parameters(), lr=0.01)
+    train(one, saved, range(2))
+    loaded = torch_bf16.NAdam(other.named_parameters(), lr=0.01, recipe=RECIPES[1])
+    loaded.load_state_dict(saved.state_dict())
+    for p, its in zip(one.parameters(), other.parameters(), strict=True):
+        exp_avg = saved.state[p]["exp_avg"].full_tensor().float()
+        assert torch.equal(loaded.state[its]["exp_avg"].full_tensor(), exp_avg)
+        assert loaded.state[its]["step"] == 2
 
 
 @pytest.mark.parametrize("make", [adamw, adamax], ids=["fused", "own step"])

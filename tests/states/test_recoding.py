@@ -10,7 +10,13 @@ from optimizer_cases import RECIPES, make_optimizer, make_parameters, parameters
 import torch_bf16
 from torch_bf16.formats import BF16_NEAREST, BF16_PLUS_16, BF16_PLUS_FP32, FP32, ROLES, get_format
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
-from torch_bf16.states.recoding import Changes, recode, recode_weight, stored_format
+from torch_bf16.states.recoding import (
+    Changes,
+    recode,
+    recode_weight,
+    stored_format,
+    without_stale_rests,
+)
 
 EXACT = (BF16_PLUS_16, BF16_PLUS_FP32)
 
@@ -127,6 +133,17 @@ def test_without_a_header_the_planes_tell_the_formats(caplog):
     new.load_state_dict(saved)
     for one, other in zip(numbers(old), numbers(new), strict=True):
         assert torch.equal(bits(one["weights"]), bits(other["weights"]))
+
+
+def test_a_moment_that_an_optimizer_keeps_in_bf16_drops_no_low_bits():
+    state = {
+        "exp_avg": torch.ones(3, dtype=torch.bfloat16),
+        "exp_avg_sq": torch.ones(3),
+        "remainder16": torch.ones(3, dtype=torch.bfloat16),
+    }
+    changes = Changes()
+    assert without_stale_rests(state, [FP32, FP32], changes) == state
+    assert not changes.counts
 
 
 def test_a_recipe_may_be_changed_between_two_steps():

@@ -179,12 +179,12 @@ def _take_states(
     """This rank's part of each entry of a state, which may be whole or placed in any way.
 
     Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. So is one of
-    ``factors``, of which every rank keeps all. What is not a tensor stays as it is, and so does
-    ``step``.
+    ``factors``, of which every rank keeps all. Numbers stay as they are.
     """
     taken = dict(state)
     for key, saved in state.items():
-        if key == "step" or not isinstance(saved, Tensor):
+        # Without a dimension, as NAdam's mu_product in torch, it is the same on every rank.
+        if key == "step" or not isinstance(saved, Tensor) or saved.ndim == 0 < len(shard.shape):
             continue
         if key in factors:
             taken[key] = gathered(saved)

@@ -82,8 +82,9 @@ def without_stale_rests(
     """
     kept = dict(state)
     rests = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
-    others = {getattr(each, "dtype", None) for key, each in state.items() if key not in rests}
-    halved = {*moments} == {FP32} and torch.bfloat16 in others
+    others = {getattr(v, "dtype", None) for key, v in state.items() if key not in {*rests, "step"}}
+    # It casts all: beside fp32 numbers, those in bf16 are so by the optimizer's own choice.
+    halved = {*moments} == {FP32} and torch.bfloat16 in others and torch.float32 not in others
     for format_ in ROLES["weights"].values():
         for plane in format_.planes[1:]:
             value = state.get(plane.suffix)
