@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +138,8 @@ class GraphedStep:
         self._flags = plan.flags
 
     def _described(self, found: list[Any]) -> str:
-        pairs = zip(found, self._gradients, repeat(None))
-        number = next(n for n, (now, then, _) in enumerate(pairs) if now is not then)
+        pairs = zip(found, self._gradients, strict=True)
+        number = next(n for n, (now, then) in enumerate(pairs) if now is not then)
         place, sizes = number, [len(group["params"]) for group in self._optimizer.param_groups]
         group = 0
         while place >= sizes[group]:
