@@ -216,8 +216,9 @@ class _Block:
         self._many = Parameters(parameters, [*compress(self._kept, tensors)])
         contiguous = map(Tensor.is_contiguous, self._many.memory)
         self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
-        self._places, self._planned = self._where(), self._what()
-        self._beside = self._look_beside()
+        self._planned_addresses = self._memory_addresses()
+        self._planned_metadata = self._memory_metadata()
+        self._planned_state_addresses = self._state_addresses()
         self._metadata, self._usual = Metadata(), Metadata()
         self._known: tuple[bytes, list[bool], np.ndarray | None] = b"", [], None
         self._everyone = [True] * len(parameters)
@@ -232,27 +233,25 @@ class _Block:
         Args:
             own: the states; None where they cannot have changed.
         """
-        if not self._many.in_place() or self._where() != self._places or not self._unchanged():
-            return None
-        if own is not None and not (self._has(own) and self._look_beside() == self._beside):
+        if not self._memory_unchanged() or not (own is None or self._states_unchanged(own)):
             return None
         try:
             found, fitting = self._many.gradients()
             if fitting and self._usual.holds(found):
-                addresses = self._addresses(found, self._everyone)
+                addresses = self._gradient_addresses(found, self._everyone)
                 return _Gradients(found, addresses, True, self._everyone)
-            return self._look_closer(found, fitting)
+            return self._unusual_gradients(found, fitting)
         except (AttributeError, RuntimeError):
             # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
             return None
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
-        """The same for each parameter."""
+        """For each parameter whether it and its states are what they were."""
         if not self._many.in_place():
             return [False] * len(self.parameters)
-        *memory, strides = zip(self._what(), self._planned, strict=True)
-        memory.append((self._where(), self._places))
-        kept = self._look_beside(), self._beside
+        *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
+        memory.append((self._memory_addresses(), self._planned_addresses))
+        kept = self._state_addresses(), self._planned_state_addresses
         found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
         for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
             for owner, one, other in zip(owners, now, then, strict=False):
@@ -264,16 +263,18 @@ class _Block:
             found[n] &= all(same)
         return found
 
-    def _unchanged(self) -> bool:
-        """Whether parameters have the dtypes, shapes and strides that they had."""
+    def _memory_unchanged(self) -> bool:
+        """Whether parameters are where they were, of the dtypes, shapes and strides of then."""
+        if not self._many.in_place() or self._memory_addresses() != self._planned_addresses:
+            return False
         if not self._metadata.holds(self._many.memory):
-            if self._what() != self._planned:
+            if self._memory_metadata() != self._planned_metadata:
                 return False
             self._metadata.note(self._many.memory)
         return True
 
-    def _look_closer(self, found: list[Any], fitting: bool) -> _Gradients | None:
-        """The same of gradients that are not the usual ones, one by one."""
+    def _unusual_gradients(self, found: list[Any], fitting: bool) -> _Gradients | None:
+        """Gradients that are not the usual ones, looked at one by one; None as in :meth:`look`."""
         kinds = {*map(type, found)}
         there, present, dtypes = self._everyone, found, self._dtypes
         if NoneType in kinds:
@@ -285,12 +286,12 @@ class _Block:
             return None
         addresses = None
         if usable and _readable(present):
-            addresses = self._addresses(present, there)
+            addresses = self._gradient_addresses(present, there)
             if there is self._everyone:
                 self._usual.note(found)
         return _Gradients(found, addresses, usable, there)
 
-    def _addresses(self, present: list[Any], there: list[bool]) -> np.ndarray | None:
+    def _gradient_addresses(self, present: list[Any], there: list[bool]) -> np.ndarray | None:
         """See :func:`_spread`; the same array where they have not changed."""
         pointers = _pointers(present)
         known, flags, addresses = self._known
@@ -299,7 +300,13 @@ class _Block:
             self._known = pointers.tobytes(), there, addresses
         return addresses
 
-    def _has(self, own: list[Mapping[str, Any]]) -> bool:
+    def _states_unchanged(self, own: list[Mapping[str, Any]]) -> bool:
+        """Whether states hold the tensors that they held, where those were."""
+        if not self._holds_the_same(own):
+            return False
+        return self._state_addresses() == self._planned_state_addresses
+
+    def _holds_the_same(self, own: list[Mapping[str, Any]]) -> bool:
         try:
             now = chain(chain.from_iterable(map(dict.values, own)), (_END,))  # pyright: ignore
             if all(map(is_, now, self._seen)):
@@ -316,11 +323,11 @@ class _Block:
         self._seen = [*_values(own), _END]
         return True
 
-    def _where(self) -> list[int]:
+    def _memory_addresses(self) -> list[int]:
         """Where parameters are."""
         return [*map(Tensor.data_ptr, self._many.memory)]
 
-    def _what(self) -> tuple[list[Any], ...]:
+    def _memory_metadata(self) -> tuple[list[Any], ...]:
         """What parameters are in memory, in lists that follow those."""
         memory = self._many.memory
         return (
@@ -330,7 +337,7 @@ class _Block:
             [memory[n].stride() for n in self._scattered],
         )
 
-    def _look_beside(self) -> list[int]:
+    def _state_addresses(self) -> list[int]:
         """Where the tensors of the states are."""
         # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
         return [*map(Tensor.data_ptr, self._many.kept)]
