@@ -131,7 +131,7 @@ class Fp32Reduction:
             return all_reduce_mean(buffer, self._group)
         # DDP's own zeros for what no micro-batch has used, or on a rank that has left by join().
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        kept = [self._kept.get(parameter, zeros) for parameter, zeros in pairs]
+        kept: list[Any] = [self._kept.get(parameter, zeros) for parameter, zeros in pairs]
         whole = torch.cat([gradient.reshape(-1).float() for gradient in kept]).div_(size)
         future = dist.all_reduce(whole, group=self._group, async_op=True).get_future()  # pyright: ignore
 

@@ -42,11 +42,12 @@ def _places() -> Iterator[tuple[Tensor, nn.Module, str]]:
     """What FSDP2 has sharded, each with the module that it is a parameter of and its name there."""
     from torch.distributed._composable_state import _module_state_mapping
 
-    for known in list(_module_state_mapping.values()):
-        state: Any = known()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 and older have one for each module
-            groups = filter(None, [getattr(state, "_fsdp_param_group", None)])
+    for module in list(_module_state_mapping):
+        if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
+            continue
+        groups = getattr(state_of(), "_fsdp_param_groups", None)
+        if groups is None:  # older torch has one for each module
+            groups = filter(None, [state_of()._fsdp_param_group])
         for each in (each for group in groups for each in group.fsdp_params):
             yield each.sharded_param, each._module_info.module, each._module_info.param_name
 
@@ -69,8 +70,8 @@ class DTensorShard(Shard):
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
 
     def place_in_model(self) -> tuple[nn.Module, str] | None:
-        found = (place for parameter, *place in _places() if parameter is self.parameter)
-        return next(map(tuple, found), None)
+        places = ((module, name) for p, module, name in _places() if p is self.parameter)
+        return next(places, None)
 
     @cached_property
     def _box(self) -> tuple[slice, ...]:
