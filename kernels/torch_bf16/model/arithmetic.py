@@ -60,7 +60,8 @@ def arithmetic(
 
 def is_recomputing() -> bool:
     """Whether a backward pass is under way, which computes checkpointed forwards again."""
-    return torch._C._current_graph_task_id() != -1
+    # Up to torch 2.11 the question breaks the graph, and a graph is traced in a forward pass.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def restore() -> None:

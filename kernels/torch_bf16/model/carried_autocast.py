@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
 from torch_bf16.argument_checks import check_compute, check_module
@@ -33,6 +34,9 @@ _Map = Callable[[Callable[[Tensor], Tensor], Any], Any]
 class _Calls(threading.local):
     depth = 0
 
+
+# Before that, torch.compile traces the function of what looks like a method, and skips its call.
+_TRACED_AS_METHODS = torch.__version__ < "2.13"
 
 _calls = _Calls()
 
@@ -151,6 +155,8 @@ class CarriedForward:
     def __class__(self) -> type:
         # To TorchScript and inspect, which read its source; torch.compile must not take it for what
         # it has compiled, and trace this class instead.
+        if _TRACED_AS_METHODS and TracingContext.try_get() is not None:
+            return CarriedForward
         compiled = hasattr(self._own, "_torchdynamo_orig_callable")
         return MethodType if self._own is None or compiled else type(self._own)
 
