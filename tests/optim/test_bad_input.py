@@ -154,6 +154,18 @@ def test_parameters_without_a_place_for_each_element_are_refused(ours):
 
 
 @every_class
+def test_two_parameters_over_the_same_memory_are_refused(ours):
+    one = torch.randn(4, 4, dtype=BF16)
+    tied = [nn.Parameter(one), nn.Parameter(one), nn.Parameter(torch.zeros(0, 4, dtype=BF16))]
+    optimizer = ours(tied, lr=0.1)
+    for each in tied:
+        each.grad = torch.ones_like(each)
+    assert_step_refused(
+        optimizer, ValueError, "number 1 of group 0.* and .*number 0 of group 0.*same memory"
+    )
+
+
+@every_class
 def test_a_parameter_given_twice_is_refused(ours):
     p = parameter()
     with (

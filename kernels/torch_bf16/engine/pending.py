@@ -31,7 +31,7 @@ class _Clipped:
     def is_stale(self, gradients: Sequence[Tensor]) -> bool:
         """Whether none of them is among these any more, or one that is was written since."""
         known: list[Any] = [reference() for reference in self._references]
-        if all_same(known, gradients):
+        if all_same(gradients, known):
             return versions_of(gradients) != self._versions
         for each in known:
             # A tensor that C++ alone has kept must learn that Python has a hold of it again.

@@ -26,7 +26,13 @@ from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
-from .validation import check_gradient, check_parameter, check_replaced, check_unchanged
+from .validation import (
+    check_gradient,
+    check_parameter,
+    check_replaced,
+    check_separate,
+    check_unchanged,
+)
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -58,6 +64,7 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
                 if parameter.grad is not None:
                     check_gradient(shard)
             found.append((shard, number, label))
+    check_separate((shard for shard, _, _ in found), labels)
     check_replaced(optimizer, labels)
     return [(shard, number, label()) for shard, number, label in found]
 

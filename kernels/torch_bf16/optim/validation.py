@@ -6,7 +6,7 @@ Messages begin with a verb: the caller puts the parameter's label before them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_options",
     "check_parameter",
     "check_replaced",
+    "check_separate",
     "check_unchanged",
     "resolve_peak_lr",
 ]
@@ -212,6 +213,29 @@ def check_unchanged(shard: Shard, snapshot: Snapshot, state: Mapping[str, Any]) 
             f"{', '.join(map(str, devices))}: it was moved after the first step. Move it back, or "
             "let the state follow: optimizer.load_state_dict(optimizer.state_dict())"
         )
+
+
+def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Callable[[], str]]) -> None:
+    """Refuse two parameters over the same memory, which one kernel call would update at once.
+
+    Args:
+        shards: of the parameters that are about to take a step.
+        labels: of those.
+
+    Raises:
+        ValueError: two begin at one address.
+    """
+    known: dict[tuple[torch.device, int], Tensor] = {}
+    for each in shards:
+        place = each.memory.device, each.memory.data_ptr()
+        if place[1] and each.memory.numel():
+            other = known.setdefault(place, each.parameter)
+            if other is not each.parameter:
+                raise ValueError(
+                    f"{labels[each.parameter]()} and {labels[other]()} are two parameters over the "
+                    "same memory, which a step would update twice. Tie them by giving both modules "
+                    "one parameter: one.weight = other.weight"
+                )
 
 
 def check_replaced(
