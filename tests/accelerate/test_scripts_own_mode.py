@@ -67,7 +67,7 @@ def test_bf16_mode_takes_the_place_of_no_other_mode(make_accelerator, monkeypatc
 @pytest.mark.parametrize("value", ["bf16", "stochastic"])
 def test_bf16_mode_is_checked(make_accelerator, monkeypatch, value):
     monkeypatch.setenv("BF16_MODE", value)
-    with pytest.raises(ValueError, match=rf"BF16_MODE='{value}' is none of .*bf16-fp32-master"):
+    with pytest.raises(ValueError, match=rf"BF16_MODE='{value}' is not one of .*bf16-fp32-master"):
         make_accelerator("no")
 
 

@@ -57,7 +57,7 @@ def fake_profiler(monkeypatch, events):
             with open(path, "w") as file:
                 json.dump({"traceEvents": events}, file)
 
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profiler())
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: Profiler())
 
 
 def test_launches_are_kernels_and_no_annotations(log, monkeypatch):
