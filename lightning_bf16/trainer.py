@@ -35,7 +35,10 @@ def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
 class TrainerBody(PrecisionBody):
     __doc__ = PrecisionBody.__doc__
 
-    _advice = "Return it from configure_optimizers, and step what self.optimizers() gives"
+    _advice = (
+        "Return it from configure_optimizers, and step what self.optimizers() gives; before a run "
+        "in another precision, call model.float()"
+    )
     _train_modes: type[TrainModesBody]
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None

@@ -290,3 +290,11 @@ def test_weights_that_are_made_in_configure_model_are_drawn_in_fp32(precision, r
     assert (drawn[0].dtype == torch.float32) == right
     torch.manual_seed(0)
     assert torch.equal(drawn[0].float(), nn.Linear(8, 8).weight) == right
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_later_run_in_another_precision_is_told_how_to_have_fp32_weights(mode):
+    module = make_module(PL)
+    make_trainer(PL, mode).fit(module, batches(1))
+    with pytest.warns(UserWarning, match=r"in another precision, call model\.float\(\)"):
+        make_trainer(PL, "32-true").fit(module, batches(1))
