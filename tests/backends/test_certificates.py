@@ -224,8 +224,9 @@ def _killed(folder, number=signal.SIGKILL):
     assert process.exitcode == -number
 
 
-def test_one_process_that_was_killed_does_not_blame_what_it_tried(fresh):
+def test_one_rank_that_was_killed_does_not_blame_what_it_tried(fresh, monkeypatch):
     """Launchers end ranks so when another one has failed."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     _killed(fresh, signal.SIGTERM)
     assert verdicts.verdict(["deadly"], lambda: None) is None
     assert [path.suffix for path in fresh.iterdir()] == [".json"]
@@ -240,12 +241,14 @@ def test_an_attempt_that_ended_without_a_verdict_is_nobodys_death(fresh):
         assert os.fstat(opened.fileno()).st_size == 0
 
 
-def test_what_killed_two_processes_is_not_tried_again(fresh):
-    _killed(fresh)
-    _killed(fresh)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_killed_a_process_or_two_ranks_is_not_tried_again(fresh, monkeypatch, ranks):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    for _ in range(ranks):
+        _killed(fresh)
     for _ in range(2):
         fault = verdicts.verdict(["deadly"], pytest.fail)
-        assert "were killed; remove" in fault
+        assert "was killed; remove" in fault
     (path,) = fresh.glob("*.json")
     path.unlink()
     assert verdicts.verdict(["deadly"], lambda: None) is None
@@ -309,10 +312,9 @@ def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh
 
 def test_training_that_a_kernel_has_killed_goes_on_with_the_right_bits(fresh):
     want = trained("eager").float().tolist()
-    for _ in range(2):
-        assert _training(fresh, Deadly()) == [None]
+    assert _training(fresh, Deadly()) == [None]
     assert _training(fresh, Deadly()) == [want]
-    assert any("were killed; remove" in (fault or "") for _, fault in verdicts.kept())
+    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.kept())
 
 
 def test_what_an_attempt_raises_is_no_verdict(fresh, monkeypatch):
@@ -336,6 +338,14 @@ def test_what_could_not_be_compiled_is_tried_again_by_the_next_process(fresh, mo
     monkeypatch.setattr(certificate, "_known", {})
     monkeypatch.setattr(_Failing, "load", choose(CPU, "eager").load)
     assert certificate.fault_of(_Failing(), VARIANT) is None
+
+
+def test_what_made_the_device_unusable_is_not_tried_again(fresh, monkeypatch):
+    monkeypatch.setattr(certificate, "_is_lost", lambda device: True)
+    assert "unusable until the process ends" in certificate.fault_of(_Failing(), VARIANT)
+    monkeypatch.setattr(certificate, "_known", {})
+    monkeypatch.setattr(_Failing, "load", pytest.fail)
+    assert "unusable until the process ends" in certificate.fault_of(_Failing(), VARIANT)
 
 
 def _raise_memory(bucket):

@@ -112,10 +112,10 @@ def _fault(backend: Backend, variant: Variant) -> str | None:
 
 
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
-    """What a trial found.
+    """What a trial found, an end of the device among it.
 
     Raises:
-        _NotRun: it failed, and how.
+        _NotRun: it failed otherwise, and how.
     """
     try:
         with _undisturbed(device):
@@ -123,8 +123,21 @@ def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:500]
-        raise _NotRun(f"it cannot be compiled or run ({type(error).__name__}: {reason})") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        if _is_lost(device):
+            return f"it made the device unusable until the process ends ({reason})"
+        raise _NotRun(f"it cannot be compiled or run ({reason})") from error
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether a device takes no work of this process any more, as after an illegal access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception:
+        return True
+    return False
 
 
 def _other_bits(backend: Backend, trial: Trial) -> str | None:

@@ -1,4 +1,8 @@
-"""Verdicts on disk, so that each machine tries a kernel once and is killed by it twice at most."""
+"""Verdicts on disk, so that each machine tries a kernel once and is killed by it once.
+
+Of several ranks one may be killed twice: launchers end all of them when one has failed, so that
+one death blames nobody.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,6 @@ except ImportError:
 
 __all__ = ["folder", "kept", "verdict"]
 
-# One that was killed need not have been by what it tried: launchers end ranks when another fails.
-_DEATHS = 2
 _ATTEMPT = b"under way\n"
 
 
@@ -60,7 +62,7 @@ def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None
         known, fault = _read(path)
         if not known:
             fault = (
-                f"processes that tried it before were killed; remove {path} to try again"
+                f"a process that tried it before was killed; remove {path} to try again"
                 if killed
                 else attempt()
             )
@@ -99,6 +101,11 @@ def _write(path: Path, key: Sequence[str], fault: str | None) -> None:
         os.replace(name, path)
 
 
+def _deaths() -> int:
+    """How many processes have to be killed in an attempt before what they tried is blamed."""
+    return 2 if os.environ.get("WORLD_SIZE", "1") != "1" else 1
+
+
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
     """Leave a line behind should the process be killed; whether enough of those were that left one.
@@ -112,7 +119,7 @@ def _claim(path: Path) -> Iterator[bool]:
                 opened = stack.enter_context(open(path, "ab"))
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file = opened
-                killed = os.fstat(file.fileno()).st_size >= _DEATHS * len(_ATTEMPT)
+                killed = os.fstat(file.fileno()).st_size >= _deaths() * len(_ATTEMPT)
                 file.write(_ATTEMPT)
                 file.flush()
         try:
