@@ -28,11 +28,12 @@ from triton_variants import (
     one_variant_of_each_other_rule,
 )
 
+from torch_bf16.backends.triton import _NEEDED_ON_ROCM
 from torch_bf16.backends.triton.arithmetic import _exp, _log, _power
 from torch_bf16.backends.triton.scalars import OPTIONS
 
 VARIANTS = all_variants()
-ROOTS_FLUSH = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+ROOTS_FLUSH = tuple(int(part) for part in triton.__version__.split(".")[:2]) < _NEEDED_ON_ROCM
 STOCHASTIC = "adamw_bf16_stochastic_bf16_nearest_bf16_stochastic_bfloat16"
 EXACT = "adamw_bf16_plus_16_fp32_fp32_bfloat16"
 OTHERS = one_variant_of_each_other_rule()

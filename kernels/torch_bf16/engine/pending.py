@@ -7,18 +7,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from math import isfinite
 from numbers import Real
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs
-from torch_bf16.sharding import all_same, version_of, versions_of
+from torch_bf16.sharding import all_same, gradients_of, version_of, versions_of
 
 __all__ = ["Pending", "check_capturable", "clip_coefficient"]
-
-_GRADIENT = attrgetter("grad")
 
 
 class _Clipped:
@@ -86,7 +83,7 @@ class Pending:
         """Whether what was told is of other gradients than these parameters have now."""
         if self._clipped is None:
             return False
-        return self._clipped.is_stale([g for g in map(_GRADIENT, parameters) if g is not None])
+        return self._clipped.is_stale([g for g in gradients_of(parameters) if g is not None])
 
     def drop_if_stale(self, parameters: Iterable[Tensor]) -> None:
         """Forget what was told of other gradients than these parameters have, and say so."""

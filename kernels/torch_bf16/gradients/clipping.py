@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.pending import Pending, clip_coefficient
-from torch_bf16.sharding import local
+from torch_bf16.sharding import gradients_of, local
 
 from .backward import released
 from .norm import norm_over_ranks, norms_of
@@ -220,7 +219,7 @@ def _norm_as_told(
 
 def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """Their gradients by the parameters' ids, where there is one."""
-    pairs = zip(map(id, parameters), map(attrgetter("grad"), parameters), strict=True)
+    pairs = zip(map(id, parameters), gradients_of(parameters), strict=True)
     return {key: gradient for key, gradient in pairs if gradient is not None}
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torch_bf16.backends import squares
 from torch_bf16.numerics.roots import has_fp64
-from torch_bf16.sharding import all_whole, is_whole, shard_of
+from torch_bf16.sharding import all_whole, gradients_of, is_whole, shard_of
 
 __all__ = ["norm_over_ranks", "norms_of"]
 
-_GRADIENT, _KIND = attrgetter("grad"), attrgetter("device", "dtype", "layout")
+_KIND = attrgetter("device", "dtype", "layout")
 
 
 def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
@@ -33,7 +33,7 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     norms: dict[Any, list[Tensor]] = defaultdict(list)
     parameters, plain = [*parameters], []
     if all_whole(parameters):
-        plain = [each for each in map(_GRADIENT, parameters) if each is not None]
+        plain = [each for each in gradients_of(parameters) if each is not None]
         parameters = []
     for parameter in parameters:
         gradient = parameter.grad

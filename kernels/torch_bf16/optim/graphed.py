@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED, suffix_errors
-from torch_bf16.sharding import no_torch_function
+from torch_bf16.sharding import gradients_of, no_torch_function
 
 from .exact_weights import forget_overwritten, settle
 from .planning import make_plan, with_gradients
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
 __all__ = ["GraphedStep"]
-
-_GRADIENT = attrgetter("grad")
 
 # Replays between two looks at everything that an ordinary step looks at.
 _EVERY = 64
@@ -71,7 +68,7 @@ class GraphedStep:
         if why := plan.obstacle_to_capture():
             raise self._refused(why)
         with no_torch_function():
-            self._gradients: list[Tensor | None] = [*map(_GRADIENT, setting.parameters)]
+            self._gradients = gradients_of(setting.parameters)
         try:
             self._recording = plan.record(optimizer.param_groups)
         except RuntimeError as error:
@@ -120,7 +117,7 @@ class GraphedStep:
                 "captured, and replays would update the tensors of then. Call graphed() again"
             )
         with no_torch_function():
-            found = [*map(_GRADIENT, self._setting.parameters)]
+            found = gradients_of(self._setting.parameters)
         if not all(map(is_, found, self._gradients)):
             raise self._refused(self._described(found))
         plan, setting = self._plan, self._setting

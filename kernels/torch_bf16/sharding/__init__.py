@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from types import NoneType
 
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from .local import (
     versions_of,
     whole,
 )
-from .many import Parameters, all_same, no_torch_function, unlike_memory
+from .many import Parameters, all_same, gradients_of, no_torch_function, unlike_memory
 from .names import WRAPPERS, bare_name, saved_names, without_wrappers
 from .shard import Shard
 from .span import Span
@@ -53,6 +52,7 @@ __all__ = [
     "check_engine",
     "deepspeed_config",
     "exchange",
+    "gradients_of",
     "is_dtensor",
     "is_flat",
     "is_whole",
@@ -93,10 +93,9 @@ def is_whole(parameter: Tensor) -> bool:
 
 def all_whole(parameters: Sequence[Tensor]) -> bool:
     """Whether :func:`is_whole` holds for all of some parameters; False where that is unlikely."""
-    gradients = map(attrgetter("grad"), parameters)
     return (
         {*map(type, parameters)} <= {nn.Parameter}
-        and {*map(type, gradients)} <= {Tensor, NoneType}
+        and {*map(type, gradients_of(parameters))} <= {Tensor, NoneType}
         and not any_flattened(parameters)
         and not any_partitioned(parameters)
     )

@@ -7,7 +7,7 @@ questions, and a third for DTensors, whose local tensors are asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress, zip_longest
 from operator import add, attrgetter, is_
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .local import is_dtensor, layers, local
 
-__all__ = ["Parameters", "all_same", "no_torch_function", "unlike_memory"]
+__all__ = ["Parameters", "all_same", "gradients_of", "no_torch_function", "unlike_memory"]
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Within it, torch does not look for ``__torch_function__`` at every attribute of a DTensor, which
@@ -102,6 +102,11 @@ class Parameters:
             for row in below:
                 found = map(add, found, map(_VERSION, row))
             return [*found]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """``.grad`` of each of some parameters."""
+    return [*map(_GRADIENT, parameters)]
 
 
 def all_same(some: Any, others: list[Any]) -> bool:

@@ -139,7 +139,6 @@ class DeviceScalars:
         self._present = self._used
         self._values, self._rows = Table(device), Table(device)
         self._given: list[Any] = []
-        self._constant = False
         self._key: list[Any] = []
         self._encoded = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
@@ -185,10 +184,10 @@ class DeviceScalars:
                 raise
         width = (len(given) - _TOLD) // len(self._present)
         # The same Python numbers have the same values; a tensor or an array may have been written.
-        if not (self._constant and all_same(given, self._given)):
+        if not all_same(given, self._given):
             self._encode(groups, given, width)
-            self._given = given
-            self._constant = all(isinstance(each, float | int | None) for each in given)
+            constant = all(isinstance(each, float | int | None) for each in given)
+            self._given = given if constant else []
         table, _, scalars = self._made or self._make(width - 1)
         if self._places is None:
             absent = np.where(self._there, 0, _ABSENT)
