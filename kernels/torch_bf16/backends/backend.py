@@ -86,10 +86,12 @@ class Backend(Protocol):
     Attributes:
         name: as users ask for it.
         capturable: whether a CUDA graph can record a step.
+        by_address: whether kernels write through addresses, which autograd does not see.
     """
 
     name: str
     capturable: bool
+    by_address: bool
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device``, or None where it can."""

@@ -39,6 +39,7 @@ class EagerBackend:
 
     name = "eager"
     capturable = False
+    by_address = False
     scalars = HostScalars
 
     def unavailable(self, device: torch.device) -> str | None:

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .member import Member, Snapshot
+from .member import Member
 from .names import ParameterNames
 from .pending import Pending
 from .plan import Plan
 from .setting import Setting
+from .versions import Snapshot
 
 __all__ = ["Engine", "Observer", "engine_of"]
 

@@ -13,34 +13,10 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard
 
-from .data_writes import DataWatch
 from .direction import Direction
+from .versions import Snapshot
 
-__all__ = ["Member", "Snapshot", "formats_of"]
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """What a parameter was when the last step had updated it, or its first one was planned.
-
-    Attributes:
-        version: the shard's.
-        dtype: of the parameter.
-        shape: of the parameter.
-        data: sees writes that raise no version.
-        writes: how often exact weights were put back, and after how many steps.
-    """
-
-    version: int
-    dtype: torch.dtype
-    shape: torch.Size
-    data: DataWatch | None = None
-    writes: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(cls, shard: Shard) -> Snapshot:
-        """What a parameter is now."""
-        return cls(shard.version(), shard.parameter.dtype, shard.parameter.shape)
+__all__ = ["Member", "formats_of"]
 
 
 @dataclass(slots=True)

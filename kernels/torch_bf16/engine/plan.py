@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_bf16.backends import ScalarRows, ScalarSource, StepInputs, holding
 from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.errors import UNTOUCHED
-from torch_bf16.sharding import Parameters, Shard
+from torch_bf16.sharding import Shard
 
 from .batch import alike
 from .directions import Directions
@@ -28,6 +28,7 @@ from .parts import Active, Part, Row, source_of
 from .recording import Recording
 from .setting import Setting
 from .statistics import Statistics
+from .versions import Versions
 
 __all__ = ["Plan"]
 
@@ -63,10 +64,7 @@ class Plan:
     ) -> None:
         self.members = members
         # Nothing else asks whether a weight was written.
-        self._halved = [n for n, each in enumerate(members) if each.halved]
-        self._versioned = Parameters([members[n].parameter for n in self._halved])
-        self._snapshots = [members[n].snapshot for n in self._halved]
-        self._versions = [each.version for each in self._snapshots]
+        self._halved = [each for each in members if each.halved]
         self._setting = setting
         rows = [
             Row.of(number, member, piece)
@@ -77,6 +75,11 @@ class Plan:
         self._statistics = sums = Statistics(members, sharded)
         one_batch = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
         self._parts = [Part(some, seed, backend, sums) for some in one_batch]
+        self._versions = Versions(
+            [each.parameter for each in self._halved],
+            [each.snapshot for each in self._halved],
+            unseen=all(part.batch.backend.by_address and not part.copied for part in self._parts),
+        )
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
         self._sources = [(parts, source_of(parts)) for parts in one_rule]
         self._directions = Directions(members, rounds, sums.groups)
@@ -143,25 +146,22 @@ class Plan:
     def written(self) -> list[Member]:
         """Those of them whose lower half belongs to what something else has overwritten since.
 
-        Since :meth:`note_versions`, that is.
+        Since :meth:`note_step` or :meth:`note_versions`, that is.
         """
-        versions = self._versioned.versions()
-        if versions == self._versions:
+        changed = self._versions.changed()
+        if not changed:
             return []
-        there, pairs = self._guard.taking_part, zip(self._halved, versions, strict=True)
-        found = [n for n, now in pairs if now != self.members[n].snapshot.version]
-        return [self.members[n] for n in found if there[n]]
+        taking_part = {*self._active().halved}
+        return [self._halved[place] for place in changed if place in taking_part]
 
     def note_versions(self) -> None:
-        """Remember what the last step made of the parameters that took part."""
-        now, halved = self._versioned.versions(), self._active().halved
-        if len(halved) < len(now):
-            for place in halved:
-                self._versions[place] = self._snapshots[place].version = now[place]
-            return
-        self._versions = now
-        for snapshot, version in zip(self._snapshots, now, strict=True):
-            snapshot.version = version
+        """Remember what those that take part are now."""
+        self._versions.note(self._active().halved)
+
+    def note_step(self) -> None:
+        """Tell autograd of the step that kernels have taken, and remember what it made of them."""
+        active = self._active()
+        self._versions.note_step(active.halved, active.parameters)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""

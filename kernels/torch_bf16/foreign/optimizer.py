@@ -14,9 +14,9 @@ from torch_bf16.backends import StepInputs, cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.engine import Engine, Observer
-from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format

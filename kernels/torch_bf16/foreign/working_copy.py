@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.engine.encoder import Encoder
-from torch_bf16.engine.member import Snapshot
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import FP32, Format
 from torch_bf16.sharding import Shard, local
 from torch_bf16.states.views import COUNTER, MASTERS

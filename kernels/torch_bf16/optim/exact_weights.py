@@ -16,9 +16,9 @@ from torch_bf16.backends import cuda_graphs, fetch
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.encoder import Encoder
-from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import Format
 from torch_bf16.model import residuals
 from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of

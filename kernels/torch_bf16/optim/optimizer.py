@@ -13,17 +13,18 @@ from torch_bf16.backends import StepInputs, cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.direction import Direction
 from torch_bf16.engine.engine import Engine, Observer, engine_of
-from torch_bf16.engine.member import Member, Snapshot
+from torch_bf16.engine.member import Member
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard, no_torch_function, shard_of
+from torch_bf16.sharding import Shard, shard_of
 from torch_bf16.states.completion import complete_state
 from torch_bf16.states.recoding import Changes
 
@@ -213,9 +214,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         if scalars is not None:
             plan.run(scalars, told)
         # The kernels write through addresses, which autograd does not see.
-        with no_torch_function():
-            torch.autograd.graph.increment_version(plan.updated())
-        plan.note_versions()
+        plan.note_step()
         data_writes.renew(parameters)
         for observer in observers:
             observer.after_update()

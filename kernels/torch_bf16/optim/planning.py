@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import DataWatch
-from torch_bf16.engine.member import Member, Snapshot, formats_of
+from torch_bf16.engine.member import Member, formats_of
 from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import prefix_errors
 from torch_bf16.model import residuals
 from torch_bf16.model.casting import kept

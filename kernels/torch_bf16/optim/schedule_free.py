@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, cuda_graphs, fetch
-from torch_bf16.engine.member import Snapshot
 from torch_bf16.engine.setting import Setting
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ITERATE, Rule, State
 from torch_bf16.rules.schedule_free import average_weight, interpolation

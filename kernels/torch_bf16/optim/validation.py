@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torch_bf16.engine.member import Snapshot
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.sharding import Shard, is_flat, missing_memory, shard_of
 

@@ -103,6 +103,11 @@ class Parameters:
                 found = map(add, found, map(_VERSION, row))
             return [*found]
 
+    def sum_of_versions(self) -> int:
+        """Their sum, in less time."""
+        with no_torch_function():
+            return sum(sum(map(_VERSION, row)) for row in self._layers)
+
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each of some parameters."""

@@ -43,6 +43,7 @@ class CpuBackend:
 
     name = "cpu"
     capturable = False
+    by_address = True
     scalars = HostScalars
 
     def unavailable(self, device: torch.device) -> str | None:

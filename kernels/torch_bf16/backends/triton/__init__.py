@@ -56,6 +56,7 @@ class TritonBackend:
 
     name = "triton"
     capturable = True
+    by_address = True
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend cannot run on ``device``, or None where it can."""
