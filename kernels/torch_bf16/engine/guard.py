@@ -20,6 +20,7 @@ from torch_bf16.sharding import (
     unlike_memory,
 )
 
+from .addresses import Addresses
 from .metadata import Metadata
 from .states import States
 
@@ -115,7 +116,7 @@ class Guard:
             found = [each.gradient() if there else None for each, there in pairs]
             present, addresses = [*compress(found, self.taking_part)], None
             if _readable(present):
-                addresses = _spread(_pointers(present), present, self.taking_part)
+                addresses = _spread(Addresses.of(present), present, self.taking_part)
         return Found(found, addresses)
 
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
@@ -216,11 +217,11 @@ class _Block:
         self._many = Parameters(parameters, [*compress(self._kept, tensors)])
         contiguous = map(Tensor.is_contiguous, self._many.memory)
         self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
-        self._planned_addresses = self._memory_addresses()
+        self._memory_addresses = Addresses.of(self._many.memory)
         self._planned_metadata = self._memory_metadata()
-        self._planned_state_addresses = self._state_addresses()
+        self._state_addresses = Addresses.of(self._many.kept)
         self._metadata, self._usual = Metadata(), Metadata()
-        self._known: tuple[bytes, list[bool], np.ndarray | None] = b"", [], None
+        self._known: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None
         self._everyone = [True] * len(parameters)
         # Those of other classes have not been checked.
         self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
@@ -250,8 +251,8 @@ class _Block:
         if not self._many.in_place():
             return [False] * len(self.parameters)
         *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
-        memory.append((self._memory_addresses(), self._planned_addresses))
-        kept = self._state_addresses(), self._planned_state_addresses
+        memory.append((Addresses.of(self._many.memory).numbers, self._memory_addresses.numbers))
+        kept = Addresses.of(self._many.kept).numbers, self._state_addresses.numbers
         found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
         for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
             for owner, one, other in zip(owners, now, then, strict=False):
@@ -265,7 +266,8 @@ class _Block:
 
     def _memory_unchanged(self) -> bool:
         """Whether parameters are where they were, of the dtypes, shapes and strides of then."""
-        if not self._many.in_place() or self._memory_addresses() != self._planned_addresses:
+        planned = self._memory_addresses
+        if not self._many.in_place() or planned.now(self._many.memory) is not planned:
             return False
         if not self._metadata.holds(self._many.memory):
             if self._memory_metadata() != self._planned_metadata:
@@ -293,18 +295,19 @@ class _Block:
 
     def _gradient_addresses(self, present: list[Any], there: list[bool]) -> np.ndarray | None:
         """See :func:`_spread`; the same array where they have not changed."""
-        pointers = _pointers(present)
         known, flags, addresses = self._known
-        if pointers.tobytes() != known or there != flags:
-            addresses = _spread(pointers, present, there)
-            self._known = pointers.tobytes(), there, addresses
+        now = known.now(present)
+        if now is not known or there != flags:
+            addresses = _spread(now, present, there)
+            self._known = now, there, addresses
         return addresses
 
     def _states_unchanged(self, own: list[Mapping[str, Any]]) -> bool:
         """Whether states hold the tensors that they held, where those were."""
         if not self._holds_the_same(own):
             return False
-        return self._state_addresses() == self._planned_state_addresses
+        # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
+        return self._state_addresses.now(self._many.kept) is self._state_addresses
 
     def _holds_the_same(self, own: list[Mapping[str, Any]]) -> bool:
         try:
@@ -323,10 +326,6 @@ class _Block:
         self._seen = [*_values(own), _END]
         return True
 
-    def _memory_addresses(self) -> list[int]:
-        """Where parameters are."""
-        return [*map(Tensor.data_ptr, self._many.memory)]
-
     def _memory_metadata(self) -> tuple[list[Any], ...]:
         """What parameters are in memory, in lists that follow those."""
         memory = self._many.memory
@@ -337,11 +336,6 @@ class _Block:
             [memory[n].stride() for n in self._scattered],
         )
 
-    def _state_addresses(self) -> list[int]:
-        """Where the tensors of the states are."""
-        # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-        return [*map(Tensor.data_ptr, self._many.kept)]
-
 
 def _readable(gradients: Sequence[Any]) -> bool:
     """Whether a kernel can read their memory as it is."""
@@ -349,17 +343,12 @@ def _readable(gradients: Sequence[Any]) -> bool:
     return all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
 
 
-def _pointers(gradients: Sequence[Any]) -> np.ndarray:
-    return np.fromiter(map(Tensor.data_ptr, gradients), np.int64, len(gradients))
-
-
-def _spread(
-    pointers: np.ndarray, gradients: Sequence[Any], there: Sequence[bool]
-) -> np.ndarray | None:
+def _spread(where: Addresses, gradients: Sequence[Any], there: Sequence[bool]) -> np.ndarray | None:
     """Where gradients are, and 0 for each parameter that has none, as ``there`` says.
 
     None where one has no memory.
     """
+    pointers = np.array(where.numbers, np.int64)
     # A tensor without elements is at 0, too; what else is there has memory of another kind.
     if np.count_nonzero(pointers) < len(pointers) and any(
         gradients[n].numel() for n in np.flatnonzero(pointers == 0).tolist()
