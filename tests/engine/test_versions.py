@@ -1,0 +1,102 @@
+"""Weights that something else has written are noticed, after any number of steps of any kind."""
+
+import pytest
+import torch
+from optimizer_cases import make_optimizer, take_steps
+from torch import nn
+
+from torch_bf16.engine.versions import Snapshot, Versions
+from torch_bf16.sharding import shard_of
+
+BF16 = torch.bfloat16
+
+
+def separate():
+    return [nn.Parameter(torch.full((8, 64), float(n + 1)).to(BF16)) for n in range(3)]
+
+
+def views_of_one_buffer():
+    """All of them count writes together."""
+    flat = torch.cat([each.detach().reshape(-1) for each in separate()])
+    return [nn.Parameter(each.view(8, 64)) for each in flat.chunk(3)]
+
+
+def strided():
+    return [nn.Parameter(each.detach().t()) for each in separate()]
+
+
+def remainders(optimizer, parameters):
+    return [optimizer.state[each]["remainder16"].clone() for each in parameters]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("make", [separate, views_of_one_buffer, strided])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_masters_last_until_a_weight_is_written(make, backend, steps):
+    parameters, alike = make(), separate()
+    if make is strided:
+        alike = [nn.Parameter(each.detach().t().contiguous()) for each in alike]
+    optimizers = [make_optimizer("adamw", "master", backend, p) for p in (parameters, alike)]
+    gradients = [torch.randn_like(each) for each in alike]
+    for mine, optimizer in zip((parameters, alike), optimizers, strict=True):
+        for each, gradient in zip(mine, gradients, strict=True):
+            each.grad = gradient.clone()
+        for _ in range(steps):
+            optimizer.step()
+    kept = remainders(optimizers[0], parameters)
+    assert any(each.any() for each in kept)
+    assert all(map(torch.equal, kept, remainders(optimizers[1], alike)))
+    with torch.no_grad():
+        parameters[1].fill_(1.0)
+    optimizers[0].param_groups[0]["lr"] = 0.0
+    optimizers[0].step()
+    assert torch.equal(optimizers[0].exact_weight(parameters[1]), torch.ones_like(alike[1]).float())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_saved_state_knows_of_a_write_after_any_number_of_steps(steps):
+    parameters = separate()
+    optimizer = make_optimizer("adamw", "master", "cpu", parameters)
+    take_steps(optimizer, [*range(steps)])
+    exact = [optimizer.exact_weight(each) for each in parameters]
+    assert not torch.equal(exact[0], parameters[0].detach().float())
+    with torch.no_grad():
+        parameters[0].copy_(parameters[0].clone())
+    assert torch.equal(optimizer.exact_weight(parameters[0]), parameters[0].detach().float())
+    assert torch.equal(optimizer.exact_weight(parameters[1]), exact[1])
+
+
+def test_a_step_of_some_ends_what_is_known_of_all():
+    parameters = separate()
+    optimizer = make_optimizer("adamw", "master", "cpu", parameters)
+    take_steps(optimizer, [0, 1, 2])
+    last, parameters[2].grad = parameters[2].grad, None
+    optimizer.step()
+    with torch.no_grad():
+        parameters[2].fill_(1.0)
+    parameters[2].grad = last
+    optimizer.param_groups[0]["lr"] = 0.0
+    exact = [optimizer.exact_weight(each) for each in parameters[:2]]
+    optimizer.step()
+    assert torch.equal(optimizer.exact_weight(parameters[2]), torch.ones(8, 64))
+    assert all(map(torch.equal, exact, map(optimizer.exact_weight, parameters[:2])))
+
+
+def test_versions_are_summed_where_steps_raise_them_alike():
+    parameters = separate()
+    snapshots = [Snapshot.of(shard_of(each)) for each in parameters]
+    versions = Versions(parameters, snapshots, unseen=True)
+    asked = []
+    versions._parameters.versions = lambda: asked.append(1) or [p._version for p in parameters]
+    for _ in range(4):
+        assert versions.changed() == []
+        versions.note_step([0, 1, 2], parameters)
+    # The first look, and before and after the first step.
+    assert len(asked) == 3
+    assert [each.version for each in snapshots] == [each._version for each in parameters]
+    with torch.no_grad():
+        parameters[1].zero_()
+    assert versions.changed() == [1]
+    versions.note([1])
+    assert versions.changed() == []
+    assert [each.version for each in snapshots] == [each._version for each in parameters]
