@@ -8,7 +8,7 @@ they are compared one by one only where it is another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import sub
 
 import torch
@@ -39,12 +39,12 @@ class Snapshot:
         writes: how often exact weights were put back, and after how many steps.
     """
 
-    _version: int
+    _base: int
     dtype: torch.dtype
     shape: torch.Size
     data: DataWatch | None = None
     writes: tuple[int, int] = (0, 0)
-    _steps: _Steps | None = None
+    _steps: _Steps = field(default_factory=_Steps)
     _raise: int = 0
 
     @classmethod
@@ -55,17 +55,15 @@ class Snapshot:
     @property
     def version(self) -> int:
         """The shard's."""
-        if self._steps is None:
-            return self._version
-        return self._version + self._steps.count * self._raise
+        return self._base + self._raise * self._steps.count
 
     @version.setter
     def version(self, version: int) -> None:
-        self._version, self._steps = version, None
+        self._base += version - self.version
 
     def follow(self, steps: _Steps, raised: int) -> None:
-        """Let each of the steps that are counted from now on raise the version by so much."""
-        self._steps, self._raise = steps, raised
+        """Let each of these steps raise the version by so much; none of them is taken yet."""
+        self._base, self._steps, self._raise = self.version, steps, raised
 
 
 class Versions:

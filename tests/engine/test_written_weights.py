@@ -82,6 +82,20 @@ def test_a_step_of_some_ends_what_is_known_of_all():
     assert all(map(torch.equal, exact, map(optimizer.exact_weight, parameters[:2])))
 
 
+def test_what_is_put_back_between_steps_is_no_write_of_others():
+    parameters = separate()
+    optimizer = make_optimizer("adamw", "master", "cpu", parameters)
+    take_steps(optimizer, [0, 1])
+    parameters[0].data.mul_(1.5)
+    with pytest.warns(UserWarning, match=r"written through p\.data"):
+        optimizer.step()
+    optimizer.set_exact_weight(parameters[1], optimizer.exact_weight(parameters[1]) * 1.001)
+    for _ in range(3):
+        optimizer.step()
+        exact = [optimizer.exact_weight(each) for each in parameters]
+        assert not any(map(torch.equal, exact, (each.detach().float() for each in parameters)))
+
+
 def test_versions_are_summed_where_steps_raise_them_alike():
     parameters = separate()
     snapshots = [Snapshot.of(shard_of(each)) for each in parameters]
