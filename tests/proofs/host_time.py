@@ -11,6 +11,7 @@ torch's fused AdamW in the same block. Rows:
 - ``same gradients``: at the same addresses in every step, as after ``zero_grad(set_to_none=False)``
 - ``moved gradients``: at other addresses than in the step before
 - ``alternating sets``: one half of the parameters has gradients in one step, the other in the next
+- ``random sets``: nine of ten parameters have gradients, others in each step, as experts have
 - ``planning``: the first step with a set of parameters that no plan knows, without compiling
 
 ``ours, graphed`` replays ``optimizer.graphed()``, the graph's own launch left out like the others.
@@ -20,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +37,7 @@ import torch_bf16
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.backends.triton import TritonBackend
 
-ROWS = ("same gradients", "moved gradients", "alternating sets", "planning")
+ROWS = ("same gradients", "moved gradients", "alternating sets", "random sets", "planning")
 
 
 def stub_triton() -> None:
@@ -68,25 +71,35 @@ class Run:
     def __init__(self, name: str, count: int) -> None:
         self.parameters = parameters_of(count)
         self.optimizer = CONTENDERS[name](self.parameters)
-        self.sets = [[torch.randn_like(p) for p in self.parameters] for _ in range(2)]
-        self.turn = 0
-        self.give(0, 0)
+        self.sets: list[list[torch.Tensor | None]] = [
+            [torch.randn_like(p) for p in self.parameters] for _ in range(2)
+        ]
+        self.turn, self.random = 0, random.Random(0)
+        self.give(self.sets[0])
         self.optimizer.step()
         self.step = self.optimizer.graphed() if "graphed" in name else self.optimizer.step
 
-    def give(self, which: int, half: int) -> None:
-        """Gradients of one set, to all parameters (0), the even (1) or the odd ones (2)."""
-        for number, parameter in enumerate(self.parameters):
-            there = not half or number % 2 == half - 1
-            parameter.grad = self.sets[which][number] if there else None
+    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def gradients(self, row: str) -> list[torch.Tensor | None]:
+        """Those of the next step."""
+        turn, first = self.turn % 2, self.sets[0]
+        if row == "moved gradients":
+            return self.sets[turn]
+        if row == "alternating sets":
+            return [each if number % 2 == turn else None for number, each in enumerate(first)]
+        if row == "random sets":
+            return [each if self.random.random() < 0.9 else None for each in first]
+        return first
 
     def steps(self, row: str, count: int) -> float:
         """Seconds of CPU time for each of some steps."""
         total = 0.0
         for _ in range(count):
             self.turn += 1
-            turn = self.turn % 2
-            self.give(turn if row == "moved gradients" else 0, 1 + turn if "sets" in row else 0)
+            self.give(self.gradients(row))
             if row == "planning" and hasattr(self.optimizer, "_engine"):
                 self.optimizer._engine.invalidate()
             start = time.process_time()

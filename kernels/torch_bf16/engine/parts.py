@@ -166,7 +166,7 @@ class Active:
 
     Attributes:
         parameters: theirs.
-        halved: numbers of those whose weights have low bits, among all such members.
+        with_remainder: places of those whose states have a remainder, among all such members.
         parts: those with such a member.
         sources: the scalars of those; for each the parts, and which of their rows take part, None
             for all.
@@ -174,7 +174,7 @@ class Active:
     """
 
     parameters: list[Tensor]
-    halved: list[int]
+    with_remainder: list[int]
     parts: list[Part]
     sources: list[tuple[list[Part], ScalarSource, np.ndarray | None]]
     directed: bool
@@ -183,22 +183,35 @@ class Active:
     def of(
         cls,
         flags: list[bool],
-        members: Sequence[Member],
+        parameters: Sequence[Tensor],
+        with_remainder: np.ndarray,
         parts: Sequence[Part],
         sources: Sequence[tuple[list[Part], ScalarSource]],
     ) -> Active:
-        there = np.array(flags, bool)
-        rows = {part: there[part.numbers] for part in parts}
+        """What there is to do where some of all members take part.
+
+        Args:
+            flags: for each member whether it does.
+            parameters: of each member.
+            with_remainder: int64, numbers of the members whose states have a remainder.
+            parts: of all members.
+            sources: the scalars of the parts.
+        """
+        taking_part = np.array(flags, bool)
+        rows = {part: taking_part[part.numbers] for part in parts}
         found = []
         for its, source in sources:
             which = np.concatenate([rows[part] for part in its])
             if which.any():
                 found.append((its, source, None if which.all() else which))
         active = [part for part in parts if rows[part].any()]
-        parameters = [each.parameter for each in compress(members, flags)]
-        halved = compress(flags, (each.halved for each in members))
-        places = [place for place, flag in enumerate(halved) if flag]
-        return cls(parameters, places, active, found, any(part.directed for part in active))
+        return cls(
+            [*compress(parameters, flags)],
+            np.flatnonzero(taking_part[with_remainder]).tolist(),
+            active,
+            found,
+            any(part.directed for part in active),
+        )
 
 
 def source_of(parts: Sequence[Part]) -> ScalarSource:

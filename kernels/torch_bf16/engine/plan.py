@@ -63,8 +63,9 @@ class Plan:
         sharded: Sequence[Shard] = (),
     ) -> None:
         self.members = members
+        self._parameters = [each.parameter for each in members]
         # Nothing else asks whether a weight was written.
-        self._halved = [each for each in members if each.halved]
+        self._with_remainder = [n for n, each in enumerate(members) if each.halved]
         self._setting = setting
         rows = [
             Row.of(number, member, piece)
@@ -76,8 +77,8 @@ class Plan:
         one_batch = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
         self._parts = [Part(some, seed, backend, sums) for some in one_batch]
         self._versions = Versions(
-            [each.parameter for each in self._halved],
-            [each.snapshot for each in self._halved],
+            [self._parameters[n] for n in self._with_remainder],
+            [members[n].snapshot for n in self._with_remainder],
             unseen=all(part.batch.backend.by_address and not part.copied for part in self._parts),
         )
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
@@ -151,17 +152,17 @@ class Plan:
         changed = self._versions.changed()
         if not changed:
             return []
-        taking_part = {*self._active().halved}
-        return [self._halved[place] for place in changed if place in taking_part]
+        flags, numbers = self._guard.taking_part, [self._with_remainder[n] for n in changed]
+        return [self.members[n] for n in numbers if flags[n]]
 
     def note_versions(self) -> None:
         """Remember what those that take part are now."""
-        self._versions.note(self._active().halved)
+        self._versions.note(self._active().with_remainder)
 
     def note_step(self) -> None:
         """Tell autograd of the step that kernels have taken, and remember what it made of them."""
         active = self._active()
-        self._versions.note_step(active.halved, active.parameters)
+        self._versions.note_step(active.with_remainder, active.parameters)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
@@ -301,7 +302,13 @@ class Plan:
                 # Experts, dropped layers and alternating freezes come back to a few sets.
                 if len(self._sets) == _SETS:
                     self._sets.clear()
-                self._sets[key] = Active.of(flags, self.members, self._parts, self._sources)
+                self._sets[key] = Active.of(
+                    flags,
+                    self._parameters,
+                    np.array(self._with_remainder, np.int64),
+                    self._parts,
+                    self._sources,
+                )
             active = self._sets[key]
             self._selected = flags, active
         return active

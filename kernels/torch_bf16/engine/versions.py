@@ -59,7 +59,7 @@ class Snapshot:
 
     @version.setter
     def version(self, version: int) -> None:
-        self._base += version - self.version
+        self._base = version - self._raise * self._steps.count
 
     def follow(self, steps: _Steps, raised: int) -> None:
         """Let each of these steps raise the version by so much; none of them is taken yet."""
@@ -119,16 +119,18 @@ class Versions:
             self._steps.count += 1
         else:
             self._compare_each()
-            before = self._parameters.versions()
+            alike = self._unseen and len(places) == len(self._snapshots)
+            before = self._parameters.versions() if alike else []
             _raise_versions(updated)
             now = self._parameters.versions()
             self._note(places, now)
-            if self._unseen and len(places) == len(now):
+            if alike:
                 self._compare_sum(now, [*map(sub, now, before)])
 
     def _note(self, places: Sequence[int], now: Sequence[int]) -> None:
         for place in places:
-            self._versions[place] = self._snapshots[place].version = now[place]
+            version = self._versions[place] = now[place]
+            self._snapshots[place].version = version
 
     def _compare_sum(self, now: Sequence[int], raised: Sequence[int]) -> None:
         self._sum, self._raise, self._steps = sum(now), sum(raised), _Steps()
