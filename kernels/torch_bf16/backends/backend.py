@@ -54,14 +54,14 @@ class ScalarSource(Protocol):
     def set(
         self,
         groups: Sequence[Mapping[str, Any]],
-        told: StepInputs,
+        inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            told: what else this step was told.
+            inputs: what else this step was told.
             taking_part: bool, for each tensor, bucket after bucket, whether it takes the step: the
                 others are not counted, and get rows without meaning. None for all.
 

@@ -49,7 +49,7 @@ class HostScalars:
     def set(
         self,
         groups: Sequence[Mapping[str, Any]],
-        told: StepInputs,
+        inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket.
@@ -57,9 +57,9 @@ class HostScalars:
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
-        self.skipped = told.found_inf is not None and float(told.found_inf) != 0.0
-        scale = float(told.coefficient)
-        divisor = 1.0 if told.grad_scale is None else float(told.grad_scale)
+        self.skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
+        scale = float(inputs.coefficient)
+        divisor = 1.0 if inputs.grad_scale is None else float(inputs.grad_scale)
         n = len(groups)
         steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
         steps += 1

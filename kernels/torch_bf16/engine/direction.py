@@ -43,7 +43,7 @@ class Direction(Protocol):
     @property
     def answer(self) -> tuple[int | None, torch.dtype]: ...
 
-    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
+    def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
         """This rank's part of what is solved, contiguous; updates its part of the states."""
         ...
 

@@ -66,13 +66,13 @@ class Directions:
             if known:
                 self._rounds.append((each, known))
 
-    def agree(self, told: StepInputs) -> None:
+    def agree(self, inputs: StepInputs) -> None:
         """Let all ranks that exchange skip a step where one does: the others would wait for it.
 
         Args:
-            told: what the step was told; ``found_inf`` becomes 1 where another rank's is not 0.
+            inputs: of the step; ``found_inf`` becomes 1 where another rank's is not 0.
         """
-        found = told.found_inf
+        found = inputs.found_inf
         if not self._groups or not isinstance(found, Tensor):
             return
         mine = bool(found != 0)
@@ -88,22 +88,22 @@ class Directions:
             )
 
     def run(
-        self, there: Sequence[bool], gradients: Sequence[Tensor | None], told: StepInputs
+        self, taking_part: Sequence[bool], gradients: Sequence[Tensor | None], inputs: StepInputs
     ) -> Iterator[tuple[int, Tensor]]:
         """The number of each member that takes part, and its direction: fp32, contiguous.
 
         Args:
-            there: for each member whether it takes part.
+            taking_part: for each member whether it takes part.
             gradients: this rank's part of each.
-            told: what this step was told, on the host.
+            inputs: of this step, on the host.
         """
         # A device that skips the step reads this on its own; states must not change then.
-        skipped = told.found_inf is not None and float(told.found_inf) != 0.0
+        skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
         for round_, known in self._rounds:
             requests = []
             for n, units in known:
                 member, gradient = self._members[n], gradients[n]
-                if not there[n] or gradient is None or member.direction is None:
+                if not taking_part[n] or gradient is None or member.direction is None:
                     continue
                 gradient = gradient.resolve_neg().contiguous()
                 if skipped:
@@ -111,7 +111,9 @@ class Directions:
                     continue
                 # Without names for what is as large as a weight, which would outlive the round.
                 prepare, step = member.direction.prepare, member.steps + 1
-                requests.append(_Request(n, member.direction, units, prepare(gradient, step, told)))
+                requests.append(
+                    _Request(n, member.direction, units, prepare(gradient, step, inputs))
+                )
             for found in _solved(round_, requests) if requests else ():
                 yield found
                 # Only now that it was followed, as ``state["step"]`` counts.
@@ -124,7 +126,7 @@ class _Request(NamedTuple):
 
     Attributes:
         number: of the member.
-        direction: its.
+        direction: of the member.
         units: what is solved of it.
         prepared: this rank's part of that.
     """

@@ -85,8 +85,8 @@ class Engine:
         self.data_writes_named = False
         self.invalidate()
 
-    def told(self, too_late: str) -> Pending:
-        """What the next step is told.
+    def tell_next_step(self, too_late: str) -> Pending:
+        """What the next step is told, for others to add to.
 
         Args:
             too_late: ends the error where gradients are released, and says what works instead.

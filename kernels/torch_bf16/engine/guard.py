@@ -24,7 +24,7 @@ from .addresses import Addresses
 from .metadata import Metadata
 from .states import States
 
-__all__ = ["Found", "Guard"]
+__all__ = ["Guard", "StepGradients"]
 
 _DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter("grad")
 
@@ -34,16 +34,16 @@ _BLOCK = 256
 _END = object()
 
 
-class Found(NamedTuple):
+class StepGradients(NamedTuple):
     """The gradients of a step, one for each member of a plan.
 
     Attributes:
-        gradients: this rank's part of each; None for a member that takes no part.
+        tensors: this rank's part of each; None for a member that takes no part.
         addresses: int64, of each, 0 for None; None where a gradient is not contiguous, or negated
             when it is read. The same array as in the step before where they have not changed.
     """
 
-    gradients: Sequence[Tensor | None]
+    tensors: Sequence[Tensor | None]
     addresses: np.ndarray | None
 
 
@@ -86,11 +86,10 @@ class Guard:
             ]
             self.taking_part = [each.grad is not None for each in self._parameters]
         # What the last look found, for the step that follows it and no longer.
-        self._found: list[Tensor | None] | None = None
-        self._addresses: np.ndarray | None = None
+        self._gradients: StepGradients | None = None
         # The arrays of the blocks, and the one that they make.
         self._joined: tuple[list[np.ndarray | None], np.ndarray | None] = [], None
-        self._there: list[list[bool]] = []
+        self._present: list[list[bool]] = []
 
     def holds(self, parameters: Sequence[Tensor], states: dict[Tensor, Any]) -> bool:
         """Whether all that take part are known, and all tensors the same in the same memory.
@@ -107,17 +106,17 @@ class Guard:
         with no_torch_function():
             return [same for each in self._blocks for same in each.intact(states)]
 
-    def gradients(self) -> Found:
+    def gradients(self) -> StepGradients:
         """This rank's part of each gradient, which may communicate; for the step that follows."""
-        found, addresses = self._found, self._addresses
-        self._found = self._addresses = None
-        if found is None:
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
             pairs = zip(self._shards, self.taking_part, strict=True)
-            found = [each.gradient() if there else None for each, there in pairs]
-            present, addresses = [*compress(found, self.taking_part)], None
+            tensors = [shard.gradient() if flag else None for shard, flag in pairs]
+            present, addresses = [*compress(tensors, self.taking_part)], None
             if _readable(present):
                 addresses = _spread(Addresses.of(present), present, self.taking_part)
-        return Found(found, addresses)
+            gradients = StepGradients(tensors, addresses)
+        return gradients
 
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none but the plan's has a gradient, and they come in its order."""
@@ -133,8 +132,8 @@ class Guard:
         return all(map(is_, map(_GRADIENT, self._strangers), repeat(None)))
 
     def _look(self, states: dict[Tensor, Any]) -> bool:
-        looks: list[_Gradients] = []
-        self._found = self._addresses = None
+        blocks: list[_BlockGradients] = []
+        self._gradients = None
         # What nobody was given nobody has put elsewhere, and no other plan has changed.
         plans = getattr(states, "plans", None)
         hidden = (
@@ -143,21 +142,23 @@ class Guard:
             and not states.seen
             and plans == self._plans
         )
-        own = () if hidden else self._own(states)
+        in_order = () if hidden else self._in_order(states)
         for block in self._blocks:
-            found = block.look(None if hidden else [*islice(own, len(block.parameters))])
-            if found is None:
+            some = None if hidden else [*islice(in_order, len(block.parameters))]
+            gradients = block.look(some)
+            if gradients is None:
                 return False
-            looks.append(found)
+            blocks.append(gradients)
         self._states, self._plans = states, plans
-        there = [each.there for each in looks]
-        if not all_same(there, self._there):
-            self._there, flags = there, [*chain.from_iterable(there)]
+        present = [each.present for each in blocks]
+        if not all_same(present, self._present):
+            self._present, flags = present, [*chain.from_iterable(present)]
             if flags != self.taking_part:
                 self.taking_part = flags
-        if all(each.usable for each in looks):
-            self._found = [*chain.from_iterable([each.gradients for each in looks])]
-            self._addresses = self._join([each.addresses for each in looks])
+        if all(each.usable for each in blocks):
+            tensors = [*chain.from_iterable([each.tensors for each in blocks])]
+            addresses = self._join([each.addresses for each in blocks])
+            self._gradients = StepGradients(tensors, addresses)
         return True
 
     def _join(self, addresses: list[np.ndarray | None]) -> np.ndarray | None:
@@ -168,26 +169,26 @@ class Guard:
             self._joined = addresses, np.concatenate(arrays) if complete else None
         return self._joined[1]
 
-    def _own(self, states: dict[Tensor, Any]) -> Iterable[Any]:
+    def _in_order(self, states: dict[Tensor, Any]) -> Iterable[Any]:
         """The states of the parameters, in their order."""
         if len(states) == len(self._parameters) and all(map(is_, states, self._parameters)):
             return iter(dict.values(states))
         return (dict.get(states, each) for each in self._parameters)
 
 
-class _Gradients(NamedTuple):
-    """Those of one block; see :class:`Found`.
+class _BlockGradients(NamedTuple):
+    """Those of one block; see :class:`StepGradients`.
 
     Attributes:
         usable: whether they can be read as they are: no collective is under way that has still to
             fill one of them, and no other library has wrapped one.
-        there: for each parameter whether it has one.
+        present: for each parameter whether it has one.
     """
 
-    gradients: list[Any]
+    tensors: list[Any]
     addresses: np.ndarray | None
     usable: bool
-    there: list[bool]
+    present: list[bool]
 
 
 class _Block:
@@ -195,53 +196,54 @@ class _Block:
 
     Args:
         parameters: in order.
-        own: their states.
+        states: of each.
         dtypes: of their gradients.
     """
 
     def __init__(
         self,
         parameters: list[Tensor],
-        own: Sequence[Mapping[str, Any]],
+        states: Sequence[Mapping[str, Any]],
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self.parameters, self._dtypes = parameters, list(dtypes)
-        self._needed = [tuple(each) for each in own]
-        self._kept = _values(own)
+        self._keys = [tuple(each) for each in states]
+        self._planned_values = _values(states)
         # All that the states hold now, which may be more, or in another order.
-        self._seen = [*self._kept, _END]
-        tensors = [isinstance(each, Tensor) for each in self._kept]
+        self._values = [*self._planned_values, _END]
+        tensors = [isinstance(each, Tensor) for each in self._planned_values]
         # Whose state each tensor beside the parameters is.
-        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(own))
+        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(states))
         self._owners = [*compress(owners, tensors)]
-        self._many = Parameters(parameters, [*compress(self._kept, tensors)])
+        self._many = Parameters(parameters, [*compress(self._planned_values, tensors)])
         contiguous = map(Tensor.is_contiguous, self._many.memory)
         self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
         self._memory_addresses = Addresses.of(self._many.memory)
         self._planned_metadata = self._memory_metadata()
         self._state_addresses = Addresses.of(self._many.kept)
-        self._metadata, self._usual = Metadata(), Metadata()
-        self._known: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None
-        self._everyone = [True] * len(parameters)
+        self._metadata, self._gradient_metadata = Metadata(), Metadata()
+        # Where gradients were last: of those that were present, which those are, and spread.
+        self._last: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None
+        self._all_present = [True] * len(parameters)
         # Those of other classes have not been checked.
         self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
 
-    def look(self, own: list[Mapping[str, Any]] | None) -> _Gradients | None:
+    def look(self, states: list[Mapping[str, Any]] | None) -> _BlockGradients | None:
         """The gradients, where parameters and states are what they were; else None.
 
         None, too, where a gradient is of a kind that was not planned for.
 
         Args:
-            own: the states; None where they cannot have changed.
+            states: of the parameters; None where they cannot have changed.
         """
-        if not self._memory_unchanged() or not (own is None or self._states_unchanged(own)):
+        if not self._memory_unchanged() or not (states is None or self._states_unchanged(states)):
             return None
         try:
-            found, fitting = self._many.gradients()
-            if fitting and self._usual.holds(found):
-                addresses = self._gradient_addresses(found, self._everyone)
-                return _Gradients(found, addresses, True, self._everyone)
-            return self._unusual_gradients(found, fitting)
+            gradients, fitting = self._many.gradients()
+            if fitting and self._gradient_metadata.holds(gradients):
+                addresses = self._gradient_addresses(gradients, self._all_present)
+                return _BlockGradients(gradients, addresses, True, self._all_present)
+            return self._unusual_gradients(gradients, fitting)
         except (AttributeError, RuntimeError):
             # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
             return None
@@ -253,16 +255,16 @@ class _Block:
         *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
         memory.append((Addresses.of(self._many.memory).numbers, self._memory_addresses.numbers))
         kept = Addresses.of(self._many.kept).numbers, self._state_addresses.numbers
-        found = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
+        flags = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
         for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
             for owner, one, other in zip(owners, now, then, strict=False):
-                found[owner] &= one == other
-        kept = iter(self._kept)
-        for n, (parameter, names) in enumerate(zip(self.parameters, self._needed, strict=True)):
-            own = dict.get(states, parameter, {})
-            same = [own.get(name) is next(kept) for name in names]
-            found[n] &= all(same)
-        return found
+                flags[owner] &= one == other
+        planned = iter(self._planned_values)
+        for n, (parameter, keys) in enumerate(zip(self.parameters, self._keys, strict=True)):
+            state = dict.get(states, parameter, {})
+            same = [state.get(key) is next(planned) for key in keys]
+            flags[n] &= all(same)
+        return flags
 
     def _memory_unchanged(self) -> bool:
         """Whether parameters are where they were, of the dtypes, shapes and strides of then."""
@@ -275,55 +277,55 @@ class _Block:
             self._metadata.note(self._many.memory)
         return True
 
-    def _unusual_gradients(self, found: list[Any], fitting: bool) -> _Gradients | None:
+    def _unusual_gradients(self, gradients: list[Any], fitting: bool) -> _BlockGradients | None:
         """Gradients that are not the usual ones, looked at one by one; None as in :meth:`look`."""
-        kinds = {*map(type, found)}
-        there, present, dtypes = self._everyone, found, self._dtypes
+        kinds = {*map(type, gradients)}
+        present, tensors, dtypes = self._all_present, gradients, self._dtypes
         if NoneType in kinds:
-            there = [*map(is_not, found, repeat(None))]
-            present, dtypes = [*compress(found, there)], [*compress(dtypes, there)]
+            present = [*map(is_not, gradients, repeat(None))]
+            tensors, dtypes = [*compress(gradients, present)], [*compress(dtypes, present)]
         unsettled, wrappers = unlike_memory(kinds - {NoneType})
         usable = fitting and not unsettled and not wrappers
-        if [*map(_DTYPE, present)] != dtypes or not wrappers <= self._wrappers:
+        if [*map(_DTYPE, tensors)] != dtypes or not wrappers <= self._wrappers:
             return None
         addresses = None
-        if usable and _readable(present):
-            addresses = self._gradient_addresses(present, there)
-            if there is self._everyone:
-                self._usual.note(found)
-        return _Gradients(found, addresses, usable, there)
+        if usable and _readable(tensors):
+            addresses = self._gradient_addresses(tensors, present)
+            if present is self._all_present:
+                self._gradient_metadata.note(gradients)
+        return _BlockGradients(gradients, addresses, usable, present)
 
-    def _gradient_addresses(self, present: list[Any], there: list[bool]) -> np.ndarray | None:
+    def _gradient_addresses(self, tensors: list[Any], present: list[bool]) -> np.ndarray | None:
         """See :func:`_spread`; the same array where they have not changed."""
-        known, flags, addresses = self._known
-        now = known.now(present)
-        if now is not known or there != flags:
-            addresses = _spread(now, present, there)
-            self._known = now, there, addresses
+        last, of_whom, addresses = self._last
+        now = last.now(tensors)
+        if now is not last or present != of_whom:
+            addresses = _spread(now, tensors, present)
+            self._last = now, present, addresses
         return addresses
 
-    def _states_unchanged(self, own: list[Mapping[str, Any]]) -> bool:
+    def _states_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
         """Whether states hold the tensors that they held, where those were."""
-        if not self._holds_the_same(own):
+        if not self._values_unchanged(states):
             return False
         # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
         return self._state_addresses.now(self._many.kept) is self._state_addresses
 
-    def _holds_the_same(self, own: list[Mapping[str, Any]]) -> bool:
+    def _values_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
         try:
-            now = chain(chain.from_iterable(map(dict.values, own)), (_END,))  # pyright: ignore
-            if all(map(is_, now, self._seen)):
+            now = chain(chain.from_iterable(map(dict.values, states)), (_END,))  # pyright: ignore
+            if all(map(is_, now, self._values)):
                 return True
         except TypeError:
             # A parameter without states, or with one of another class.
-            if None in own:
+            if None in states:
                 return False
         # Somebody may have added to the states, or put the same tensors into another dict.
-        pairs = zip(own, self._needed, strict=True)
-        found = (its.get(name) for its, names in pairs for name in names)
-        if not all(map(is_, found, self._kept)):
+        pairs = zip(states, self._keys, strict=True)
+        now = (state.get(key) for state, keys in pairs for key in keys)
+        if not all(map(is_, now, self._planned_values)):
             return False
-        self._seen = [*_values(own), _END]
+        self._values = [*_values(states), _END]
         return True
 
     def _memory_metadata(self) -> tuple[list[Any], ...]:
@@ -343,20 +345,20 @@ def _readable(gradients: Sequence[Any]) -> bool:
     return all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
 
 
-def _spread(where: Addresses, gradients: Sequence[Any], there: Sequence[bool]) -> np.ndarray | None:
-    """Where gradients are, and 0 for each parameter that has none, as ``there`` says.
+def _spread(where: Addresses, tensors: Sequence[Any], present: Sequence[bool]) -> np.ndarray | None:
+    """Where gradients are, and 0 for each parameter that has none, as ``present`` says.
 
     None where one has no memory.
     """
     pointers = np.array(where.numbers, np.int64)
-    # A tensor without elements is at 0, too; what else is there has memory of another kind.
+    # A tensor without elements is at 0, too; any other one there has memory of another kind.
     if np.count_nonzero(pointers) < len(pointers) and any(
-        gradients[n].numel() for n in np.flatnonzero(pointers == 0).tolist()
+        tensors[n].numel() for n in np.flatnonzero(pointers == 0).tolist()
     ):
         return None
-    if len(pointers) < len(there):
-        addresses = np.zeros(len(there), np.int64)
-        addresses[there] = pointers
+    if len(pointers) < len(present):
+        addresses = np.zeros(len(present), np.int64)
+        addresses[present] = pointers
         return addresses
     return pointers
 

@@ -15,7 +15,7 @@ from torch_bf16.backends import ScalarRows, ScalarSource
 from torch_bf16.sharding import Span, local
 
 from .batch import Batch, Job
-from .guard import Found
+from .guard import StepGradients
 from .member import Member
 from .statistics import Statistics
 
@@ -109,21 +109,21 @@ class Part:
         variant, backend_name = self.batch.variant, self.batch.backend.name
         self.rule_on_device = (backend_name, variant.rule, variant.device)
 
-    def measure(self, found: Found, scalars: ScalarRows) -> None:
+    def measure(self, gradients: StepGradients, scalars: ScalarRows) -> None:
         """Sum the statistic of the rows that have a gradient, before :meth:`run`."""
-        self._take(found, scalars, reads=True)
+        self._take(gradients, scalars, reads=True)
 
-    def run(self, found: Found, scalars: ScalarRows) -> None:
-        """Update the rows that have a gradient; ``found`` are all members' gradients."""
-        self._take(found, scalars)
+    def run(self, gradients: StepGradients, scalars: ScalarRows) -> None:
+        """Update the rows that have a gradient; ``gradients`` are all members' gradients."""
+        self._take(gradients, scalars)
 
-    def _take(self, found: Found, scalars: ScalarRows, reads: bool = False) -> None:
-        taken: Sequence[Tensor | None] = _Picked(found.gradients, self._places)
-        if found.addresses is None:
+    def _take(self, gradients: StepGradients, scalars: ScalarRows, reads: bool = False) -> None:
+        taken: Sequence[Tensor | None] = _Picked(gradients.tensors, self._places)
+        if gradients.addresses is None:
             taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
         elif self.direct:
             work = self.batch.measure if reads else self.batch.run
-            work(taken, scalars, addresses=self.addresses(found.addresses))
+            work(taken, scalars, addresses=self.addresses(gradients.addresses))
             return
         self._run(taken, scalars, reads)
 
@@ -199,17 +199,17 @@ class Active:
         """
         taking_part = np.array(flags, bool)
         rows = {part: taking_part[part.numbers] for part in parts}
-        found = []
-        for its, source in sources:
-            which = np.concatenate([rows[part] for part in its])
+        active_sources = []
+        for some, source in sources:
+            which = np.concatenate([rows[part] for part in some])
             if which.any():
-                found.append((its, source, None if which.all() else which))
+                active_sources.append((some, source, None if which.all() else which))
         active = [part for part in parts if rows[part].any()]
         return cls(
             [*compress(parameters, flags)],
             np.flatnonzero(taking_part[with_remainder]).tolist(),
             active,
-            found,
+            active_sources,
             any(part.directed for part in active),
         )
 

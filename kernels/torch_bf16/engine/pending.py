@@ -34,9 +34,9 @@ class _Clipped:
             # A tensor that C++ alone has kept must learn that Python has a hold of it again.
             if each is not None:
                 each._fix_weakref()
-        there = {id(each) for each in gradients}
+        present = {id(each) for each in gradients}
         pairs = zip(known, self._versions, strict=True)
-        left = [(each, version) for each, version in pairs if id(each) in there]
+        left = [(each, version) for each, version in pairs if id(each) in present]
         return not left or any(version_of(each) != version for each, version in left)
 
 
@@ -113,9 +113,9 @@ class Pending:
             if device not in self._skipped:
                 self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
 
-    def count(self, told: StepInputs) -> None:
+    def count(self, inputs: StepInputs) -> None:
         """Count a step that was skipped, without asking the device whether it was."""
-        found = told.found_inf
+        found = inputs.found_inf
         if found is None:
             return
         found = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")

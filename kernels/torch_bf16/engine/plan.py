@@ -21,7 +21,7 @@ from torch_bf16.sharding import Shard
 
 from .batch import alike
 from .directions import Directions
-from .guard import Found, Guard
+from .guard import Guard, StepGradients
 from .member import Member
 from .ownership import Round
 from .parts import Active, Part, Row, source_of
@@ -98,8 +98,8 @@ class Plan:
             ValueError: no step follows from a group's options.
         """
         for part in self._parts:
-            there = (row.member for row in part.rows if row.member.parameter.grad is not None)
-            if not part.copied and (member := next(there, None)) is not None:
+            present = (row.member for row in part.rows if row.member.parameter.grad is not None)
+            if not part.copied and (member := next(present, None)) is not None:
                 scalars = evaluate(member.rule, groups[member.group], member.group, 1)
                 part.batch.compile(len(scalars))
 
@@ -200,7 +200,7 @@ class Plan:
         return None
 
     def scalars(
-        self, groups: Sequence[Mapping[str, Any]], told: StepInputs
+        self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs
     ) -> list[ScalarRows] | None:
         """Each batch's scalars for the next step; None where it is to be skipped.
 
@@ -208,17 +208,17 @@ class Plan:
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            told: what this step was told.
+            inputs: of this step.
 
         Raises:
             ValueError: no step follows from a group's options.
         """
-        self._directions.agree(told)
+        self._directions.agree(inputs)
         active, rows, skipped = self._active(), {}, False
         started: list[ScalarSource] = []
         try:
-            for parts, source, there in active.sources:
-                rows.update(zip(parts, source.set(groups, told, there), strict=True))
+            for parts, source, taking_part in active.sources:
+                rows.update(zip(parts, source.set(groups, inputs, taking_part), strict=True))
                 started.append(source)
                 skipped |= source.skipped
         except BaseException:
@@ -228,15 +228,15 @@ class Plan:
             raise
         return None if skipped else [rows[part] for part in active.parts]
 
-    def run(self, scalars: Sequence[ScalarRows], told: StepInputs) -> None:
+    def run(self, scalars: Sequence[ScalarRows], inputs: StepInputs) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
 
-        ``scalars`` are those of :meth:`scalars`, for the same ``told``. Where a part of the step
+        ``scalars`` are those of :meth:`scalars`, for the same ``inputs``. Where a part of the step
         fails, what was updated before it is counted, nothing else, and the error says how much.
         """
-        active, found = self._active(), self._guard.gradients()
+        active, gradients = self._active(), self._guard.gradients()
         if active.directed:
-            told = told.on_host()
+            inputs = inputs.on_host()
         done: set[Part] = set()
         try:
             with holding(self.devices):
@@ -244,9 +244,9 @@ class Plan:
                     self._statistics.clear()
                     for part, rows in zip(active.parts, scalars, strict=True):
                         if part.measured:
-                            part.measure(found, rows)
+                            part.measure(gradients, rows)
                     self._statistics.reduce()
-                self._run(active, found, scalars, told, done)
+                self._run(active, gradients, scalars, inputs, done)
         except BaseException as error:
             for parts, source, _ in active.sources:
                 flags = [np.full(len(part.rows), part in done) for part in parts]
@@ -261,9 +261,9 @@ class Plan:
     def _run(
         self,
         active: Active,
-        found: Found,
+        gradients: StepGradients,
         scalars: Sequence[ScalarRows],
-        told: StepInputs,
+        inputs: StepInputs,
         done: set[Part],
     ) -> None:
         directed = {}
@@ -271,10 +271,10 @@ class Plan:
             if part.directed:
                 directed[part.rows[0].number] = part, rows
             else:
-                _carry_out(part, done, part.run, found, rows)
+                _carry_out(part, done, part.run, gradients, rows)
         if directed:
             flags = self._guard.taking_part
-            for number, direction in self._directions.run(flags, found.gradients, told):
+            for number, direction in self._directions.run(flags, gradients.tensors, inputs):
                 part, rows = directed[number]
                 _carry_out(part, done, part.follow, direction, rows)
                 del direction
@@ -285,8 +285,8 @@ class Plan:
         It is for the caller to see that tensors are where they were at each replay, and that there
         is no :meth:`obstacle_to_capture`. Args and errors as for :class:`.recording.Recording`.
         """
-        found = self._guard.gradients()
-        return Recording(self._active(), found, groups, self.devices, self._statistics)
+        gradients = self._guard.gradients()
+        return Recording(self._active(), gradients, groups, self.devices, self._statistics)
 
     def suits(self, recording: Recording) -> bool:
         """Whether gradients are where a recording reads them, once :meth:`fits` was asked."""

@@ -11,7 +11,7 @@ import torch
 
 from torch_bf16.backends import StepInputs, cuda_graphs
 
-from .guard import Found
+from .guard import StepGradients
 from .parts import Active
 from .statistics import Statistics
 
@@ -26,7 +26,7 @@ class Recording:
 
     Args:
         active: what there is to do, on backends that are capturable.
-        found: the gradients.
+        gradients: of the step.
         groups: the optimizer's parameter groups.
         devices: where the members are.
         statistics: the sums that rules want to know first, of this rank alone.
@@ -39,12 +39,12 @@ class Recording:
     def __init__(
         self,
         active: Active,
-        found: Found,
+        gradients: StepGradients,
         groups: Sequence[Mapping[str, Any]],
         devices: Collection[torch.device],
         statistics: Statistics,
     ) -> None:
-        if found.addresses is None or not all(part.direct for part in active.parts):
+        if gradients.addresses is None or not all(part.direct for part in active.parts):
             raise RuntimeError(
                 "a gradient is not contiguous, is negated when it is read, or is not a plain "
                 "tensor on this rank, and each step goes through a copy of it. Make it contiguous, "
@@ -53,44 +53,46 @@ class Recording:
         self._statistics = statistics
         self._parts, self._sources = {*active.parts}, active.sources
         # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
-        self._gradients = [each if each is None else each.detach() for each in found.gradients]
+        self._gradients = [each if each is None else each.detach() for each in gradients.tensors]
         self._groups = groups
-        self._addresses: np.ndarray = found.addresses
+        self._addresses: np.ndarray = gradients.addresses
         self._bring(StepInputs())
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
 
-    def reads(self, found: Found) -> bool:
+    def reads(self, gradients: StepGradients) -> bool:
         """Whether these gradients are where it reads them."""
-        return found.addresses is not None and np.array_equal(found.addresses, self._addresses)
+        return gradients.addresses is not None and np.array_equal(
+            gradients.addresses, self._addresses
+        )
 
-    def replay(self, told: StepInputs) -> None:
+    def replay(self, inputs: StepInputs) -> None:
         """Take a step, given what this one was told.
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
-        self._bring(told)
+        self._bring(inputs)
         for each in self._graphs:
             each()
 
-    def _bring(self, told: StepInputs) -> None:
-        for parts, source, there in self._sources:
+    def _bring(self, inputs: StepInputs) -> None:
+        for parts, source, taking_part in self._sources:
             capturable: Any = source
-            rows = capturable.bring(self._groups, told, there)
-            for part, its in zip(parts, rows, strict=True):
+            rows = capturable.bring(self._groups, inputs, taking_part)
+            for part, scalars in zip(parts, rows, strict=True):
                 if part in self._parts:
-                    part.batch.bring(self._gradients, its, part.addresses(self._addresses))
+                    part.batch.bring(self._gradients, scalars, part.addresses(self._addresses))
 
     def _launch(self, device: torch.device) -> None:
         for parts, source, _ in self._sources:
             if parts[0].batch.variant.device == device:
                 capturable: Any = source
                 capturable.launch()
-                its = [part for part in parts if part in self._parts]
+                active = [part for part in parts if part in self._parts]
                 if parts[0].measured:
                     # The parts of a tensor have one rule, and so one source.
                     self._statistics.clear(device)
-                    for part in its:
+                    for part in active:
                         part.batch.launch_measure()
-                for part in its:
+                for part in active:
                     part.batch.launch()

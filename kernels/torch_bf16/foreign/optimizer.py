@@ -104,7 +104,7 @@ class ForeignOptimizer(BF16Optimizer):
         parameters: list[Tensor],
         plan: Any,
         setting: Any,
-        told: StepInputs,
+        inputs: StepInputs,
         observers: Sequence[Observer] = (),
     ) -> None:
         """Take the step of some parameters. There is no plan to keep."""
@@ -114,11 +114,11 @@ class ForeignOptimizer(BF16Optimizer):
             members: Any = self._take_part(parameters)
         settle(self, parameters)
         invalidate_remainders((each.state, each.weights) for each in members if each.written)
-        if told.found_inf is not None and float(told.found_inf) != 0:
+        if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
         for observer in observers:
-            observer.before_update(members, told.multiplier)
-        OwnStep(self, members).take(float(told.multiplier))
+            observer.before_update(members, inputs.multiplier)
+        OwnStep(self, members).take(float(inputs.multiplier))
         data_writes.renew(parameters)
         for observer in observers:
             observer.after_update()

@@ -293,7 +293,7 @@ class ReleasedSteps:
         if self._setting is None:
             self._setting = optimizer._setting()
         bound = self._options.max_norm
-        told = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
+        inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
         self._stepped.update(map(id, taken))
         # A plan steps all that has a gradient, and these may have sums that are not complete.
         others = [each for n, each in enumerate(group.members) if n not in there]
@@ -301,7 +301,7 @@ class ReleasedSteps:
         for parameter, _ in aside:
             parameter.grad = None
         try:
-            group.made = optimizer._update(taken, group.made, self._setting, told)
+            group.made = optimizer._update(taken, group.made, self._setting, inputs)
         finally:
             for parameter, gradient in aside:
                 parameter.grad = gradient

@@ -105,11 +105,11 @@ class _Relative:
         eps = self._options["eps"][0]
         return torch.finfo(torch.float32).eps if eps is None else eps
 
-    def _begin(self, step: int, told: StepInputs) -> Tensor:
+    def _begin(self, step: int, inputs: StepInputs) -> Tensor:
         """This rank's part of the weight: bf16 where it is no more than that, else fp32."""
         group, member = self._options, self._member
         self._step, self._share = step, float(step) ** group["beta2_decay"]
-        self._scale = float(told.multiplier) * (-1.0 if group.get("maximize") else 1.0)
+        self._scale = float(inputs.multiplier) * (-1.0 if group.get("maximize") else 1.0)
         format_, memory = member.formats[0], member.shard.memory.contiguous()
         others = [local(member.state[key]) for key in format_.plane_names("")[1:]]
         return format_.decode((memory, *fetch(others, memory.device))) if others else memory
@@ -136,8 +136,8 @@ class _Matrix(_Relative):
         self._sizes = self._rows.numel(), self._columns.numel(), 1
         self.answer = sum(self._sizes), torch.float32
 
-    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
-        return gradient, self._begin(step, told)
+    def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
+        return gradient, self._begin(step, inputs)
 
     def _solve(self, gradient: Tensor, weight: Tensor) -> Solution:
         g = gradient.float() * self._scale
@@ -180,8 +180,8 @@ class _Vector(_Relative):
 
     answer = 1, torch.float32
 
-    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
-        weight, g = self._begin(step, told), gradient.float() * self._scale
+    def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
+        weight, g = self._begin(step, inputs), gradient.float() * self._scale
         kept = local(self._member.state["variance"])
         v = kept.to(g.device).lerp_(g * g, self._share)
         v = kept.copy_(v).to(g.device, copy=True)

@@ -58,8 +58,8 @@ class GraphedStep:
                 optimizer._check_options(group, number)
             plan = engine.plan
             if plan is None or not plan.fits(setting, setting.parameters, optimizer.state):
-                there = with_gradients(setting.parameters)
-                plan = engine.plan = make_plan(optimizer, there, setting, plan)
+                parameters = with_gradients(setting.parameters)
+                plan = engine.plan = make_plan(optimizer, parameters, setting, plan)
         if not plan.updated():
             raise self._refused("no parameter has a gradient. Call it after a backward()")
         settle(optimizer, setting.parameters)
@@ -87,7 +87,7 @@ class GraphedStep:
         pending = optimizer._engine.pending
         self._check()
         pending.drop_if_stale(self._setting.parameters)
-        told = pending.inputs(
+        inputs = pending.inputs(
             getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         )
         settle(optimizer, self._setting.parameters)
@@ -95,13 +95,13 @@ class GraphedStep:
             plan.note_versions()
         for observer in optimizer.observers:
             optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
-            observer.before_update(plan.taking_part(), told.multiplier)
+            observer.before_update(plan.taking_part(), inputs.multiplier)
         with suffix_errors(UNTOUCHED):
-            self._recording.replay(told)
+            self._recording.replay(inputs)
         for observer in optimizer.observers:
             observer.after_update()
         data_writes.renew(self._setting.parameters)
-        optimizer._count(told)
+        optimizer._count(inputs)
         pending.reset()
         self._count += 1
         # What torch's schedulers ask, which warn where no step came before theirs.

@@ -186,9 +186,9 @@ class _Momentum:
         options = self._options
         return tuple(options["ns_coefficients"]), options["ns_steps"], float(options["eps"])
 
-    def prepare(self, gradient: Tensor, step: int, told: StepInputs) -> tuple[Tensor, ...]:
+    def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
         options = self._options
-        scale = float(told.multiplier) * (-1.0 if options.get("maximize") else 1.0)
+        scale = float(inputs.multiplier) * (-1.0 if options.get("maximize") else 1.0)
         momentum = float(options["momentum"])
         parts = [span.of(gradient) for span in self._spans]
         self._average.run_alike(parts, step, (1.0 - momentum,), scale=scale)

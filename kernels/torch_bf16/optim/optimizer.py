@@ -159,7 +159,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(groups):
                 self._check_options(group, number)
-        setting, told = self._setting(), StepInputs()
+        setting, inputs = self._setting(), StepInputs()
         parameters = setting.parameters
         if engine.release is not None:
             engine.release.finish(with_gradients(parameters))
@@ -169,15 +169,15 @@ class BF16Optimizer(torch.optim.Optimizer):
                 parameters = with_gradients(parameters)
             engine.pending.drop_if_stale(parameters)
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            told = engine.pending.inputs(scale, found_inf)
-            engine.plan = self._update(parameters, engine.plan, setting, told, self.observers)
-        self._count(told)
+            inputs = engine.pending.inputs(scale, found_inf)
+            engine.plan = self._update(parameters, engine.plan, setting, inputs, self.observers)
+        self._count(inputs)
         engine.pending.reset()
         return loss
 
-    def _count(self, told: StepInputs) -> None:
+    def _count(self, inputs: StepInputs) -> None:
         """Count a step that was taken, or skipped, as it was told."""
-        self._engine.pending.count(told)
+        self._engine.pending.count(inputs)
 
     @torch.no_grad()
     def _update(
@@ -185,7 +185,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         parameters: list[Tensor],
         plan: Plan | None,
         setting: Setting,
-        told: StepInputs,
+        inputs: StepInputs,
         observers: Sequence[Observer] = (),
     ) -> Plan | None:
         """Take the step of those parameters that have a gradient; the plan to give the next time.
@@ -208,11 +208,11 @@ class BF16Optimizer(torch.optim.Optimizer):
             exact_weights.forget_overwritten(plan)
             for observer in observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
-                observer.before_update(plan.taking_part(), told.multiplier)
+                observer.before_update(plan.taking_part(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
-            scalars = plan.scalars(self.param_groups, told)
+            scalars = plan.scalars(self.param_groups, inputs)
         if scalars is not None:
-            plan.run(scalars, told)
+            plan.run(scalars, inputs)
         # The kernels write through addresses, which autograd does not see.
         plan.note_step()
         data_writes.renew(parameters)
@@ -274,7 +274,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: it is neither.
             NotImplementedError: gradients are released: the step is over already.
         """
-        self._engine.told(
+        self._engine.tell_next_step(
             "nothing that is known only after it can scale them. To clip, call release_gradients("
             "model, optimizer, max_norm=..., norm='parameter' or 'last_step')"
         ).scale(coefficient)
@@ -293,7 +293,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             NotImplementedError: gradients are released: the step is over already.
         """
         too_late = "cannot be skipped after it; remove() the release to decide about steps"
-        self._engine.told(too_late).skip_where(found_inf.reshape(()).float())
+        self._engine.tell_next_step(too_late).skip_where(found_inf.reshape(()).float())
 
     @property
     def skipped_steps(self) -> int:

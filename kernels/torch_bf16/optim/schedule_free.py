@@ -164,9 +164,9 @@ class _ScheduleFree(BF16Optimizer):
             )
         return super()._setting()
 
-    def _count(self, told: StepInputs) -> None:
-        super()._count(told)
-        if told.found_inf is not None and float(told.found_inf) != 0.0:
+    def _count(self, inputs: StepInputs) -> None:
+        super()._count(inputs)
+        if inputs.found_inf is not None and float(inputs.found_inf) != 0.0:
             return
         for group in self.param_groups:
             lr, highest, weight = average_weight(group)

@@ -33,7 +33,7 @@ __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 
 # The low two bits of an address say what is there; 0 is for a value that is not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
-_TOLD = 3
+_OF_STEP = 3
 # Less than any row: takes a counter out of the step.
 _ABSENT = -(2**31)
 
@@ -151,7 +151,7 @@ class DeviceScalars:
     def set(
         self,
         groups: Sequence[Mapping[str, Any]],
-        told: StepInputs,
+        inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """The scalars of the next step, for each bucket; the launch also counts the step.
@@ -159,14 +159,14 @@ class DeviceScalars:
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
-        scalars = self.bring(groups, told, taking_part)
+        scalars = self.bring(groups, inputs, taking_part)
         self.launch()
         return scalars
 
     def bring(
         self,
         groups: Sequence[Mapping[str, Any]],
-        told: StepInputs,
+        inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """Have the device know what :meth:`launch` is to compute; as :meth:`set`.
@@ -174,7 +174,7 @@ class DeviceScalars:
         A CUDA graph of a launch alone computes, at each replay, from what was brought last.
         """
         self._select(taking_part)
-        given: list[Any] = [told.coefficient, told.grad_scale, told.found_inf]
+        given: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
         for number in self._present:
             group = groups[number]
             try:
@@ -182,7 +182,7 @@ class DeviceScalars:
             except (LookupError, TypeError, ValueError):
                 evaluate(self._rule, group, number, 1)
                 raise
-        width = (len(given) - _TOLD) // len(self._present)
+        width = (len(given) - _OF_STEP) // len(self._present)
         # The same Python numbers have the same values; a tensor or an array may have been written.
         if not all_same(given, self._given):
             self._encode(groups, given, width)
@@ -191,7 +191,7 @@ class DeviceScalars:
         table, _, scalars = self._made or self._make(width - 1)
         if self._places is None:
             absent = np.where(self._there, 0, _ABSENT)
-            self._places = (_TOLD + self._place * width + absent).astype(np.int64)
+            self._places = (_OF_STEP + self._place * width + absent).astype(np.int64)
         rows, values = self._rows.of(self._places), self._values.of(self._encoded)
         self._tables = rows, values, self._counter, table
         return scalars
@@ -239,11 +239,11 @@ class DeviceScalars:
             ValueError: no step follows from a group's options.
         """
         self._converted = []
-        told = zip(given[:_TOLD], (1.0, 1.0, 0.0), strict=True)
-        key = [self._seen(value, default) for value, default in told]
+        of_step = zip(given[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
+        key = [self._seen(value, default) for value, default in of_step]
         found: dict[int, list[float | int]] = {}
         for place, number in enumerate(self._present):
-            first = _TOLD + place * width
+            first = _OF_STEP + place * width
             try:
                 found[number] = [*map(self._seen, given[first : first + width])]
             except (TypeError, ValueError):
@@ -253,7 +253,7 @@ class DeviceScalars:
             key += found.get(number) or [0.0] * width
         if key == self._key:
             return
-        if key[_TOLD:] != self._key[_TOLD:]:
+        if key[_OF_STEP:] != self._key[_OF_STEP:]:
             for number, its in found.items():
                 if all(isinstance(each, float) for each in its):
                     evaluate(self._rule, groups[number], number, 1)
