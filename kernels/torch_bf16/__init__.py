@@ -25,7 +25,7 @@ from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
-from .model.residuals import sync_masters
+from .model.remainders import sync_masters
 from .model.vector_groups import separate_vectors
 from .optim.adafactor import Adafactor
 from .optim.adam import ADOPT, Adam, AdamW, NAdam, RAdam

@@ -133,4 +133,4 @@ def test_steps_note_what_they_have_looked_at():
     (block,) = optimizer._engine.plan._guard._blocks
     with torch.no_grad():
         assert block._metadata.holds(parameters)
-        assert block._usual.holds([each.grad for each in parameters])
+        assert block._gradient_metadata.holds([each.grad for each in parameters])

@@ -1,4 +1,4 @@
-"""DDP over ranks that were initialised differently, and their masters; see test_residuals.py."""
+"""DDP over ranks that were initialised differently, and their masters; see test_remainders.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Writes through ``p.data``, which raise no version.
 
-The low bits of an exact master mean nothing beside other numbers than those that the last step
+The remainder of an exact master means nothing beside other numbers than those that the last step
 wrote. torch counts writes to a parameter, but not those to what ``p.data`` hands out. So the first
-time that ``.data`` of a weight with such bits is read or assigned after a step, the lower byte of
-each of its numbers is put aside, and the next step drops the low bits of those that differ: of all
-numbers where most do. Steps before which nobody asks for ``.data`` cost nothing.
+time that ``.data`` of a weight with a remainder is read or assigned after a step, the lower byte of
+each of its numbers is put aside, and the next step drops the remainders of those that differ, of
+all numbers where most do. Steps before which nobody asks for ``.data`` cost nothing.
 
 What was put aside tells what later writes have changed that do raise the version, too: SAM takes
 ``p.data.clone()``, moves the weight, and puts the numbers back.
@@ -51,7 +51,7 @@ class DataWatch:
 
     @classmethod
     def of(cls, shard: Shard, state: Mapping[str, Any]) -> DataWatch | None:
-        """The watch over a weight; None if its state has no low bits, or it cannot be watched.
+        """The watch over a weight; None if its state has no remainder, or it cannot be watched.
 
         Args:
             shard: of the parameter.
@@ -127,7 +127,7 @@ def settle(
     snapshots: Mapping[Tensor, Any],
     count: bool,
 ) -> int:
-    """Drop the low bits of what was written through ``.data`` since the last step.
+    """Drop the remainders of what was written through ``.data`` since the last step.
 
     Args:
         parameters: those of the step that is about to be taken.
@@ -147,8 +147,8 @@ def settle(
             found.append(changed & (local(parameter) != 0))
             state = dict.get(states, parameter, {})
             for key in REMAINDERS.intersection(state):
-                rest = local(state[key])
-                rest.masked_fill_(changed.to(rest.device), 0)
+                remainder = local(state[key])
+                remainder.masked_fill_(changed.to(remainder.device), 0)
     return sum(bool(each.any()) for each in found) if count else 0
 
 

@@ -52,8 +52,8 @@ class Member:
         return self.shard.parameter
 
     @property
-    def halved(self) -> bool:
-        """Whether the state has low bits of the weight, which mean nothing beside another one."""
+    def has_remainder(self) -> bool:
+        """Whether the state has a remainder of the weight, which means nothing beside another."""
         return bool(self.formats[0].remainders)
 
 

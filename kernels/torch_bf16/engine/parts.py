@@ -140,9 +140,9 @@ class Part:
             taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
         batch = self.batch
         if self.copied:
-            (weight, *rest), *states = row.job.planes
+            (weight, *beside), *states = row.job.planes
             copy = weight.contiguous()
-            job = replace(row.job, planes=((copy, *rest), *states))
+            job = replace(row.job, planes=((copy, *beside), *states))
             batch = Batch([job], self._seed, batch.backend, self._totals)
         if reads:
             batch.measure(taken, scalars)

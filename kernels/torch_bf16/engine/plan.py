@@ -65,7 +65,7 @@ class Plan:
         self.members = members
         self._parameters = [each.parameter for each in members]
         # Nothing else asks whether a weight was written.
-        self._with_remainder = [n for n, each in enumerate(members) if each.halved]
+        self._with_remainder = [n for n, each in enumerate(members) if each.has_remainder]
         self._setting = setting
         rows = [
             Row.of(number, member, piece)
@@ -145,7 +145,7 @@ class Plan:
         return self._active().parameters
 
     def written(self) -> list[Member]:
-        """Those of them whose lower half belongs to what something else has overwritten since.
+        """Those of them whose remainder belongs to what something else has overwritten since.
 
         Since :meth:`note_step` or :meth:`note_versions`, that is.
         """
@@ -194,7 +194,7 @@ class Plan:
         for each in self.written():
             return (
                 f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
-                "step, and replays would forget the lower half of its master each time; take an "
+                "step, and replays would forget the remainder of its master each time; take an "
                 "ordinary step first"
             )
         return None

@@ -53,14 +53,14 @@ class Traits:
     Attributes:
         elementwise: whether the user said that it is elementwise.
         couples: whether a parameter's update depends on which others step with it.
-        halves: states that it makes in bf16 or fp16 even beside fp32 parameters.
+        narrow: states that it makes in bf16 or fp16 even beside fp32 parameters.
         looks: how many steps are still to be followed.
         asked: states that the user has named, and that no step has made yet.
     """
 
     elementwise: bool = False
     couples: bool = False
-    halves: set[str] = field(default_factory=set)
+    narrow: set[str] = field(default_factory=set)
     looks: int = _LOOKS
     asked: set[str] = field(default_factory=set)
 

@@ -32,7 +32,7 @@ from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
 
 from .capabilities import Traits, is_elementwise, rewrites_weights
-from .own_step import HALVES, OwnStep, why_whole
+from .own_step import NARROW, OwnStep, why_whole
 from .working_copy import WorkingCopy, is_like
 
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
@@ -170,7 +170,7 @@ class ForeignOptimizer(BF16Optimizer):
 
     def _format_of(self, key: str, shard: Shard) -> Format | None:
         role = self.roles.get(key)
-        if role is None or key in self._engine.traits.halves:
+        if role is None or key in self._engine.traits.narrow:
             return None
         return self.recipe.format_of(role, shard.shape, shard.parameter.dtype)
 
@@ -207,8 +207,8 @@ class ForeignOptimizer(BF16Optimizer):
     def _moved(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
         # Our copies are fp32: beside them a class makes such states by its own choice.
-        chosen = key in self._engine.traits.halves or (COUNTER in state and key not in self.roles)
-        like_it = value.dtype in HALVES and value.dtype == shard.parameter.dtype
+        chosen = key in self._engine.traits.narrow or (COUNTER in state and key not in self.roles)
+        like_it = value.dtype in NARROW and value.dtype == shard.parameter.dtype
         widens = like_it and not chosen
         return value.to(shard.parameter.device, torch.float32 if widens else value.dtype)
 

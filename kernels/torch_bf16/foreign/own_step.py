@@ -22,9 +22,9 @@ from .working_copy import WorkingCopy
 if TYPE_CHECKING:
     from .optimizer import ForeignOptimizer
 
-__all__ = ["HALVES", "OwnStep", "why_whole"]
+__all__ = ["NARROW", "OwnStep", "why_whole"]
 
-HALVES = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 
 _DRAWS = (
     "a parameter is sharded, and the optimizer's own step draws random numbers, which would be "
@@ -145,7 +145,7 @@ class OwnStep:
             raise NotImplementedError(f"{_DRAWS}. {UNTOUCHED}")
         for keys, state in zip(known, states, strict=True):
             new = ((key, each) for key, each in state.items() if key not in keys)
-            self._traits.halves |= {k for k, each in new if getattr(each, "dtype", None) in HALVES}
+            self._traits.narrow |= {k for k, each in new if getattr(each, "dtype", None) in NARROW}
         return copies, states
 
     def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:

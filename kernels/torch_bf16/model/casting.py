@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.model import residuals
+from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, shard_of, without_wrappers
 
@@ -105,7 +105,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     fill_gaps()
     name_weights_in_errors(model)
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
-    rests = {}
+    bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():
         parameter.grad = None
 
@@ -114,9 +114,9 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             return t.detach().float()
         if id(t) not in to_bf16 or t.dtype != torch.float32:
             return t
-        weight, rest = residuals.split(t.detach(), recipe)
-        if rest is not None:
-            rests[id(t)] = rest
+        weight, bits = remainders.split(t.detach(), recipe)
+        if bits is not None:
+            bits_of[id(t)] = bits
         return weight
 
     for sub in model.modules():
@@ -129,7 +129,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     _kept.update((p, True) for p in asked)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
-    residuals.remember(model, rests)
+    remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
         each.forward = functools.partial(_forward_in_fp32, each)
     if recipe.compute != "autocast":

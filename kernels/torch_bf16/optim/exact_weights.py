@@ -20,7 +20,7 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import Format
-from torch_bf16.model import residuals
+from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
@@ -48,18 +48,18 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     visible = shard.memory.contiguous()
     state = current(optimizer, shard, dict.get(optimizer.state, parameter, {}))
     masters = masters_in({key: local(each) for key, each in state.items()})
-    if not masters and (known := residuals.second_plane(shard, torch.int16)) is not None:
+    if not masters and (known := remainders.second_plane(shard, torch.int16)) is not None:
         masters = {"remainder16": known}
     format_ = stored_format(masters, "") if masters else None
     if format_ is None:
         return shard.place(visible.float())
-    rest = fetch([masters[key] for key in format_.plane_names("")[1:]], visible.device)
-    planes = [visible, *rest]
+    beside = fetch([masters[key] for key in format_.plane_names("")[1:]], visible.device)
+    planes = [visible, *beside]
     return shard.place(format_.decode(planes))
 
 
 def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state without the low bits of a weight that something else has written since.
+    """A parameter's state without the remainder of a weight that something else has written since.
 
     Args:
         optimizer: whose state.
@@ -126,7 +126,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
         label = optimizer.label(number, position)
         state = optimizer._complete(state, shard, group, label, Changes())
         optimizer.state[parameter] = state
-        residuals.forget(shard)
+        remainders.forget(shard)
     snapshot = engine.snapshots.setdefault(parameter, Snapshot.of(shard))
     # Other noise than that of the steps around it, and than that of a write before it.
     step = int(state.get(COUNTER, state.get("step", 0)) or 0)
@@ -195,7 +195,7 @@ def exact_weights(
 
 
 def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Let no low bits stay beside weights that were written through ``.data``, and say so once.
+    """Let no remainders stay beside weights that were written through ``.data``, and say so once.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
@@ -222,7 +222,7 @@ def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -> None:
-    """Drop the lower half of weights that something else has written since the last step.
+    """Drop the remainders of weights that something else has written since the last step.
 
     Args:
         written: state and format of each such weight.

@@ -19,7 +19,7 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import prefix_errors
-from torch_bf16.model import residuals
+from torch_bf16.model import remainders
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE
@@ -99,7 +99,7 @@ def make_plan(
         state = optimizer._complete(state, shard, group, label, changes)
         snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
         if not lower:
-            # Versions are followed for what is the lower half of one weight and of no other.
+            # Versions are followed for what is the remainder of one weight and of no other.
             snapshot.version = shard.version()
         formats = formats_of(shard, rule, optimizer.recipe)
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -222,8 +222,8 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         optimizer._engine.snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state)
-        residuals.forget(each.shard)
-    residuals.forget_empty(p for group in optimizer.param_groups for p in group["params"])
+        remainders.forget(each.shard)
+    remainders.forget_empty(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:
@@ -257,7 +257,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
     alone = [each for each in matrices if len(each.formats[0].planes) == 1]
-    if dropped := sum(residuals.remembered(each.shard) is not None for each in alone):
+    if dropped := sum(remainders.remembered(each.shard) is not None for each in alone):
         raise ValueError(
             f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
             f"optimizer keeps none for {dropped} of its parameters. Give both one recipe: "

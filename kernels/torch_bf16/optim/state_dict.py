@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import States
 from torch_bf16.errors import StateMismatchError, suffix_errors
-from torch_bf16.model import residuals
+from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
 from torch_bf16.states import schema
@@ -88,7 +88,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             elif REMAINDERS & states.get(key, {}).keys():
                 its_state = state_dict["state"][key]
                 states[key] = to_view(current(optimizer, shard_of(parameter), its_state))
-            elif key not in states and residuals.remembered(shard := shard_of(parameter)):
+            elif key not in states and remainders.remembered(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.formats import FP32, INT8, Format
-from torch_bf16.model import residuals
+from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule, State
 from torch_bf16.sharding import Shard, local
@@ -256,7 +256,7 @@ def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
 
 def _first_master(shard: Shard, dtype: torch.dtype, home: Home) -> Tensor:
     """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
-    known = residuals.second_plane(shard, dtype)
+    known = remainders.second_plane(shard, dtype)
     if known is not None:
         return home.put(known)
     if not dtype.is_floating_point:

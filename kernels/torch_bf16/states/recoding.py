@@ -81,10 +81,12 @@ def without_stale_rests(
         changes: counts the weights that go on from their bf16 numbers.
     """
     kept = dict(state)
-    rests = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
-    others = {getattr(v, "dtype", None) for key, v in state.items() if key not in {*rests, "step"}}
+    suffixes = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
+    others = {
+        getattr(v, "dtype", None) for key, v in state.items() if key not in {*suffixes, "step"}
+    }
     # It casts all: beside fp32 numbers, those in bf16 are so by the optimizer's own choice.
-    halved = {*moments} == {FP32} and torch.bfloat16 in others and torch.float32 not in others
+    narrow = {*moments} == {FP32} and torch.bfloat16 in others and torch.float32 not in others
     for format_ in ROLES["weights"].values():
         for plane in format_.planes[1:]:
             value = state.get(plane.suffix)
@@ -92,7 +94,7 @@ def without_stale_rests(
             shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
             if not isinstance(value, Tensor):
                 continue
-            if halved or (value.is_floating_point() and value.dtype != shown):
+            if narrow or (value.is_floating_point() and value.dtype != shown):
                 kept.pop(plane.suffix, None)
                 changes.add("weights", format_, BF16_NEAREST, value.numel(), value.numel())
     return kept

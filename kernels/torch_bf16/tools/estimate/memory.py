@@ -209,7 +209,7 @@ def held_of(
     return Held(
         count,
         weights,
-        rest=count * _rest_itemsize(weight, dtype, recipe),
+        rest=count * _remainder_itemsize(weight, dtype, recipe),
         master=_bytes(stored, part, 1),
         moments=sum(_bytes(each, part) for each in moments) + factors * 4,
     )
@@ -222,10 +222,10 @@ def _bytes(format_: Format, part: tuple[int, ...], first: int = 0) -> int:
     return sum(prod(each.shape(part)) * each.dtype.itemsize for each in format_.planes[first:])
 
 
-def _rest_itemsize(weight: Weight, dtype: torch.dtype, recipe: Recipe) -> int:
+def _remainder_itemsize(weight: Weight, dtype: torch.dtype, recipe: Recipe) -> int:
     """Bytes per element of what the cast keeps of an fp32 weight until its first step."""
     if dtype != torch.bfloat16 or weight.frozen_as is not None:
         return 0
     planes = recipe.format_of("weights", weight.shape).planes[1:]
-    # Halves of 16 bits also where the format goes on with eight of them.
+    # 16 bits also where the format goes on with eight of them.
     return max(planes[0].dtype.itemsize, 2) if planes else 0

@@ -1,4 +1,4 @@
-"""The bits that fp32 weights lose when they are cast to bf16.
+"""The remainders of fp32 weights that are cast to bf16: the bits that these lack.
 
 They are kept until an optimizer makes its exact masters, which then start from the user's fp32
 weights and not from the rounded ones.
@@ -32,18 +32,18 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Residual:
+class _Remainder:
     """What a cast took from a parameter.
 
     Attributes:
-        rest: int16 halves in ``split16``'s sense, or fp32 weights where the recipe keeps those; of
-            the local memory where the parameter was placed on a mesh.
-        version: the parameter's; a write since then makes ``rest`` stale.
+        bits: int16 as ``split16`` makes them, or fp32 weights where the recipe keeps those; of the
+            local memory where the parameter was placed on a mesh.
+        version: the parameter's; a write since then makes ``bits`` stale.
         sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``).
         placed: whether the parameter was placed on a mesh when it was cast.
     """
 
-    rest: Tensor
+    bits: Tensor
     version: int
     sums: Tensor
     placed: bool
@@ -53,7 +53,7 @@ _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The same under the module that owns the parameter and its name there: ``fully_shard`` puts another
 # parameter in that place. Its parameters are here alone: torch converts none that has a weak
 # reference.
-_by_owner: WeakKeyDictionary[nn.Module, dict[str, _Residual]] = WeakKeyDictionary()
+_by_owner: WeakKeyDictionary[nn.Module, dict[str, _Remainder]] = WeakKeyDictionary()
 
 # Elements whose bits are summed: what a shard lacks of its first and last sum cannot be compared.
 _SUMMED = 64
@@ -67,47 +67,48 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         return shown_like(weight, memory.to(torch.bfloat16)), None
     if planes[1].dtype == torch.float32:
         visible = memory.to(torch.bfloat16)
-        rest = memory.clone(memory_format=torch.contiguous_format)
+        bits = memory.clone(memory_format=torch.contiguous_format)
     else:
-        # The halves belong together: their upper one rounds ties away from zero, not to even.
+        # Both halves belong together: the upper one rounds ties away from zero, not to even.
         visible, lower = split16(memory)
-        rest = lower.contiguous()
+        bits = lower.contiguous()
     # Where it will be, it also waits for the first step.
-    return shown_like(weight, visible), rest.cpu() if recipe.offload == "states" else rest
+    return shown_like(weight, visible), bits.cpu() if recipe.offload == "states" else bits
 
 
-def remember(module: nn.Module, rests: Mapping[int, Tensor]) -> None:
+def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
     """Keep what :func:`split` took from a module's parameters, by their ids.
 
     A later write to a parameter makes that void.
     """
-    found = {}
+    remainders = {}
     for parameter in module.parameters():
-        if (rest := rests.get(id(parameter))) is not None:
+        if (bits := bits_of.get(id(parameter))) is not None:
             shard = shard_of(parameter)
-            sums = _sums(shard.memory)
-            found[id(parameter)] = _Residual(rest, shard.version(), sums, shard.replaces_parameter)
-    _keep(module, found)
+            remainders[id(parameter)] = _Remainder(
+                bits, shard.version(), _sums(shard.memory), shard.replaces_parameter
+            )
+    _keep(module, remainders)
 
 
-def _keep(module: nn.Module, residuals: Mapping[int, _Residual]) -> None:
+def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            residual = residuals.get(id(parameter))
-            if parameter is not None and residual is not None:
-                _by_owner.setdefault(owner, {})[name] = residual
-                if not residual.placed:
-                    _by_parameter[parameter] = residual
+            remainder = remainders.get(id(parameter))
+            if parameter is not None and remainder is not None:
+                _by_owner.setdefault(owner, {})[name] = remainder
+                if not remainder.placed:
+                    _by_parameter[parameter] = remainder
 
 
-def remembered(shard: Shard) -> _Residual | None:
+def remembered(shard: Shard) -> _Remainder | None:
     """What a cast took from this parameter, if no master has taken it over yet."""
     if not shard.replaces_parameter:
         return _by_parameter.get(shard.parameter)
     for owner, each in _by_owner.items():
-        for name, residual in each.items():
+        for name, remainder in each.items():
             if owner._parameters.get(name) is shard.parameter:
-                return residual
+                return remainder
     place = shard.place_in_model() if any(_by_owner.values()) else None
     return None if place is None else _by_owner.get(place[0], {}).get(place[1])
 
@@ -117,51 +118,51 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
 
     Args:
         shard: of a bf16 parameter; None is returned if it was not cast or was written to since.
-        dtype: int16 for the lower half beside the parameter, int8 for that half rounded to its
+        dtype: int16 for the remainder beside the parameter, int8 for it rounded to its
             upper 8 bits, fp32 for the whole weight.
     """
-    residual = remembered(shard)
-    if residual is None:
+    remainder = remembered(shard)
+    if remainder is None:
         return None
-    same = _same_bits(shard, residual)
+    same = _same_bits(shard, remainder)
     # The version of a parameter that was put in place of the cast one says nothing else.
-    comparable = shard.replaces_parameter == residual.placed
-    if comparable and residual.version != shard.version():
+    comparable = shard.replaces_parameter == remainder.placed
+    if comparable and remainder.version != shard.version():
         return None
     if same is False or (same is None and not comparable and shard.version() != 0):
         return None
     memory = shard.memory.contiguous()
-    rest = residual.rest.to(memory.device)
-    return _plane(memory, rest if rest.shape == memory.shape else shard.take(rest), dtype)
+    bits = remainder.bits.to(memory.device)
+    return _plane(memory, bits if bits.shape == memory.shape else shard.take(bits), dtype)
 
 
-def _plane(visible: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
+def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     """The second plane from the bf16 weight and what was remembered of it."""
     if dtype == torch.int8:
-        halves = _plane(visible, rest, torch.int16)
+        remainder = _plane(visible, bits, torch.int16)
         # To nearest, and at the end of the range to what the visible half allows.
-        return ((halves.int() + 0x80) >> 8).clamp_(max=127).to(dtype)
-    if rest.dtype == dtype:
-        return rest
+        return ((remainder.int() + 0x80) >> 8).clamp_(max=127).to(dtype)
+    if bits.dtype == dtype:
+        return bits
     # The two formats round ties differently. Where that matters the master moves by one unit of
     # fp32's last place, to the side that the parameter is on.
     upper = visible.view(torch.int16).to(torch.int32) << 16
     if dtype == torch.int16:
-        return (rest.view(torch.int32) - upper).clamp_(-(2**15), 2**15 - 1).to(torch.int16)
-    master = join16(visible, rest)
+        return (bits.view(torch.int32) - upper).clamp_(-(2**15), 2**15 - 1).to(torch.int16)
+    master = join16(visible, bits)
     tie = bf16_nearest(master).view(torch.int16) != visible.view(torch.int16)
     return (master.view(torch.int32) + tie).view(torch.float32)
 
 
 def forget(shard: Shard) -> None:
     """Free what is remembered of a parameter; its master exists by now."""
-    residual = remembered(shard)
-    if residual is None:
+    remainder = remembered(shard)
+    if remainder is None:
         return
     if not shard.replaces_parameter:
         _by_parameter.pop(shard.parameter, None)
     for each in _by_owner.values():
-        for name in [name for name, other in each.items() if other is residual]:
+        for name in [name for name, other in each.items() if other is remainder]:
             del each[name]
 
 
@@ -182,7 +183,7 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
     every rank: exact masters would start from the bf16 weights. This broadcasts what the cast took
     from the weights of ``src``, so that all start from its fp32 weights. Where replicas are made
     equal by ``dist.broadcast(p.data, 0)`` or by FSDP1 with ``sync_module_states=True``, each would
-    keep lower halves of its own without it, and the replicas would drift apart.
+    keep remainders of its own without it, and the replicas would drift apart.
 
     Args:
         model: the wrapped module, or the one inside; the same on every rank.
@@ -196,29 +197,29 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
     if not shards:
         return
     known = [remembered(each) for each in shards]
-    # What there is to send is for ``src`` to say: nothing, halves or whole weights.
+    # What there is to send is for ``src`` to say: nothing, remainders or whole weights.
     kinds = [
-        residual.rest.dtype if residual and _same_bits(shard, residual) is not False else None
-        for shard, residual in zip(shards, known, strict=True)
+        remainder.bits.dtype if remainder and _same_bits(shard, remainder) is not False else None
+        for shard, remainder in zip(shards, known, strict=True)
     ]
     dist.broadcast_object_list(kinds, src, group, shards[0].parameter.device)
     synced = {}
-    for shard, residual, kind in zip(shards, known, kinds, strict=True):
+    for shard, remainder, kind in zip(shards, known, kinds, strict=True):
         forget(shard)
         if kind is None:
             continue
         device = shard.parameter.device
-        if dist.get_rank() == src and residual is not None:
-            rest, sums = residual.rest.to(device), residual.sums.to(device)
+        if dist.get_rank() == src and remainder is not None:
+            bits, sums = remainder.bits.to(device), remainder.sums.to(device)
         else:
-            rest = torch.empty(shard.shape, dtype=kind, device=device)
+            bits = torch.empty(shard.shape, dtype=kind, device=device)
             size = -(-shard.numel // _summed(shard.numel))
             sums = torch.empty(size, dtype=torch.int32, device=device)
-        for each in (rest, sums):
+        for each in (bits, sums):
             # As bytes, because NCCL knows no 16-bit integers.
             dist.broadcast(each.view(-1).view(torch.uint8), src=src, group=group)
-        rest = rest if residual is None else rest.to(residual.rest.device)
-        synced[id(shard.parameter)] = _Residual(rest, shard.version(), sums, placed=False)
+        bits = bits if remainder is None else bits.to(remainder.bits.device)
+        synced[id(shard.parameter)] = _Remainder(bits, shard.version(), sums, placed=False)
     _keep(model, synced)
 
 
@@ -232,17 +233,17 @@ def _summed(numel: int) -> int:
     return _SUMMED if numel > 4096 else 1
 
 
-def _same_bits(shard: Shard, residual: _Residual) -> bool | None:
+def _same_bits(shard: Shard, remainder: _Remainder) -> bool | None:
     """Whether a parameter has the bits that the cast made; None where it has no whole sum."""
-    memory, shape = shard.memory, residual.rest.shape
+    memory, shape = shard.memory, remainder.bits.shape
     if memory.dtype != torch.bfloat16:
         return False
-    sums = residual.sums.to(memory.device)
+    sums = remainder.sums.to(memory.device)
     if memory.shape == shape:
         return torch.equal(_sums(memory), sums)
     if shard.shape != tuple(shape):
         return False
-    size = _summed(residual.rest.numel())
+    size = _summed(remainder.bits.numel())
     places = shard.span.indices(memory.device) // size
     numbers, at, counts = places.unique_consecutive(return_inverse=True, return_counts=True)
     found = torch.zeros(len(numbers), dtype=torch.int32, device=memory.device)

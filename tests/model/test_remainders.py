@@ -9,7 +9,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16 import Recipe, cast_model, get_recipe
-from torch_bf16.model import residuals
+from torch_bf16.model import remainders
 from torch_bf16.numerics.rounding import join8, join16
 
 BF16 = torch.bfloat16
@@ -177,9 +177,9 @@ def test_weights_masked_through_data_never_become_nan(recipe, backend):
 def test_what_the_cast_took_is_freed_by_the_first_step(recipe):
     _, module = seeded(recipe.weights)
     known = set(module.parameters())
-    assert known <= set(residuals._by_parameter)
+    assert known <= set(remainders._by_parameter)
     step(torch_bf16.SGD(module.parameters(), lr=0.0, recipe=recipe))
-    assert not known & set(residuals._by_parameter)
+    assert not known & set(remainders._by_parameter)
 
 
 def test_a_second_cast_keeps_the_masters_of_the_first():
