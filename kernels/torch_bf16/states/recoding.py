@@ -86,7 +86,7 @@ def without_stale_rests(
         getattr(v, "dtype", None) for key, v in state.items() if key not in {*suffixes, "step"}
     }
     # It casts all: beside fp32 numbers, those in bf16 are so by the optimizer's own choice.
-    narrow = {*moments} == {FP32} and torch.bfloat16 in others and torch.float32 not in others
+    narrow = {*moments} == {FP32} and torch.bfloat16 in dtypes and torch.float32 not in dtypes
     for format_ in ROLES["weights"].values():
         for plane in format_.planes[1:]:
             value = state.get(plane.suffix)
