@@ -64,7 +64,7 @@ class Engine:
         captured: plans that CUDA graphs refer to; kept alive for them.
         accumulation: how gradients are summed, if not by torch.
         release: of gradients inside the backward pass.
-        asked_release: the constructor's argument, which copies repeat.
+        release_options: the constructor's argument, which copies repeat.
         last_norm: fp32 norm of the gradients of the last step, 0-d, if released gradients are
             clipped by it.
         reduces: whether gradients are reduced as the recipe asks, or a warning has said that they
@@ -78,7 +78,7 @@ class Engine:
         self.captured: list[Plan] = []
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
-        self.asked_release: bool | Mapping[str, Any] = False
+        self.release_options: bool | Mapping[str, Any] = False
         self.last_norm: Tensor | None = None
         self.reduces = False
         self.host: str | None = None
@@ -155,12 +155,12 @@ class Engine:
             self._shown = shown
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = "names", "asked_release", "last_norm"
+        kept = "names", "release_options", "last_norm"
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["names"])
-        self.asked_release, self.last_norm = state["asked_release"], state["last_norm"]
+        self.release_options, self.last_norm = state["release_options"], state["last_norm"]
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:

@@ -55,14 +55,14 @@ class Traits:
         couples: whether a parameter's update depends on which others step with it.
         narrow: states that it makes in bf16 or fp16 even beside fp32 parameters.
         looks: how many steps are still to be followed.
-        asked: states that the user has named, and that no step has made yet.
+        named: states that the user has named, and that no step has made yet.
     """
 
     elementwise: bool = False
     couples: bool = False
     narrow: set[str] = field(default_factory=set)
     looks: int = _LOOKS
-    asked: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
 
 
 def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:
@@ -79,8 +79,8 @@ def is_elementwise(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], traits: Traits
 ) -> bool:
     """Whether parts of a tensor can step by themselves, as far as the user said or is known."""
-    known = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE
-    return traits.elementwise or (known and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
+    is_listed = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE
+    return traits.elementwise or (is_listed and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
 
 
 def rewrites_weights(kind: type[torch.optim.Optimizer]) -> bool:
@@ -99,17 +99,17 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, each in own_attributes(optimizer).items():
-        for found in within(each) if name != "defaults" else ():
-            if isinstance(found, torch.optim.Optimizer):
-                if parameters.isdisjoint(id(p) for g in found.param_groups for p in g["params"]):
+        for inner in within(each) if name != "defaults" else ():
+            if isinstance(inner, torch.optim.Optimizer):
+                if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
                     continue  # what it steps is its own, such as a schedule
                 return (
-                    f"it wraps another optimizer, {type(found).__name__}, in its attribute {name}, "
+                    f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
                     f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, "
                     "model=model) converts that one, and the wrapper is then left as it is"
                 )
-            if isinstance(found, nn.Module) or id(found) in parameters:
+            if isinstance(inner, nn.Module) or id(inner) in parameters:
                 return f"it keeps the model's own tensors in its attribute {name}"
-            if isinstance(found, Tensor) and found.numel() > 1:
+            if isinstance(inner, Tensor) and inner.numel() > 1:
                 return f"it keeps tensors in its attribute {name}, outside `state`"
     return None

@@ -138,7 +138,7 @@ def convert(
     target, traits = fused_class(optimizer, recipe), None
     if target is None:
         check_steps_on_copies(optimizer)
-        target, traits = foreign_class(type(optimizer)), Traits(elementwise, asked=set(roles or ()))
+        target, traits = foreign_class(type(optimizer)), Traits(elementwise, named=set(roles or ()))
     if traits is None and (roles or elementwise):
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
@@ -206,12 +206,12 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
     name = f"{kind.__module__}.{kind.__qualname__}"
     if (free := SCHEDULE_FREE.get(name)) is not None:
         return {each.__name__: each for each in (AdamWScheduleFree, SGDScheduleFree)}[free]
-    known, named = CONVERTIBLE.get(kind), EIGHT_BIT.get(name)
-    if known is not None or named is None:
-        return known
+    ours, named = CONVERTIBLE.get(kind), EIGHT_BIT.get(name)
+    if ours is not None or named is None:
+        return ours
     target: Any = {"Adam": Adam, "AdamW": AdamW, "Lion": Lion}[named]
-    asked = [recipe.exp_avg] + [recipe.exp_avg_sq] * (target is not Lion)
-    if {*asked} != {"int8"}:
+    moments = [recipe.exp_avg] + [recipe.exp_avg_sq] * (target is not Lion)
+    if {*moments} != {"int8"}:
         return None
     args = getattr(optimizer, "args", None)
     others = [name for name in ("max_unorm", "skip_zeros") if getattr(args, name, None)]
@@ -237,8 +237,9 @@ def _replace_options(optimizer: torch.optim.Optimizer, target: type[BF16Optimize
             del group[name]
         for name, value in example.defaults.items():
             group.setdefault(name, value)
-    own = optimizer.defaults
-    optimizer.defaults = {**example.defaults, **{k: own[k] for k in example.defaults if k in own}}
+    defaults = optimizer.defaults
+    kept = {key: defaults[key] for key in example.defaults if key in defaults}
+    optimizer.defaults = {**example.defaults, **kept}
 
 
 def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
@@ -257,12 +258,12 @@ def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
 
 def _names(optimizer: Any, model: nn.Module) -> dict[tuple[int, int], str]:
     # The first name of a tied parameter counts, as in model.named_parameters().
-    known = {parameter: name for name, parameter in reversed([*_named_parameters(model)])}
+    names = {parameter: name for name, parameter in reversed([*_named_parameters(model)])}
     return {
-        (number, position): known[parameter]
+        (number, position): names[parameter]
         for number, group in enumerate(optimizer.param_groups)
         for position, parameter in enumerate(group["params"])
-        if parameter in known
+        if parameter in names
     }
 
 

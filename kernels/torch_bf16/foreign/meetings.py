@@ -61,20 +61,20 @@ class Meetings(TorchDispatchMode):
 
     def finish(self, shared: Mapping[Any, Any]) -> None:
         """Look at what the call has left; ``shared`` are its states under keys of no parameter."""
-        found = False
+        couples = False
         for key, each in self._entries():
             before, numbers = self._left.get(key, (None, None))
             differs = numbers != plain(each)
             # What was written in place is there for the next call, too.
-            found |= differs and (each is before or self._depends(each))
-        found |= any(map(self._depends, shared.values()))
+            couples |= differs and (each is before or self._depends(each))
+        couples |= any(map(self._depends, shared.values()))
         for number, parameter in enumerate(self._parameters):
             if self._weights.get(_storage(parameter)) != number:  # p.data = ...
-                found |= self._of(parameter) != {number} or self._unwritten - {number} != set()
+                couples |= self._of(parameter) != {number} or self._unwritten - {number} != set()
             elif number not in self._written:
                 # Code that is not torch's has written it, and nobody saw what that has read.
-                found |= not torch.equal(parameter, self._before[number])
-        self.couples |= found
+                couples |= not torch.equal(parameter, self._before[number])
+        self.couples |= couples
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note whose numbers it has read and written."""
@@ -86,9 +86,9 @@ class Meetings(TorchDispatchMode):
 
     def _follow(self, schema: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
         named = zip(schema.arguments, args, strict=False)
-        given = [*named, *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs)]
-        read = [each for _, each in given]
-        written = [each for a, each in given if a.alias_info is not None and a.alias_info.is_write]
+        passed = [*named, *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs)]
+        read = [each for _, each in passed]
+        written = [each for a, each in passed if a.alias_info is not None and a.alias_info.is_write]
         if schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
             # One operation for each row of its lists.
             rows = max((len(each) for each in read if isinstance(each, (list, tuple))), default=0)
@@ -122,9 +122,10 @@ class Meetings(TorchDispatchMode):
         """Compare what each parameter of a group finds when its turn comes."""
         if number not in self._met:
             group = self._groups[number]
-            found = [(key, plain(each)) for key, each in self._entries() if key[0] in (group, None)]
-            self.couples |= any(found != other for its, other in self._met.values() if its == group)
-            self._met[number] = group, found
+            now = [(key, plain(each)) for key, each in self._entries() if key[0] in (group, None)]
+            others = [entries for of, entries in self._met.values() if of == group]
+            self.couples |= any(now != entries for entries in others)
+            self._met[number] = group, now
 
     def _depends(self, value: Any) -> bool:
         """Whether what a call has left may come from the numbers of parameters."""
@@ -138,11 +139,11 @@ class Meetings(TorchDispatchMode):
         yield from (((None, key), each) for key, each in attributes.items())
 
     def _of(self, value: Any) -> set[int]:
-        found = set()
+        owners = set()
         for each in within(value):
             if isinstance(each, Tensor):
-                found |= self._owners.get(_storage(each), set())
-        return found
+                owners |= self._owners.get(_storage(each), set())
+        return owners
 
     def _mark(self, tensor: Tensor, owners: set[int]) -> None:
         if owners:

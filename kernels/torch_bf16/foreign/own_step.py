@@ -61,19 +61,19 @@ class OwnStep:
         The first steps show whether a call for some parameters does what one for all would do.
         """
         first = not any(each.step for each in self._members)
-        buckets, found = [*self._buckets(self._members)], None
+        buckets, computed = [*self._buckets(self._members)], None
         if buckets and self._traits.looks:
             if len(buckets) > 1:
                 buckets = self._sample_first()
-            buckets, found = self._looked_at(buckets, scale)
+            buckets, computed = self._looked_at(buckets, scale)
             self._traits.looks -= 1
         if first:
             self._warn_of_gathering()
         for bucket in buckets:
-            self._store(bucket, found or self._compute(bucket, scale))
-            found = None
+            self._store(bucket, computed or self._compute(bucket, scale))
+            computed = None
         self._finish()
-        if self._traits.asked and not self._traits.looks:
+        if self._traits.named and not self._traits.looks:
             self._warn_of_roles()
 
     def rewrite(self, method: str) -> None:
@@ -91,18 +91,18 @@ class OwnStep:
             is_elementwise(self._kind, groups[each.group], self._traits) for each in self._members
         )
         follow = not self._traits.couples and not all(by_elements)
-        found = self._compute(buckets[0], scale, follow=follow, apart=len(buckets) > 1)
+        computed = self._compute(buckets[0], scale, follow=follow, apart=len(buckets) > 1)
         if self._runner.couples:
             self._traits.couples = True
             if len(buckets) > 1:
                 self._runner.rewind()
                 self._runner = Runner(self._optimizer, self._kind)
                 buckets = [[*self._members]]
-                found = self._compute(buckets[0], scale)
+                computed = self._compute(buckets[0], scale)
         if why := self._runner.why_not():
             self._runner.rewind()
             raise NotImplementedError(f"{refusal(self._kind, why)}. {UNTOUCHED}")
-        return buckets, found
+        return buckets, computed
 
     def _sample_first(self) -> list[list[WorkingCopy]]:
         """Before all others two of each group and number of dimensions, by which steps differ."""
@@ -137,13 +137,13 @@ class OwnStep:
         """The weights and states that a method of the class makes; nothing is written."""
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
-        known = [{*state} for state in before]
+        keys_before = [{*state} for state in before]
         groups = [each.group for each in bucket]
         states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
         if self._runner.draws and any(each.shard.groups() for each in bucket):
             self._runner.rewind()
             raise NotImplementedError(f"{_DRAWS}. {UNTOUCHED}")
-        for keys, state in zip(known, states, strict=True):
+        for keys, state in zip(keys_before, states, strict=True):
             new = ((key, each) for key, each in state.items() if key not in keys)
             self._traits.narrow |= {k for k, each in new if getattr(each, "dtype", None) in NARROW}
         return copies, states
@@ -180,8 +180,8 @@ class OwnStep:
 
     def _warn_of_roles(self) -> None:
         made = {key for state in self._optimizer.state.values() for key in state}
-        unknown = self._traits.asked - made
-        self._traits.asked = set()
+        unknown = self._traits.named - made
+        self._traits.named = set()
         if unknown:
             # Not refused: a state may be made later than in the first steps.
             warnings.warn(

@@ -89,43 +89,45 @@ class Runner:
         Returns:
             The new state of each.
         """
-        own: Any = object.__new__(self._kind)
-        given = copy.deepcopy(self._before) if apart else self._before
-        vars(own).update(given, **{name: OrderedDict() for name in self._hooks})
+        copied: Any = object.__new__(self._kind)
+        attributes = copy.deepcopy(self._before) if apart else self._before
+        vars(copied).update(attributes, **{name: OrderedDict() for name in self._hooks})
         numbers = sorted({number for number, _, _ in members})
         if method != "step":
             numbers = range(len(self._optimizer.param_groups))
         options = {number: self._options_of(number) for number in numbers}
         if apart:
             options = copy.deepcopy(options)
-        own.param_groups = [
-            {**options[number], "params": [p for its, p, _ in members if its == number]}
+        copied.param_groups = [
+            {**options[number], "params": [p for group, p, _ in members if group == number]}
             for number in numbers
         ]
-        own.state = defaultdict(dict, {p: state for _, p, state in members if state})
+        copied.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may count in the tensor that it finds there.
-        own.state.update(copy.deepcopy(self._shared_before))
+        copied.state.update(copy.deepcopy(self._shared_before))
         function = unhooked(getattr(self._kind, method))
         parameters = [parameter for _, parameter, _ in members]
         before = _random_states(parameters)
         self._random = self._random or before
         meetings = None
         if follow:
-            groups = dict(zip(numbers, own.param_groups, strict=True))
-            meetings = Meetings(members, lambda: (groups, own_attributes(own)))
+            groups = dict(zip(numbers, copied.param_groups, strict=True))
+            meetings = Meetings(members, lambda: (groups, own_attributes(copied)))
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
-            function(own, *([evaluated(self._kind, parameters)] if needs_closure(function) else []))
+            function(
+                copied, *([evaluated(self._kind, parameters)] if needs_closure(function) else [])
+            )
         if meetings is not None:
-            meetings.finish(shared_states(own.state))
+            meetings.finish(shared_states(copied.state))
             self.couples |= meetings.couples
         after = _random_states(parameters)
         self.draws |= before[0] != after[0]
         self.draws |= any(not torch.equal(before[1][key], each) for key, each in after[1].items())
-        for number, group in zip(numbers, own.param_groups, strict=True):
+        for number, group in zip(numbers, copied.param_groups, strict=True):
             self._options[number] = _news(options[number], group)
-        self.attributes |= _news(given, own_attributes(own))
-        self.shared = shared_states(own.state)
-        return [own.state.get(parameter, {}) for _, parameter, _ in members]
+        self.attributes |= _news(attributes, own_attributes(copied))
+        self.shared = shared_states(copied.state)
+        return [copied.state.get(parameter, {}) for _, parameter, _ in members]
 
     def _options_of(self, number: int) -> dict[str, Any]:
         left_out = ("params", "param_names")
@@ -135,7 +137,7 @@ class Runner:
     def why_not(self) -> str | None:
         """Why the class cannot step on copies, as far as its calls have shown it."""
         for name, each in self.attributes.items():
-            if any(isinstance(found, Tensor) for found in within(each)):
+            if any(isinstance(inner, Tensor) for inner in within(each)):
                 return f"it keeps tensors in its attribute {name}, outside `state`"
         for key, each in self.shared.items():
             if any(isinstance(x, Tensor) and x.numel() > 1 for x in within({key: each})):

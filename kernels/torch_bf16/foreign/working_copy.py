@@ -102,27 +102,27 @@ class WorkingCopy:
         step, span = self.step + 1, self.shard.span
         planes = [local(each).detach() for each in (self.parameter, *masters.values())]
         encoder.add(self.weights, planes, self._own_part(weight), span, step)
-        kept: dict[str, Any] = {}
+        encoded: dict[str, Any] = {}
         for key, value in state.items():
             if not is_like(value, weight):
-                kept[key] = value
+                encoded[key] = value
                 continue
             format_, value = self.format_of(key), self._own_part(value)
             if format_ is None or format_ is FP32:
                 old = self.state.get(key)
-                there = isinstance(old, Tensor) and local(old) is value
-                kept[key] = old if there else self.shard.place(value)
+                unchanged = isinstance(old, Tensor) and local(old) is value
+                encoded[key] = old if unchanged else self.shard.place(value)
                 continue
             names = format_.plane_names(key)
             for name, plane in zip(names, format_.planes, strict=True):
-                kept[name] = self.state.get(name)
-                if kept[name] is None:
+                encoded[name] = self.state.get(name)
+                if encoded[name] is None:
                     shape = plane.shape(value.shape)
                     memory = torch.empty(shape, dtype=plane.dtype, device=value.device)
-                    kept[name] = self.shard.place(memory, plane.shape(self.shard.shape))
+                    encoded[name] = self.shard.place(memory, plane.shape(self.shard.shape))
             named = replace(span, name=f"{span.name}/{key}")
-            encoder.add(format_, [local(kept[name]) for name in names], value, named, step)
-        self.state = {**kept, COUNTER: step, **masters}
+            encoder.add(format_, [local(encoded[name]) for name in names], value, named, step)
+        self.state = {**encoded, COUNTER: step, **masters}
 
     def _whole(self, memory: Tensor) -> Tensor:
         return self.shard.gather(memory.contiguous()) if self.gathers else memory

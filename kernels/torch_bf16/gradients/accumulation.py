@@ -270,11 +270,11 @@ class GradientAccumulation:
         number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
         memory = local(new).resolve_neg().contiguous()
         addition = Addition(total, memory, number)
-        shown = local(total)
-        if not shown.is_contiguous():
-            copy = shown.contiguous()
+        sums = local(total)
+        if not sums.is_contiguous():
+            copy = sums.contiguous()
             self._add_all(Group(parameter), {0: replace(addition, total=copy)})
-            shown.copy_(copy)
+            sums.copy_(copy)
         elif self._may_wait(parameter):
             self._gathering.add(running, parameter, memory, addition, memory.dtype)
         else:
@@ -336,5 +336,5 @@ def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
     # Of a tensor that is not sharded the attribute is absent.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
     # Kernels write at addresses; the step refuses by name what has none.
-    there = not missing_memory(new) and not missing_memory(total)
-    return placed and there and local(new).shape == local(total).shape == local(parameter).shape
+    in_memory = not missing_memory(new) and not missing_memory(total)
+    return placed and in_memory and local(new).shape == local(total).shape == local(parameter).shape

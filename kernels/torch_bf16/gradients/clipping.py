@@ -160,10 +160,10 @@ def clip_next_step(
     }
     for engine in filter(None, map(engine_of, owned)):
         engine.check_host()
-    told: dict[Any, Pending] = {
+    pending_of_each: dict[Any, Pending] = {
         each: pending for each in owned if (pending := pending_of(each)) is not None
     }
-    foreign = [type(each).__name__ for each in owned if each not in told]
+    foreign = [type(each).__name__ for each in owned if each not in pending_of_each]
     if skip_nonfinite and foreign:
         raise ValueError(
             f"clip_next_step: skip_nonfinite=True cannot skip a step of {foreign[0]}, which is no "
@@ -173,45 +173,46 @@ def clip_next_step(
     owners = Counter(map(id, every)) if len(owned) > 1 else Counter()
     shared = {key for key, count in owners.items() if count > 1}
     clipped = {id(p): p for p in (every if parameters is None else _listed(parameters))}
-    gradients = {each: _gradients_of(owned[each]) for each in told}
-    for optimizer, pending in told.items():
+    gradients = {each: _gradients_of(owned[each]) for each in pending_of_each}
+    for optimizer, pending in pending_of_each.items():
         # An earlier clip was of these gradients as they were, before another backward(), say.
         if pending.is_stale(owned[optimizer]):
             pending.reset()
-    norm = _norm_as_told(clipped, [(owned[each], told[each].coefficient) for each in told])
+    coefficients = [(owned[each], told.coefficient) for each, told in pending_of_each.items()]
+    norm = _norm_as_told(clipped, coefficients)
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
-    for optimizer, pending in told.items():
-        own = gradients[optimizer]
-        if own.keys().isdisjoint(clipped):
+    for optimizer, pending in pending_of_each.items():
+        its_gradients = gradients[optimizer]
+        if its_gradients.keys().isdisjoint(clipped):
             continue
-        alone = own.keys() <= clipped.keys() and shared.isdisjoint(own)
+        alone = its_gradients.keys() <= clipped.keys() and shared.isdisjoint(its_gradients)
         if alone:
             optimizer.scale_next_step(coefficient * pending.coefficient)
-            for key in own:
+            for key in its_gradients:
                 del clipped[key]
         if skip_nonfinite:
             optimizer.skip_next_step_where(~norm.isfinite())
         if alone or skip_nonfinite:
-            pending.only_for(own.values())
+            pending.only_for(its_gradients.values())
     if clipped:
         _scale(clipped.values(), coefficient)
-        for optimizer, pending in told.items():
+        for optimizer, pending in pending_of_each.items():
             # What the line above wrote is part of what was told.
             pending.expect_written(gradients[optimizer].values())
     return norm
 
 
 def _norm_as_told(
-    parameters: Mapping[int, Tensor], told: Sequence[tuple[list[Tensor], float | Tensor]]
+    parameters: Mapping[int, Tensor], coefficients: Sequence[tuple[list[Tensor], float | Tensor]]
 ) -> Tensor:
     """The norm of the gradients times what the next steps of their owners are told already."""
-    if all(not isinstance(each, Tensor) and each == 1.0 for _, each in told):
+    if all(not isinstance(each, Tensor) and each == 1.0 for _, each in coefficients):
         return _norm([*parameters.values()])
     left, norms = dict(parameters), []
-    for owned, coefficient in told:
-        own = [p for p in owned if left.pop(id(p), None) is not None]
-        if own:
-            norms.append(_norm(own) * coefficient)
+    for owned, coefficient in coefficients:
+        clipped = [p for p in owned if left.pop(id(p), None) is not None]
+        if clipped:
+            norms.append(_norm(clipped) * coefficient)
     if left:
         norms.append(_norm([*left.values()]))
     return norm_over_ranks({(): norms})
@@ -250,11 +251,11 @@ def _check(max_norm: Any) -> None:
         )
 
 
-def _listed(given: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
+def _listed(argument: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
     """What was given, one by one; anything of another kind is an error that says so."""
-    alone = isinstance(given, kind) or not isinstance(given, Iterable)
+    alone = isinstance(argument, kind) or not isinstance(argument, Iterable)
     # One that was given twice counts once.
-    several = [given] if alone else [*{id(each): each for each in given}.values()]
+    several = [argument] if alone else [*{id(each): each for each in argument}.values()]
     if wrong := [each for each in several if not isinstance(each, kind)]:
         raise ValueError(message.format(type(wrong[0]).__name__))
     return several

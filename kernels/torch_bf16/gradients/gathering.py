@@ -78,7 +78,7 @@ class Gathering:
         return iter({group: None for _, group, _ in self._place.values()})
 
     def add(
-        self, waiting: Waiting, parameter: Tensor, gradient: Tensor, said: Any, kind: Hashable
+        self, waiting: Waiting, parameter: Tensor, gradient: Tensor, payload: Any, kind: Hashable
     ) -> None:
         """Let a gradient wait, and take what need not wait any longer.
 
@@ -86,13 +86,13 @@ class Gathering:
             waiting: that of the pass.
             parameter: whose gradient it is; :meth:`settle` comes first.
             gradient: in memory, dense.
-            said: handed on.
+            payload: handed on to what takes the group.
             kind: what all gradients of a group have in common, beside their device.
         """
         device, size = gradient.device, gradient.nbytes
         with self._lock:
             group, number = self._place_of(parameter, (device, kind), size)
-            waiting.groups[group][number] = said
+            waiting.groups[group][number] = payload
             waiting.sizes[group] += size
             waiting.total += size
             self._waiting[id(parameter)] = weakref.ref(waiting)
@@ -108,12 +108,12 @@ class Gathering:
     def take(self, waiting: Waiting, group: Group) -> None:
         """Take what waits in a group."""
         with self._lock:
-            said = waiting.groups.pop(group)
+            payloads = waiting.groups.pop(group)
             waiting.total -= waiting.sizes.pop(group)
             del waiting.streams[group]
-            for number in said:
+            for number in payloads:
                 del self._waiting[id(group.members[number])]
-            self._take(group, said)
+            self._take(group, payloads)
 
     def finish(self, waiting: Waiting) -> None:
         """Take all that still waits."""
@@ -122,8 +122,8 @@ class Gathering:
 
     def waits(self, parameter: Tensor) -> Waiting | None:
         """That of the pass in which a parameter waits, if it does in one that has not failed."""
-        known = self._waiting.get(id(parameter))
-        return None if known is None else known()
+        reference = self._waiting.get(id(parameter))
+        return None if reference is None else reference()
 
     def settle(self, parameter: Tensor) -> None:
         """Take what waits for a parameter, in whichever pass, before its next gradient."""
@@ -132,9 +132,9 @@ class Gathering:
             self.take(waiting, self._place[id(parameter)][1])
 
     def _place_of(self, parameter: Tensor, kind: Hashable, size: int) -> tuple[Group, int]:
-        known = self._place.get(id(parameter))
-        if known is not None and known[0] == kind:
-            return known[1], known[2]
+        place = self._place.get(id(parameter))
+        if place is not None and place[0] == kind:
+            return place[1], place[2]
         group = self._open.setdefault(kind, Group())
         number = len(group.members)
         group.members.append(parameter)

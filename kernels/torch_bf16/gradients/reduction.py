@@ -131,13 +131,13 @@ class Fp32Reduction:
             return all_reduce_mean(buffer, self._group)
         # DDP's own zeros for what no micro-batch has used, or on a rank that has left by join().
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        kept: list[Any] = [self._kept.get(parameter, zeros) for parameter, zeros in pairs]
-        whole = torch.cat([gradient.reshape(-1).float() for gradient in kept]).div_(size)
+        gradients: list[Any] = [self._kept.get(parameter, zeros) for parameter, zeros in pairs]
+        whole = torch.cat([gradient.reshape(-1).float() for gradient in gradients]).div_(size)
         future = dist.all_reduce(whole, group=self._group, async_op=True).get_future()  # pyright: ignore
 
         def put(done: Any) -> Tensor:
-            pieces = done.value()[0].split([gradient.numel() for gradient in kept])
-            for gradient, piece in zip(kept, pieces, strict=True):
+            pieces = done.value()[0].split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view(gradient.shape))
             return buffer
 

@@ -93,27 +93,27 @@ def release_gradients(
     return ReleasedSteps(model, optimizer, options)
 
 
-def release_as(asked: bool | Mapping[str, Any], optimizer: Any) -> None:
+def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:
     """Follow a constructor's ``release``, as far as that needs no module.
 
     Raises:
         ValueError: it is neither a bool nor options of :func:`release_gradients`.
         NotImplementedError: the gradients cannot be released.
     """
-    if asked is False:
+    if release is False:
         return
-    known = [each.name for each in dataclasses.fields(ReleaseOptions)]
-    if asked is not True and not (isinstance(asked, Mapping) and asked.keys() <= {*known}):
+    names = [each.name for each in dataclasses.fields(ReleaseOptions)]
+    if release is not True and not (isinstance(release, Mapping) and release.keys() <= {*names}):
         raise ValueError(
-            f"release={asked!r} must be True, False or a dict of options of release_gradients: "
-            f"{', '.join(known)}"
+            f"release={release!r} must be True, False or a dict of options of release_gradients: "
+            f"{', '.join(names)}"
         )
-    given: dict[str, Any] = {} if asked is True else {**asked}
-    options = ReleaseOptions(**given)
+    arguments: dict[str, Any] = {} if release is True else {**release}
+    options = ReleaseOptions(**arguments)
     _check(optimizer, options)
     ReleasedSteps(None, optimizer, options)
-    optimizer._engine.asked_release = asked if asked is True else given
-    if "max_norm" not in given:
+    optimizer._engine.release_options = release if release is True else arguments
+    if "max_norm" not in arguments:
         _warn_of_clipping()
 
 

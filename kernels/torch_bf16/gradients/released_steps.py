@@ -112,7 +112,7 @@ class ReleasedSteps:
         self._unhook()
         engine = self._engine
         if engine.release is self:
-            engine.release, engine.asked_release, engine.last_norm = None, False, None
+            engine.release, engine.release_options, engine.last_norm = None, False, None
 
     def finish(self, left: list[Tensor]) -> None:
         """Take the steps that are left, and count: the next backward pass is for the next step.
@@ -214,8 +214,8 @@ class ReleasedSteps:
         if self._shown:
             return False
         if self._ranks is None:
-            there = dist.is_available() and dist.is_initialized()
-            self._ranks = dist.get_world_size() if there else 1
+            distributed = dist.is_available() and dist.is_initialized()
+            self._ranks = dist.get_world_size() if distributed else 1
         if self._ranks == 1:
             return False
         if is_dtensor(parameter) and parameter.device_mesh.size() == self._ranks:
@@ -282,10 +282,10 @@ class ReleasedSteps:
         for parameter in group.members:
             self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
 
-    def _take(self, group: Group, there: dict[int, None]) -> None:
+    def _take(self, group: Group, numbers: dict[int, None]) -> None:
         """Take the steps of some members of a group, all by one coefficient."""
         optimizer: Any = self._optimizer()
-        taken = [each for n in there if (each := group.members[n]).grad is not None]
+        taken = [each for n in numbers if (each := group.members[n]).grad is not None]
         if optimizer is None or not taken:
             return
         # As plans have them.
@@ -296,7 +296,7 @@ class ReleasedSteps:
         inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
         self._stepped.update(map(id, taken))
         # A plan steps all that has a gradient, and these may have sums that are not complete.
-        others = [each for n, each in enumerate(group.members) if n not in there]
+        others = [each for n, each in enumerate(group.members) if n not in numbers]
         aside = [(each, each.grad) for each in others if each.grad is not None]
         for parameter, _ in aside:
             parameter.grad = None

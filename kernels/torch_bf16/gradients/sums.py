@@ -142,8 +142,8 @@ def add_all(
 def _setting(optimizer: Any) -> tuple[Any, ...]:
     """What sums follow from beside the tensors."""
     names = optimizer._engine.names
-    given = [group.get("param_names") for group in optimizer.param_groups]
-    return optimizer.recipe.seed, optimizer.backend, given, dict(names.given), names.whole
+    of_groups = [group.get("param_names") for group in optimizer.param_groups]
+    return optimizer.recipe.seed, optimizer.backend, of_groups, dict(names.given), names.whole
 
 
 def _parts(

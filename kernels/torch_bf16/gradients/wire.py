@@ -66,19 +66,24 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise NotImplementedError(
             f"gradients cannot be reduced with bf16 on the wire: {engine.host} reduces them itself"
         )
-    found = False
+    registered = False
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             BucketReduction.register(module, optimizer)
-            found = True
+            registered = True
         # What fully_shard adds to a module's class.
         elif hasattr(module, "_get_fsdp_state"):
             _register_fsdp2(module, name)
-            found = True
+            registered = True
     for group, device in reduce_by(model, _reduce_fsdp1):
         check_all_to_all(group, device)
-        found = True
-    if not found and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        registered = True
+    if (
+        not registered
+        and dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    ):
         raise ValueError(
             f"reduce_gradients found nothing in {type(model).__name__} that reduces gradients over "
             f"the {dist.get_world_size()} ranks: give it the model as DistributedDataParallel, "

@@ -374,7 +374,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             shards = [shard_of(each) for each in self.state if isinstance(each, Tensor)]
             self._engine.snapshots = {each.parameter: Snapshot.of(each) for each in shards}
             accumulate_as(self.recipe, self)
-            release_as(self._engine.asked_release, self)
+            release_as(self._engine.release_options, self)
 
     def label(self, group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype."""

@@ -82,9 +82,8 @@ def without_stale_rests(
     """
     kept = dict(state)
     suffixes = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
-    others = {
-        getattr(v, "dtype", None) for key, v in state.items() if key not in {*suffixes, "step"}
-    }
+    others = [each for key, each in state.items() if key not in {*suffixes, "step"}]
+    dtypes = {getattr(each, "dtype", None) for each in others}
     # It casts all: beside fp32 numbers, those in bf16 are so by the optimizer's own choice.
     narrow = {*moments} == {FP32} and torch.bfloat16 in dtypes and torch.float32 not in dtypes
     for format_ in ROLES["weights"].values():
