@@ -44,7 +44,7 @@ class HostScalars:
         # Views of the steps: to add to a 0-d tensor takes torch a microsecond.
         self._counters = [each.detach().numpy() for each in steps]
         self._numbers = np.empty(0, np.int64)
-        self._there: Any = slice(None)
+        self._taking_part: Any = slice(None)
 
     def set(
         self,
@@ -63,13 +63,13 @@ class HostScalars:
         n = len(groups)
         steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
         steps += 1
-        there: Any = slice(None) if taking_part is None else taking_part
-        self._there = there
-        pairs = (steps * n + self._groups)[there]
+        which: Any = slice(None) if taking_part is None else taking_part
+        self._taking_part = which
+        pairs = (steps * n + self._groups)[which]
         rows = np.zeros(len(steps), np.int64)
         # Sorting one takes longer than all the rest, where gradients are released.
         if len(pairs) > 1:
-            pairs, rows[there] = np.unique(pairs, return_inverse=True)
+            pairs, rows[which] = np.unique(pairs, return_inverse=True)
         table = np.array(
             [
                 evaluate(self._rule, groups[pair % n], pair % n, pair // n, scale, divisor)
@@ -82,11 +82,11 @@ class HostScalars:
     def count(self, updated: np.ndarray | None = None) -> None:
         """Count the step, once its tensors are updated; see :class:`.backend.ScalarSource`."""
         counted = np.zeros(len(self._numbers), bool)
-        counted[self._there] = True if updated is None else updated[self._there]
-        for counter, number, its in zip(
-            self._counters, self._numbers.tolist(), counted.tolist(), strict=True
-        ):
-            if its:
+        which = self._taking_part
+        counted[which] = True if updated is None else updated[which]
+        numbers = zip(self._counters, self._numbers.tolist(), counted.tolist(), strict=True)
+        for counter, number, flag in numbers:
+            if flag:
                 counter[()] = number
 
 
@@ -107,9 +107,9 @@ def evaluate(
         options = tuple(float(option) for option in rule.options(group))
         return rule.scalars(options, step, sign_of(group) * scale / divisor)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        given = {k: v for k, v in group.items() if not k.startswith("param")}
+        named = {k: v for k, v in group.items() if not k.startswith("param")}
         raise ValueError(
-            f"no step follows from the options of group {number}: {given}; "
+            f"no step follows from the options of group {number}: {named}; "
             "set them to numbers. Nothing was updated"
         ) from error
 

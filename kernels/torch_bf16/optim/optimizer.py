@@ -66,23 +66,23 @@ class BF16Optimizer(torch.optim.Optimizer):
     _engine: Engine
 
     def _construct(
-        self, given: dict[str, Any], *, defaults: bool = False, without: Sequence[str] = ()
+        self, arguments: dict[str, Any], *, defaults: bool = False, without: Sequence[str] = ()
     ) -> None:
         """Run torch's constructor, and set up what it does not know.
 
         Args:
-            given: ``locals()`` in a constructor, where they are its arguments: torch's and ours.
+            arguments: ``locals()`` of a constructor: torch's arguments and ours.
             defaults: whether torch's arguments are the groups' options, because it has no
                 constructor for them.
             without: arguments that torch's constructor must not see.
         """
-        ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & given.keys()
-        options = {k: v for k, v in given.items() if k not in {"self", *ours, *without}}
+        ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
+        options = {k: v for k, v in arguments.items() if k not in {"self", *ours, *without}}
         if defaults:
             torch.optim.Optimizer.__init__(self, options.pop("params"), options)
         else:
             super().__init__(**options)
-        self._setup(**{name: given[name] for name in ours})
+        self._setup(**{name: arguments[name] for name in ours})
 
     def _setup(
         self,

@@ -39,15 +39,15 @@ _ASIDE = State("y", ITERATE, optional=True)
 class _ScheduleFree(BF16Optimizer):
     """Weights are ``y`` in train mode and the average ``x`` in eval mode."""
 
-    def _construct_counting(self, given: dict[str, Any]) -> None:
-        check_ranges(**{name: given[name] for name in _NOT_NEGATIVE if name in given})
-        _check_share(given)
+    def _construct_counting(self, arguments: dict[str, Any]) -> None:
+        check_ranges(**{name: arguments[name] for name in _NOT_NEGATIVE if name in arguments})
+        _check_share(arguments)
         for name in ("r", "weight_lr_power"):
-            if given[name] == math.inf:
+            if arguments[name] == math.inf:
                 raise ValueError(
-                    f"{name}={given[name]} must be finite: no average has such weights"
+                    f"{name}={arguments[name]} must be finite: no average has such weights"
                 )
-        self._construct({**given, **_COUNTS}, defaults=True)
+        self._construct({**arguments, **_COUNTS}, defaults=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch, in the mode that the others are in."""
@@ -133,15 +133,15 @@ class _ScheduleFree(BF16Optimizer):
 
     def _check_shares(self, outcome: str) -> None:
         """Refuse another share of the average than the weights were made with, if that is known."""
-        known: list[Any] = self.__dict__.get("_shares", [])
+        shares: list[Any] = self.__dict__.get("_shares", [])
         for number, group in enumerate(self.param_groups):
             where = f" in parameter group {number}"
             _check_share(group, where, f". {outcome}")
-            told = known[number] if number < len(known) else None
+            last = shares[number] if number < len(shares) else None
             # Loading a state dict puts another group there.
-            if told is not None and told[0] is group and told[1] != interpolation(group):
+            if last is not None and last[0] is group and last[1] != interpolation(group):
                 raise ValueError(
-                    f"{_share_name(group)}={interpolation(group)}{where} was {told[1]} in the step "
+                    f"{_share_name(group)}={interpolation(group)}{where} was {last[1]} in the step "
                     "before: weights are the point of that share between z and the average, which "
                     "another one would misread. Leave it as it is; OneCycleLR and CyclicLR do with "
                     f"cycle_momentum=False. {outcome}"

@@ -37,17 +37,17 @@ _logger = logging.getLogger("torch_bf16")
 
 def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The state dict that torch's own method makes, with its header, and bits shown as numbers."""
-    seen = True
+    was_seen = True
 
     def before(_: Any) -> None:
-        nonlocal seen
-        seen = getattr(optimizer.state, "seen", True)
+        nonlocal was_seen
+        was_seen = getattr(optimizer.state, "seen", True)
 
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        shown = _show(optimizer, state_dict)
+        view = _show(optimizer, state_dict)
         # What it gives away are other tensors over the same memory.
-        _note(optimizer, seen)
-        return shown
+        _note(optimizer, was_seen)
+        return view
 
     # Before the user's own post-hooks, which see what is saved, and after their pre-hooks.
     hooks = [
@@ -55,29 +55,29 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
         optimizer.register_state_dict_post_hook(show, prepend=True),
     ]
     try:
-        found = state_dict()
+        complete = state_dict()
     finally:
         for hook in hooks:
             hook.remove()
     engine = optimizer._engine
     names = engine.names.known(optimizer.param_groups)
     norm = None if engine.last_norm is None else engine.last_norm.item()
-    found[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
-    return found
+    complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
+    return complete
 
 
-def _note(optimizer: Any, seen: bool) -> None:
+def _note(optimizer: Any, was_seen: bool) -> None:
     """Have the states be as well known to others as they were."""
     if isinstance(optimizer.state, States):
-        optimizer.state.seen = seen
+        optimizer.state.seen = was_seen
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     shared = _shared(state_dict)
     states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
-    for number, its in enumerate(state_dict["param_groups"]):
+    for number, saved_group in enumerate(state_dict["param_groups"]):
         group = optimizer.param_groups[number]
-        for position, key in enumerate(its["params"]):
+        for position, key in enumerate(saved_group["params"]):
             parameter = group["params"][position]
             if shapes := unit_shapes(parameter):
                 if key in states:
@@ -86,8 +86,8 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                         state_dict["state"][key], parameter, shapes, names, optimizer.recipe
                     )
             elif REMAINDERS & states.get(key, {}).keys():
-                its_state = state_dict["state"][key]
-                states[key] = to_view(current(optimizer, shard_of(parameter), its_state))
+                state = state_dict["state"][key]
+                states[key] = to_view(current(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.remembered(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)
@@ -119,21 +119,25 @@ def load(
     """Load by torch's own method, which would cast states to the parameters' dtype."""
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
-    seen = True
+    was_seen = True
 
-    def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        nonlocal recipe, header, seen
-        seen = getattr(optimizer.state, "seen", True)
-        schema.check_whole(given)
-        header = given.get(schema.HEADER)
+    def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        nonlocal recipe, header, was_seen
+        was_seen = getattr(optimizer.state, "seen", True)
+        schema.check_whole(state_dict)
+        header = state_dict.get(schema.HEADER)
         recipe = schema.check_header(header, optimizer.recipe)
-        loaded.update(_read(optimizer, given, changes))
+        loaded.update(_read(optimizer, state_dict, changes))
         # torch would cast what it finds here.
-        return {**given, "state": _shared(given), "param_groups": _named_groups(optimizer, given)}
+        return {
+            **state_dict,
+            "state": _shared(state_dict),
+            "param_groups": _named_groups(optimizer, state_dict),
+        }
 
     def put(_: Any) -> None:
         dict.update(optimizer.state, loaded)
-        _note(optimizer, seen)
+        _note(optimizer, was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         optimizer.recipe = recipe
@@ -204,22 +208,22 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
 def _read(
     optimizer: BF16Optimizer, state_dict: dict[str, Any], changes: Changes
 ) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    theirs = state_dict["param_groups"]
+    saved_groups = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != [len(group["params"]) for group in theirs]:
+    if sizes != [len(group["params"]) for group in saved_groups]:
         return  # torch itself refuses this in a moment
     header: Any = state_dict.get(schema.HEADER)
-    names = [
-        [name and bare_name(name) for name in its] for its in (header or {}).get("names") or []
-    ]
+    saved_names = (header or {}).get("names") or []
+    names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
-    for number, (group, its) in enumerate(zip(optimizer.param_groups, theirs, strict=True)):
-        optimizer._check_options(its, number)
-        schema.check_hyperparameters(its, group, number)
-        for position, key in enumerate(its["params"]):
+    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
+    for number, (group, saved_group) in enumerate(pairs):
+        optimizer._check_options(saved_group, number)
+        schema.check_hyperparameters(saved_group, group, number)
+        for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
                 parameter, label = group["params"][position], optimizer.label(number, position)
-                shard, options = shard_of(parameter), {**group, **its}
+                shard, options = shard_of(parameter), {**group, **saved_group}
                 if header is None:
                     formats = [
                         optimizer.recipe.format_of(role, shard.shape, parameter.dtype)
@@ -241,10 +245,10 @@ def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict
 
     What torch.distributed.checkpoint has loaded in place needs no copy.
     """
-    seen = to_view(own)
+    view = to_view(own)
     copy = dict(state)
     for key, each in state.items():
-        if same_memory(each, seen.get(key)):
+        if same_memory(each, view.get(key)):
             copy[key] = own[key]
         elif isinstance(each, Tensor):
             copy[key] = each.clone()

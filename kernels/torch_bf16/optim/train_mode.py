@@ -15,13 +15,13 @@ __all__ = ["averaged", "follow"]
 
 
 @contextmanager
-def averaged(*given: Any) -> Iterator[list[Any]]:
+def averaged(*optimizers: Any) -> Iterator[list[Any]]:
     """Within the context, weights of schedule-free optimizers are the averages.
 
     Those in train mode are put into eval mode and back; all others are left as they are.
 
     Args:
-        given: optimizers, and modules for those that :func:`follow` them; anything else is ignored.
+        optimizers: and modules for those that :func:`follow` them; anything else is ignored.
 
     Yields:
         The optimizers that were in train mode.
@@ -30,8 +30,8 @@ def averaged(*given: Any) -> Iterator[list[Any]]:
         >>> with torch_bf16.averaged(optimizer):
         ...     weights = torch_bf16.fp32_state_dict(model, optimizer)
     """
-    found = [o for each in given for o in (_followers(each) if _is_module(each) else [each])]
-    switched = [each for each in _unique(found) if _trains(each)]
+    every = [o for each in optimizers for o in (_followers(each) if _is_module(each) else [each])]
+    switched = [each for each in _unique(every) if _trains(each)]
     try:
         for each in switched:
             each.eval()
@@ -60,13 +60,13 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
         >>> model = model.eval()
     """
     check_module("follow", model)
-    known = model.__dict__.get("train")
-    found = [each for each in optimizers if callable(getattr(each, "eval", None))]
-    if found and not isinstance(known, _Train):
-        known = model.__dict__["train"] = _Train(model)
-    if isinstance(known, _Train):
-        known.optimizers.update(found)
-        known.switch(model.training)
+    train = model.__dict__.get("train")
+    switchable = [each for each in optimizers if callable(getattr(each, "eval", None))]
+    if switchable and not isinstance(train, _Train):
+        train = model.__dict__["train"] = _Train(model)
+    if isinstance(train, _Train):
+        train.optimizers.update(switchable)
+        train.switch(model.training)
 
 
 class _Train:
@@ -90,8 +90,8 @@ class _Train:
         return _Train, (self._model(),)
 
 
-def _is_module(given: Any) -> bool:
-    return isinstance(given, nn.Module)
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def _followers(model: nn.Module) -> list[Any]:
@@ -99,10 +99,10 @@ def _followers(model: nn.Module) -> list[Any]:
     return [o for each in methods if isinstance(each, _Train) for o in each.optimizers]
 
 
-def _trains(given: Any) -> bool:
-    groups = getattr(given, "param_groups", ())
-    return callable(getattr(given, "eval", None)) and any(g.get("train_mode") for g in groups)
+def _trains(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return callable(getattr(optimizer, "eval", None)) and any(g.get("train_mode") for g in groups)
 
 
-def _unique(given: list[Any]) -> list[Any]:
-    return list({id(each): each for each in given}.values())
+def _unique(values: list[Any]) -> list[Any]:
+    return list({id(each): each for each in values}.values())

@@ -131,14 +131,14 @@ def shown_like(tensor: Tensor, memory: Tensor) -> Tensor:
     return shown
 
 
-def same_memory(given: Any, own: Any) -> bool:
+def same_memory(one: Any, other: Any) -> bool:
     """Whether two tensors are one and the same, seen through two objects."""
-    if not isinstance(given, Tensor) or not isinstance(own, Tensor):
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    if given is own:
+    if one is other:
         return True
-    known = given.shape == own.shape and given.layout == torch.strided and not local(own).is_meta
-    return known and _place(given) == _place(own)
+    comparable = one.shape == other.shape and one.layout == torch.strided
+    return comparable and not local(other).is_meta and _place(one) == _place(other)
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

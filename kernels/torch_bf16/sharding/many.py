@@ -77,31 +77,31 @@ class Parameters:
         Raises:
             AttributeError: a DTensor has a gradient that is none.
         """
-        found: list[Any] = [*map(_GRADIENT, self._parameters)]
+        gradients: list[Any] = [*map(_GRADIENT, self._parameters)]
         if not self._sharded:
-            return found, True
-        pairs = zip(found, self._flags, strict=True)
+            return gradients, True
+        pairs = zip(gradients, self._flags, strict=True)
         placed = [each for each, flag in pairs if flag and each is not None]
         here = self._sharded
         if len(placed) < len(here):
             here = [each for each in here if each.grad is not None]
-        pairs = zip(found, self._flags, strict=True)
-        found = [g._local_tensor if flag and g is not None else g for g, flag in pairs]
+        pairs = zip(gradients, self._flags, strict=True)
+        gradients = [g._local_tensor if flag and g is not None else g for g, flag in pairs]
         fitting = [each._spec.placements for each in placed] == [
             each._spec.placements for each in here
         ] and [each._local_tensor.shape for each in placed] == [
             each._local_tensor.shape for each in here
         ]
-        return found, fitting
+        return gradients, fitting
 
     def versions(self) -> list[int]:
         """Numbers that a write to a parameter raises."""
         with no_torch_function():
             first, *below = self._layers
-            found = map(_VERSION, first)
+            versions = map(_VERSION, first)
             for row in below:
-                found = map(add, found, map(_VERSION, row))
-            return [*found]
+                versions = map(add, versions, map(_VERSION, row))
+            return [*versions]
 
     def sum_of_versions(self) -> int:
         """Their sum, in less time."""

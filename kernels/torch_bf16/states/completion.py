@@ -63,7 +63,7 @@ def complete_state(
             parameter that is fp32 now.
     """
     factors = {each.name for each in rule.stage_states if each.shape is not None}
-    given, state = state, _take_states(state, shard, factors, label)
+    source, state = state, _take_states(state, shard, factors, label)
     with prefix_errors(lambda: label):
         home = Home.of(shard, recipe)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
@@ -88,7 +88,7 @@ def complete_state(
         for each in rule.stage_states
         if each.name in factors
     }
-    return place_states(complete, given, shard) | whole
+    return place_states(complete, source, shard) | whole
 
 
 def complete_moment(
@@ -264,20 +264,22 @@ def _first_master(shard: Shard, dtype: torch.dtype, home: Home) -> Tensor:
     return home.put(shard.memory.to(dtype))
 
 
-def place_states(here: Mapping[str, Any], given: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+def place_states(
+    here: Mapping[str, Any], source: Mapping[str, Any], shard: Shard
+) -> dict[str, Any]:
     """This rank's parts of a state, placed like the parameter.
 
     Args:
         here: by name; what is not a tensor stays as it is, and so does ``step``.
-        given: what they were made from: what is in place already stays the tensor it is.
+        source: what they were made from: what is in place already stays the tensor it is.
         shard: of the parameter.
     """
     placed = dict(here)
     for key, each in here.items():
         if key == "step" or not isinstance(each, Tensor):
             continue
-        in_place = key in given and local(given[key]) is each
-        placed[key] = given[key] if in_place else shard.place(each, _whole_shape(key, shard))
+        in_place = key in source and local(source[key]) is each
+        placed[key] = source[key] if in_place else shard.place(each, _whole_shape(key, shard))
     return placed
 
 

@@ -31,8 +31,8 @@ def folder() -> Path | None:
     None where it cannot be written.
     """
     try:
-        if told := os.environ.get("TORCH_BF16_CACHE"):
-            place = Path(told)
+        if chosen := os.environ.get("TORCH_BF16_CACHE"):
+            place = Path(chosen)
         else:
             place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-bf16"
         place.mkdir(parents=True, exist_ok=True)

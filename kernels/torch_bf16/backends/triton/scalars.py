@@ -138,14 +138,14 @@ class DeviceScalars:
         self._used: list[int] = used.tolist()
         self._present = self._used
         self._values, self._rows = Table(device), Table(device)
-        self._given: list[Any] = []
+        self._inputs: list[Any] = []
         self._key: list[Any] = []
         self._encoded = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
         self._made: tuple[Tensor, Callable[..., None], list[ScalarRows]] | None = None
         self._tables: tuple[Tensor, ...] = ()
         self._taking_part: np.ndarray | None = None
-        self._there = np.ones(len(rows), bool)
+        self._counted = np.ones(len(rows), bool)
         self._places: np.ndarray | None = None
 
     def set(
@@ -174,26 +174,26 @@ class DeviceScalars:
         A CUDA graph of a launch alone computes, at each replay, from what was brought last.
         """
         self._select(taking_part)
-        given: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
+        values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
         for number in self._present:
             group = groups[number]
             try:
-                given += (*self._rule.options(group), sign_of(group))
+                values += (*self._rule.options(group), sign_of(group))
             except (LookupError, TypeError, ValueError):
                 evaluate(self._rule, group, number, 1)
                 raise
-        width = (len(given) - _OF_STEP) // len(self._present)
+        width = (len(values) - _OF_STEP) // len(self._present)
         # The same Python numbers have the same values; a tensor or an array may have been written.
-        if not all_same(given, self._given):
-            self._encode(groups, given, width)
-            constant = all(isinstance(each, float | int | None) for each in given)
-            self._given = given if constant else []
+        if not all_same(values, self._inputs):
+            self._encode(groups, values, width)
+            constant = all(isinstance(each, float | int | None) for each in values)
+            self._inputs = values if constant else []
         table, _, scalars = self._made or self._make(width - 1)
         if self._places is None:
-            absent = np.where(self._there, 0, _ABSENT)
+            absent = np.where(self._counted, 0, _ABSENT)
             self._places = (_OF_STEP + self._place * width + absent).astype(np.int64)
-        rows, values = self._rows.of(self._places), self._values.of(self._encoded)
-        self._tables = rows, values, self._counter, table
+        rows, table_of_values = self._rows.of(self._places), self._values.of(self._encoded)
+        self._tables = rows, table_of_values, self._counter, table
         return scalars
 
     def launch(self) -> None:
@@ -209,7 +209,7 @@ class DeviceScalars:
         """
         if updated is None or self._made is None:
             return
-        undone = np.ones(len(self._there), np.float32)
+        undone = np.ones(len(self._counted), np.float32)
         undone[self._row_of[updated]] = 0.0
         # The last column is 1 where a counter was not raised.
         raised = 1.0 - self._made[0][:, -1]
@@ -220,46 +220,46 @@ class DeviceScalars:
         if taking_part is not self._taking_part:
             self._taking_part = taking_part
             counted = self._row_of if taking_part is None else self._row_of[taking_part]
-            self._there = np.zeros(len(self._there), bool)
-            self._there[counted] = True
-            self._present = [self._used[n] for n in np.unique(self._place[self._there])]
+            self._counted = np.zeros(len(self._counted), bool)
+            self._counted[counted] = True
+            self._present = [self._used[n] for n in np.unique(self._place[self._counted])]
             self._places = None
 
     def _encode(
-        self, groups: Sequence[Mapping[str, Any]], given: Sequence[Any], width: int
+        self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
     ) -> None:
         """Make the table of what the step was told and of the options of each group.
 
         Args:
             groups: the optimizer's.
-            given: both, options group by group, for the groups that take part.
+            values: both, options group by group, for the groups that take part.
             width: how many each of those has.
 
         Raises:
             ValueError: no step follows from a group's options.
         """
         self._converted = []
-        of_step = zip(given[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
-        key = [self._seen(value, default) for value, default in of_step]
-        found: dict[int, list[float | int]] = {}
+        of_step = zip(values[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
+        key = [self._encode_value(value, default) for value, default in of_step]
+        options: dict[int, list[float | int]] = {}
         for place, number in enumerate(self._present):
             first = _OF_STEP + place * width
             try:
-                found[number] = [*map(self._seen, given[first : first + width])]
+                options[number] = [*map(self._encode_value, values[first : first + width])]
             except (TypeError, ValueError):
                 evaluate(self._rule, groups[number], number, 1)
                 raise
         for number in self._used:
-            key += found.get(number) or [0.0] * width
+            key += options.get(number) or [0.0] * width
         if key == self._key:
             return
         if key[_OF_STEP:] != self._key[_OF_STEP:]:
-            for number, its in found.items():
-                if all(isinstance(each, float) for each in its):
+            for number, numbers in options.items():
+                if all(isinstance(each, float) for each in numbers):
                     evaluate(self._rule, groups[number], number, 1)
         self._encoded, self._key = _encoded(key), key
 
-    def _seen(self, value: Any, default: float = 0.0) -> float | int:
+    def _encode_value(self, value: Any, default: float = 0.0) -> float | int:
         """A number as a float, a tensor on the device as its address and kind."""
         if value is None:
             return default

@@ -21,8 +21,8 @@ _NOTHING = contextlib.nullcontext()
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """The device that Triton launches on, as a context."""
     # To enter one takes longer than to ask.
-    there = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return _NOTHING if there else torch.cuda.device(device)
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _NOTHING if is_current else torch.cuda.device(device)
 
 
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
