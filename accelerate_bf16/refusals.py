@@ -33,13 +33,13 @@ def refuse_engine(mode: str, engine: str) -> None:
         )
 
 
-def refuse_scripts_mode(mode: str, own: str) -> None:
+def refuse_scripts_mode(mode: str, named: str) -> None:
     """Raise if ``BF16_MODE`` cannot take the place of the mode that a script names."""
-    if own not in ("no", "bf16"):
+    if named not in ("no", "bf16"):
         raise ValueError(
-            f"BF16_MODE={mode} cannot take the place of mixed_precision={own!r}, which the script "
-            "names: it takes that of 'no' and 'bf16'. Have the script name one of these, or none; "
-            f"or unset BF16_MODE (accelerate launch sets it) to train in {own!r}"
+            f"BF16_MODE={mode} cannot take the place of mixed_precision={named!r}, which the "
+            "script names: it takes that of 'no' and 'bf16'. Have the script name one of these, or none; "
+            f"or unset BF16_MODE (accelerate launch sets it) to train in {named!r}"
         )
 
 

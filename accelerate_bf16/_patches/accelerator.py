@@ -96,29 +96,29 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
 
     with _preparing(accelerator, mode) as preparation:
         # Also those that an Accelerator has prepared: it may have been one without our mode.
-        given = [each for each in args if isinstance(each, Module)]
+        modules = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         if uses_deepspeed(accelerator):
             if not optimizers:
                 return original(accelerator, *args, **kwargs)
-            preparation.convert(given, optimizers)
-            preparation.get_ready_for_deepspeed(given, schedulers(args))
+            preparation.convert(modules, optimizers)
+            preparation.get_ready_for_deepspeed(modules, schedulers(args))
             result = original(accelerator, *args, **kwargs)
             preparation.note_engine(attach(accelerator))
             # Only now: the engine casts.
-            for model in given:
+            for model in modules:
                 models.carry_autocast(model, accelerator, preparation.compute_for(model))
             return result
         if _fsdp_version(accelerator) != 2:
-            preparation.run(given, optimizers)
+            preparation.run(modules, optimizers)
             return original(accelerator, *args, **kwargs)
 
         # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
         # that exact masters start from fp32 shards, also where only the first rank has loaded the
         # weights and the others get theirs from it.
         wrapped = _wrapped(accelerator)
-        new = [each for each in given if each not in wrapped]
-        preparation.convert(given, optimizers)
+        new = [each for each in modules if each not in wrapped]
+        preparation.convert(modules, optimizers)
         with separate_groups(preparation.fp32_groups(new)):
             result = original(accelerator, *args, **kwargs)
         prepared = [each for each in accelerator._models if each not in wrapped]
@@ -227,8 +227,8 @@ def get_state_dict(original: Any, accelerator: Any, mode: str, *args: Any, **kwa
     from accelerate_bf16.optimizers import ours
 
     with torch_bf16.averaged(*ours(accelerator._optimizers)) as switched:
-        found = original(accelerator, *args, **kwargs)
-        return copy.deepcopy(found) if switched else found
+        state_dict = original(accelerator, *args, **kwargs)
+        return copy.deepcopy(state_dict) if switched else state_dict
 
 
 @_in_our_modes

@@ -52,13 +52,13 @@ def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     def fully_shard(module: Any, **options: Any) -> Any:
         whole = list(module) if isinstance(module, (list, tuple)) else [module]
-        own = {**options, "mp_policy": replace(options["mp_policy"], param_dtype=None)}
+        in_fp32 = {**options, "mp_policy": replace(options["mp_policy"], param_dtype=None)}
         if inside.issuperset(map(id, whole)):
-            return original(module, **own)
+            return original(module, **in_fp32)
         for each in whole:
             for sub in each.modules():
                 if id(sub) in apart and not isinstance(sub, fsdp.FSDPModule):
-                    original(sub, **own)
+                    original(sub, **in_fp32)
         rest = [each for each in whole if not isinstance(each, fsdp.FSDPModule)]
         if not rest:
             return module

@@ -29,18 +29,18 @@ def rename(module: Any, patches: Patches) -> None:
         state["_mixed_precision"] = mode
 
 
-def _decide(own: str) -> tuple[str, str | None]:
+def _decide(named: str) -> tuple[str, str | None]:
     """Which mode counts where a script names one itself, and the line that says so."""
-    mode, asked = meant(), canonical(os.environ.get(LAUNCHED))
-    if mode is not None and own != mode:
-        refuse_scripts_mode(mode, own)
-        return mode, f"mixed_precision={own!r} in the script becomes {mode!r}: {MEANT}={mode}"
-    if mode is None and asked and canonical(own) is None:
-        return own, (
-            f"mixed_precision={own!r} in the script wins over {LAUNCHED}={asked}: this trains in "
-            f"{own!r}. {MEANT}={asked}, which accelerate launch sets, means it even then"
+    mode, launched_mode = meant(), canonical(os.environ.get(LAUNCHED))
+    if mode is not None and named != mode:
+        refuse_scripts_mode(mode, named)
+        return mode, f"mixed_precision={named!r} in the script becomes {mode!r}: {MEANT}={mode}"
+    if mode is None and launched_mode and canonical(named) is None:
+        return named, (
+            f"mixed_precision={named!r} in the script wins over {LAUNCHED}={launched_mode}: this "
+            f"trains in {named!r}. {MEANT}={launched_mode}, which accelerate launch sets, means it even then"
         )
-    return own, None
+    return named, None
 
 
 def init(original: Any) -> Any:
@@ -62,13 +62,13 @@ def init(original: Any) -> Any:
             refuse_engine(mode, "MEGATRON_LM")
         complete_configs(kwargs.get("deepspeed_plugin"))
         plugin = kwargs.get("fsdp_plugin")
-        own = getattr(plugin, "mixed_precision_policy", None)
+        given_policy = getattr(plugin, "mixed_precision_policy", None)
         # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.
         original(self, "bf16", *args, **kwargs)
         self._mixed_precision = mode
         if line and self.is_main_process:
             show(line)
-        if self.distributed_type.value == "FSDP" and plugin is not None and own is None:
+        if self.distributed_type.value == "FSDP" and plugin is not None and given_policy is None:
             from accelerate_bf16.sharding import policy
 
             plugin.mixed_precision_policy = policy(getattr(plugin, "fsdp_version", 1))

@@ -90,19 +90,19 @@ def save_averages(original: Any) -> Any:
 
 def post_init(original: Any) -> Any:
     """Name the mode that ``optim`` or the launcher asks for."""
-    told: list[str] = []
+    written: list[str] = []
 
     def __post_init__(self: Any) -> None:
         # What earlier arguments have put there is no launcher's word.
-        if told and os.environ.get(LAUNCHED) == told.pop():
+        if written and os.environ.get(LAUNCHED) == written.pop():
             del os.environ[LAUNCHED]
-        asked = launched()
+        launched_mode = launched()
         original(self)
-        own = getattr(self, "mixed_precision", None)
-        mode = _mode_of(self, asked)
+        named = getattr(self, "mixed_precision", None)
+        mode = _mode_of(self, launched_mode)
         if mode is None:
             return
-        refuse_arguments(mode, self, asked)
+        refuse_arguments(mode, self, launched_mode)
         # It imports from Accelerate, which is being imported when this module is.
         from accelerate_bf16.recipe_options import from_environment
 
@@ -110,21 +110,21 @@ def post_init(original: Any) -> Any:
             refuse_late_clipping(self)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode
-        if own is None:
+        if named is None:
             # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
             os.environ[LAUNCHED] = mode
-            if asked is None:
-                told.append(mode)
+            if launched_mode is None:
+                written.append(mode)
         # The weights are bf16 already; module.to(bf16) would round rotary frequencies on top.
         self.bf16_full_eval = False
 
     return __post_init__
 
 
-def _mode_of(arguments: Any, asked: str | None) -> str | None:
+def _mode_of(arguments: Any, launched_mode: str | None) -> str | None:
     """The mode that arguments name, or the launcher."""
-    own = canonical(getattr(arguments, "mixed_precision", None))
-    return OPTIMIZERS.get(_name(arguments.optim)) or asked or own
+    named = canonical(getattr(arguments, "mixed_precision", None))
+    return OPTIMIZERS.get(_name(arguments.optim)) or launched_mode or named
 
 
 def _name(optimizer: Any) -> str:

@@ -29,13 +29,14 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
     family = parts[: 2 if parts[0] == "lightning" else 1]
 
     def _check_and_init_precision(connector: Any) -> Any:
-        name, given = getattr(connector, flag), getattr(connector, instance)
-        named = given is None and isinstance(name, str) and name in torch_bf16.RECIPES
-        if not named and not isinstance(given, PrecisionBody):
+        name: Any = getattr(connector, flag)
+        plugin: Any = getattr(connector, instance)
+        named = plugin is None and isinstance(name, str) and name in torch_bf16.RECIPES
+        if not named and not isinstance(plugin, PrecisionBody):
             return original(connector)
         host = importlib.import_module(f"lightning_bf16.{family[-1]}")
-        own = host.BF16Precision
-        plugin: Any = own(name) if named else given
+        expected = host.BF16Precision
+        plugin = expected(name) if named else plugin
         strategy = type(connector.strategy)
         for kind in strategy.__mro__:
             if kind.__name__ in _REFUSED:
@@ -44,12 +45,12 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                     f"{_REFUSED[kind.__name__]}. Use strategy='ddp', FSDP2 or tensor parallelism "
                     "through ModelParallelStrategy, or precision='bf16-true'"
                 )
-        if not isinstance(plugin, (own, host.BF16DeepSpeedPrecision)):
+        if not isinstance(plugin, (expected, host.BF16DeepSpeedPrecision)):
             # Fabric, say, takes a Trainer's plugin and never calls its connect.
             kind = type(plugin)
             raise TypeError(
                 f"{kind.__module__}.{kind.__name__} cannot be used in {'.'.join(family)}, which "
-                f"calls other methods of it. Use {own.__module__}.BF16Precision with the same "
+                f"calls other methods of it. Use {expected.__module__}.BF16Precision with the same "
                 "options"
             )
         if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):

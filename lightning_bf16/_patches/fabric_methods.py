@@ -67,9 +67,9 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
     """Convert the optimizers before Fabric wraps them."""
     converted = plugin.convert_optimizers(optimizers)
     for module in _wrapped:
-        own = [each for each in optimizers if _trains(each, module)]
-        plugin.attach(module, own)
-        for optimizer in own:
+        its_optimizers = [each for each in optimizers if _trains(each, module)]
+        plugin.attach(module, its_optimizers)
+        for optimizer in its_optimizers:
             torch_bf16.follow(module, optimizer)
     plugin.announce(converted)
     return original(*optimizers)
