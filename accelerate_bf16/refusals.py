@@ -38,8 +38,8 @@ def refuse_scripts_mode(mode: str, named: str) -> None:
     if named not in ("no", "bf16"):
         raise ValueError(
             f"BF16_MODE={mode} cannot take the place of mixed_precision={named!r}, which the "
-            "script names: it takes that of 'no' and 'bf16'. Have the script name one of these, or none; "
-            f"or unset BF16_MODE (accelerate launch sets it) to train in {named!r}"
+            "script names: it takes that of 'no' and 'bf16'. Have the script name one of these, or "
+            f"none; or unset BF16_MODE (accelerate launch sets it) to train in {named!r}"
         )
 
 

@@ -38,7 +38,8 @@ def _decide(named: str) -> tuple[str, str | None]:
     if mode is None and launched_mode and canonical(named) is None:
         return named, (
             f"mixed_precision={named!r} in the script wins over {LAUNCHED}={launched_mode}: this "
-            f"trains in {named!r}. {MEANT}={launched_mode}, which accelerate launch sets, means it even then"
+            f"trains in {named!r}. {MEANT}={launched_mode}, which accelerate launch sets, means it "
+            "even then"
         )
     return named, None
 
