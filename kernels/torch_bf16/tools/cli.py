@@ -97,14 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m torch_bf16", description=__doc__)
     run: Any = None
     commands = parser.add_subparsers(dest="command", required=True)
-    its = {name: commands.add_parser(name, help=each.help) for name, each in _COMMANDS.items()}
-    asked = next(iter(arguments), "")
-    if asked in its:
-        declare, run = _COMMANDS[asked].load()
-        declare(its[asked])
+    parsers = {name: commands.add_parser(name, help=each.help) for name, each in _COMMANDS.items()}
+    command = next(iter(arguments), "")
+    if command in parsers:
+        declare, run = _COMMANDS[command].load()
+        declare(parsers[command])
     passed_on = arguments
-    if asked in its and _COMMANDS[asked].passes_on:
+    if command in parsers and _COMMANDS[command].passes_on:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         arguments, passed_on = arguments[:end], arguments[end + 1 :]
     options = parser.parse_args(arguments)
-    return ended(asked, lambda: run(options, passed_on))
+    return ended(command, lambda: run(options, passed_on))

@@ -245,8 +245,8 @@ def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str
     """The baseline first; the libraries that are missing; the baseline's name."""
     if options.rules:
         return list(every_rule(options.backend)), {}, BASE
-    asked = [name for names in options.against for name in names]
-    peers = {name: PEERS[name] for name in asked}
+    against = [name for names in options.against for name in names]
+    peers = {name: PEERS[name] for name in against}
     known = {each.name: each for peer in PEERS.values() for each in peer.entries}
     recipes = ours([name for names in options.recipes for name in names], options.backend)
     known |= {each.name: each for each in recipes}

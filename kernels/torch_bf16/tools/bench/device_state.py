@@ -49,8 +49,8 @@ def device_state(device: torch.device) -> dict[str, Any]:
         return {"unknown": f"nvidia-smi: {error}"}
     values = [_value(each.strip()) for each in done.stdout.strip().split(",")]
     if done.returncode or len(values) != len(_FIELDS):
-        said = " ".join((done.stdout + done.stderr).split())
-        return {"unknown": f"nvidia-smi ended with {done.returncode}: {said[:200]}"}
+        output = " ".join((done.stdout + done.stderr).split())
+        return {"unknown": f"nvidia-smi ended with {done.returncode}: {output[:200]}"}
     return dict(zip(_FIELDS, values, strict=True))
 
 

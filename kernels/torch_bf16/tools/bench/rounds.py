@@ -204,7 +204,7 @@ def _start(
                 running.append(Running(each, shapes, clock))
         # Whatever a library raises is its own failure. Not kept: it holds the tensors.
         except Exception as raised:
-            error = _told(raised)
+            error = _one_line(raised)
             out_of_memory = isinstance(raised, torch.OutOfMemoryError)
         if error is None:
             progress(f"{each.name}: first step {running[-1].first_step:.2f} s")
@@ -261,7 +261,7 @@ def _each(
         try:
             act(each)
         except Exception as raised:
-            failures[each.entry.name] = _told(raised)
+            failures[each.entry.name] = _one_line(raised)
             each.close()
             running.remove(each)
 
@@ -283,6 +283,6 @@ def _result(each: Running, references: Sequence[np.ndarray], interleaved: bool) 
     )
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

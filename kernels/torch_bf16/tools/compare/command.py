@@ -170,8 +170,8 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
         by_row[run.row].append(run)
     about = {"what": plan.subject.name, "measure": "training loss"}
     found = _analysed(by_row, reference, about)
-    for row, shown in zip(rows, found["rows"], strict=True):
-        shown["described"] = row.described
+    for row, result in zip(rows, found["rows"], strict=True):
+        result["described"] = row.described
     found["settings"] = {
         **{"steps": plan.steps, "seeds": options.seeds or _SEEDS, "schedule": plan.schedule},
         **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),

@@ -140,12 +140,12 @@ def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
         line = Curve(row["name"], colour[row["name"]], row["difference"]["mean"])
         drawn = panel(found["steps"], line, row["difference"]["half"], scale)
         against = row["against"]
-        said = f"{against['mean']:+.4f} at the end"
+        caption = f"{against['mean']:+.4f} at the end"
         if against["low"] is not None:
-            said += f" ({against['low']:+.4f} to {against['high']:+.4f})"
+            caption += f" ({against['low']:+.4f} to {against['high']:+.4f})"
         panels.append(
             f'<figure><h3 style="color:{line.colour}">{escape(row["name"])}</h3>'
-            f"<figcaption>{escape(said.replace('-', chr(0x2212)))}</figcaption>{drawn}</figure>"
+            f"<figcaption>{escape(caption.replace('-', chr(0x2212)))}</figcaption>{drawn}</figure>"
         )
     band = "with its 95 % band" if edges else "of one pair, which has no band"
     why = (
@@ -198,10 +198,10 @@ def _times(rows: Sequence[Mapping[str, Any]], colour: Mapping[str, str]) -> str:
             f'<div class="range mark"><i style="left:{low:.2f}%;width:{high - low:.2f}%;{ink}"></i>'
             f'<b style="left:{middle:.2f}%;{ink}"></b></div>'
         )
-        said = f"{row['ms']['p50']:.3g} ms"
+        label = f"{row['ms']['p50']:.3g} ms"
         if row["optimizer_ms"]:
-            said += f" <small>optimizer {row['optimizer_ms']['p50']:.2g}</small>"
-        lines += _bar(row["name"], colour, drawn, said)
+            label += f" <small>optimizer {row['optimizer_ms']['p50']:.2g}</small>"
+        lines += _bar(row["name"], colour, drawn, label)
     why = "The mark is the median, the bar reaches from the 10th to the 90th percentile, from 0."
     return (
         f'<section><h2>Time per step</h2><p class="quiet">{why}</p>'
@@ -299,17 +299,16 @@ def _environment(found: Mapping[str, Any]) -> str:
         [("command", f"<code>{escape(found['command'])}</code>")] if "command" in found else []
     )
     for row in found["rows"]:
-        told = "; ".join(each for each in (row.get("described"), _told(row["options"])) if each)
-        if told:
-            entries.append((row["name"], escape(told)))
+        parts = row.get("described"), _options_that_are_on(row["options"])
+        if description := "; ".join(filter(None, parts)):
+            entries.append((row["name"], escape(description)))
     for part in ("settings", "environment"):
         entries += [(name, escape(str(value))) for name, value in found.get(part, {}).items()]
-    shown = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in entries)
-    return f"<section><h2>How it was made</h2><dl>{shown}</dl></section>" if shown else ""
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in entries)
+    return f"<section><h2>How it was made</h2><dl>{items}</dl></section>" if items else ""
 
 
-def _told(options: str) -> str:
-    """Options of an optimizer that are on."""
+def _options_that_are_on(options: str) -> str:
     return re.sub(r", \w+=False", "", options)
 
 

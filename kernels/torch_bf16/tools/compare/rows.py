@@ -64,7 +64,7 @@ class Choice:
             made = self.make(parameters, lr=lr, **self.options)
         # It is somebody else's code.
         except Exception as error:
-            raise ValueError(f"{self.text} cannot be made: {_said(error)}") from error
+            raise ValueError(f"{self.text} cannot be made: {_one_line(error)}") from error
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"{self.text} made a {type(made).__name__} and no optimizer")
         return made
@@ -241,5 +241,5 @@ def _to_bf16(value: Any) -> Any:
     return value.bfloat16() if floats else value
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}"

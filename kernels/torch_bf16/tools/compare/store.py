@@ -117,9 +117,9 @@ class Store:
         }
 
     def _check(self, path: Path, origin: Mapping[str, Any], row: Row) -> None:
-        asked = self._origin(row)
+        wanted = self._origin(row)
         other = [
-            f"{k} {origin.get(k)!r} and not {v!r}" for k, v in asked.items() if origin.get(k) != v
+            f"{k} {origin.get(k)!r} and not {v!r}" for k, v in wanted.items() if origin.get(k) != v
         ]
         if other:
             raise ValueError(

@@ -248,10 +248,10 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> str:
-    shown = (
+    options = (
         f"{k}={v}" for k, v in optimizer.defaults.items() if isinstance(v, (int, float, tuple))
     )
-    return f"{type(optimizer).__name__}({', '.join(shown)})"
+    return f"{type(optimizer).__name__}({', '.join(options)})"
 
 
 def _seed(seed: int) -> None:

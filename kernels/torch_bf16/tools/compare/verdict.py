@@ -41,8 +41,10 @@ def judge(found: dict[str, Any]) -> None:
         ]
     near = [row for row in found["rows"] if row["verdict"] == FINE]
     # Chance explains the others' difference, which the table has.
-    told = near if len(near) <= _MOST else [row for row in near if not _by_chance(row["against"])]
-    sentences += [_sentence(row, found["reference"]) for row in told]
+    worth_saying = (
+        near if len(near) <= _MOST else [row for row in near if not _by_chance(row["against"])]
+    )
+    sentences += [_sentence(row, found["reference"]) for row in worth_saying]
     alone = [row for row in found["rows"] if row["verdict"] == UNTOLD and row["against"]]
     if alone:
         each = ", ".join(f"{row['name']} {row['against']['mean']:+.4f}" for row in alone)

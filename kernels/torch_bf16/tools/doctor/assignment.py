@@ -63,8 +63,8 @@ def _named(optimizer: OptimizerStates) -> dict[str, State]:
     groups = optimizer.groups
     names = optimizer.header.get("names") or [each.get("param_names", ()) for each in groups]
     found: dict[str, State] = {}
-    for its, group in zip(names, groups, strict=False):
-        for name, key in zip(its or (), group.get("params", ()), strict=False):
+    for names_of_group, group in zip(names, groups, strict=False):
+        for name, key in zip(names_of_group or (), group.get("params", ()), strict=False):
             if isinstance(name, str) and key in optimizer.state:
                 found[name] = optimizer.state[key], group
     # torch.distributed.checkpoint and FSDP put names in place of numbers.

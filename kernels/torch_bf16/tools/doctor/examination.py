@@ -188,10 +188,10 @@ def _pairs(
     if missing := len(mine) - len(pairs) - len(shapes):
         notes.append(f"{missing} weights of {after.path} are not in {before.path}")
     if not pairs:
-        here, there = ", ".join(list(mine)[:3]), ", ".join(list(before.tensors)[:3])
+        mine_first, theirs = ", ".join(list(mine)[:3]), ", ".join(list(before.tensors)[:3])
         raise CheckpointError(
-            f"{before.path} and {after.path} have no weight of one name and shape: {there} and so "
-            f"on there, {here} and so on here. They are not of one run"
+            f"{before.path} and {after.path} have no weight of one name and shape: {theirs} and so "
+            f"on there, {mine_first} and so on here. They are not of one run"
         )
     return pairs
 

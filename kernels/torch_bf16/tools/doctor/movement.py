@@ -108,13 +108,13 @@ class Movement:
         reference = self.reference
         if reference is None:
             return None
-        there = self.counts.nonzero().flatten().tolist()
-        found = None
-        for each in reversed(there):
+        exponents = self.counts.nonzero().flatten().tolist()
+        size = None
+        for each in reversed(exponents):
             if self.distances[each] >= 0.1 * reference * self.counts[each]:
                 break
-            found = 2.0 ** (each - _BIAS)
-        return found
+            size = 2.0 ** (each - _BIAS)
+        return size
 
 
 def movement(before: Read | None, after: Read, numel: int) -> Movement:

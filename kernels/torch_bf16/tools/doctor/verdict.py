@@ -69,9 +69,9 @@ def judge(found: Examination) -> Verdict:
     kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for each in findings:
         kinds[each.verdict, each.why, _kind(each.weight.name)].append(each)
-    told = [each for each in kinds.items() if each[0][0] != FINE]
-    sentences = [_sentence(*key, members, found, usual) for key, members in told[:_MOST]]
-    if more := told[_MOST:]:
+    unusual = [each for each in kinds.items() if each[0][0] != FINE]
+    sentences = [_sentence(*key, members, found, usual) for key, members in unusual[:_MOST]]
+    if more := unusual[_MOST:]:
         count = sum(len(members) for _, members in more)
         sentences.append(f"and {count} more weights of {len(more)} other kinds")
     bad = any(each.verdict in _BAD for each in findings)

@@ -128,9 +128,9 @@ def _made(
     known: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """torch's, with those of the options that it has."""
-    its = inspect.signature(known).parameters
-    given = {"lr": 1e-3, **options}
-    return known([parameter], **{key: each for key, each in given.items() if key in its})
+    accepted = inspect.signature(known).parameters
+    wanted = {"lr": 1e-3, **options}
+    return known([parameter], **{key: each for key, each in wanted.items() if key in accepted})
 
 
 def _scratch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:

@@ -170,8 +170,8 @@ def _hardware() -> Iterator[Obstacle]:
 
 def _caches() -> Iterator[Obstacle]:
     if folder() is None:
-        told = os.environ.get("TORCH_BF16_CACHE")
-        where = f"TORCH_BF16_CACHE={told}" if told else "the user's cache"
+        chosen = os.environ.get("TORCH_BF16_CACHE")
+        where = f"TORCH_BF16_CACHE={chosen}" if chosen else "the user's cache"
         yield Obstacle(
             "slow",
             f"{where} cannot be written: each process proves its kernels again",

@@ -61,7 +61,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         _say("no picture: matplotlib is missing (pip install 'torch-bf16[plots]')")
     try:
         with fresh_verdicts():
-            found = _found(options.device, arguments)
+            found = _examine(options.device, arguments)
     except KeyboardInterrupt:
         _say("interrupted: nothing was written")
         return INTERRUPTED
@@ -74,7 +74,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0 if found["passed"] else 1
 
 
-def _found(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
+def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     start, notes = time.perf_counter(), []
     place = environment(device)
     fast = "cpu" if device.type == "cpu" else "triton"

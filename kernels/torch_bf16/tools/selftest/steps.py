@@ -150,13 +150,13 @@ def differences(one: BF16Optimizer, other: BF16Optimizer) -> str | None:
     """Where the bits of weights and states of two optimizers differ; None where nowhere."""
     pairs = zip(_parameters(one), _parameters(other), strict=True)
     for number, (a, b) in enumerate(pairs):
-        here, there = (
+        states, others = (
             {"weight": p, **optimizer.state[p]} for p, optimizer in ((a, one), (b, other))
         )
-        if here.keys() != there.keys():
-            return f"parameter {number} has states {sorted(here)} and not {sorted(there)}"
-        for key in here:
-            wrong = _bytes(here[key]) != _bytes(there[key])
+        if states.keys() != others.keys():
+            return f"parameter {number} has states {sorted(states)} and not {sorted(others)}"
+        for key in states:
+            wrong = _bytes(states[key]) != _bytes(others[key])
             if count := int(wrong.sum()):
                 return f"{count} bytes of {key} of parameter {number} differ from eager's"
     return None
