@@ -108,7 +108,7 @@ class Planted(EagerBackend):
                 rows = dataclasses.replace(rows, table=table)
             if self.place == "load":
                 gradients = [_shifted(each) for each in gradients]
-            kernel(dataclasses.replace(inputs, scalars=rows, gradients=gradients))
+            kernel(inputs._replace(scalars=rows, gradients=gradients))
 
         run.compile, run.measure = kernel.compile, kernel.measure
         return run

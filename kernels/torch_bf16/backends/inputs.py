@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,8 +12,7 @@ from torch import Tensor
 __all__ = ["KernelInputs", "ScalarRows", "StepInputs"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """What one step was told besides the hyperparameters.
 
     Attributes:
@@ -55,8 +55,7 @@ class ScalarRows:
     table: np.ndarray | Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class KernelInputs:
+class KernelInputs(NamedTuple):
     """What one call of a kernel is given.
 
     Attributes:

@@ -6,7 +6,7 @@ A kernel adds to a tensor's sum what it holds of the tensor, in whole parts of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -61,4 +61,4 @@ def with_factors(rule: Rule, totals: Totals | None, inputs: KernelInputs) -> Ker
     scalars = inputs.scalars
     columns = np.asarray(scalars.table)[scalars.rows], np.array(factors, np.float32)[:, None]
     table = np.concatenate(columns, axis=1)
-    return replace(inputs, scalars=ScalarRows(scalars.steps, np.arange(len(table)), table))
+    return inputs._replace(scalars=ScalarRows(scalars.steps, np.arange(len(table)), table))
