@@ -86,9 +86,9 @@ class BF16RecipeKwargs(KwargsHandler):
                     "release_gradients=True was not asked for. Ask for it, or use "
                     "accelerator.clip_grad_norm_. Nothing was prepared"
                 )
-        given = self.to_kwargs().items()
+        options = self.to_kwargs().items()
         return torch_bf16.get_recipe(
-            mode, **{name: each for name, each in given if not name.startswith("release_")}
+            mode, **{name: value for name, value in options if not name.startswith("release_")}
         )
 
 
@@ -120,8 +120,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeK
 
 def options_of(accelerator: Any) -> BF16RecipeKwargs:
     """The options that an Accelerator was given, and the environment's where they are None."""
-    given = getattr(accelerator, "_bf16_recipe_options", None)
-    return (given or BF16RecipeKwargs()).over(from_environment())
+    handler = getattr(accelerator, "_bf16_recipe_options", None)
+    return (handler or BF16RecipeKwargs()).over(from_environment())
 
 
 def _parsed(variable: str, name: str, text: str) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .modes import LAUNCHED, MEANT
+from .modes import LAUNCHER_VARIABLE, MODE_VARIABLE
 
 _ENGINES = {
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
@@ -112,7 +112,8 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
     if launched not in (None, mode):
         raise ValueError(
             f"optim={optim!r} trains in {mode!r}, and "
-            f"the environment ({LAUNCHED}, {MEANT}) asks for {launched!r}. Keep one of the two"
+            f"the environment ({LAUNCHER_VARIABLE}, {MODE_VARIABLE}) asks for {launched!r}. Keep "
+            "one of the two"
         )
     of_optim = getattr(arguments, "optim_args", None)
     if optim == f"adamw_{mode.replace('-', '_')}" and of_optim:

@@ -29,13 +29,13 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
     family = parts[: 2 if parts[0] == "lightning" else 1]
 
     def _check_and_init_precision(connector: Any) -> Any:
-        name, given = getattr(connector, flag), getattr(connector, instance)
-        named = given is None and isinstance(name, str) and name in torch_bf16.RECIPES
-        if not named and not isinstance(given, PrecisionBody):
+        name, passed = getattr(connector, flag), getattr(connector, instance)
+        named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
+        if not named and not isinstance(passed, PrecisionBody):
             return original(connector)
         host = importlib.import_module(f"lightning_bf16.{family[-1]}")
-        own = host.BF16Precision
-        plugin: Any = own(name) if named else given
+        plugin_class = host.BF16Precision
+        plugin: Any = plugin_class(name) if named else passed
         strategy = type(connector.strategy)
         for kind in strategy.__mro__:
             if kind.__name__ in _REFUSED:
@@ -44,13 +44,13 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                     f"{_REFUSED[kind.__name__]}. Use strategy='ddp', FSDP2 or tensor parallelism "
                     "through ModelParallelStrategy, or precision='bf16-true'"
                 )
-        if not isinstance(plugin, (own, host.BF16DeepSpeedPrecision)):
+        if not isinstance(plugin, (plugin_class, host.BF16DeepSpeedPrecision)):
             # Fabric, say, takes a Trainer's plugin and never calls its connect.
             kind = type(plugin)
             raise TypeError(
                 f"{kind.__module__}.{kind.__name__} cannot be used in {'.'.join(family)}, which "
-                f"calls other methods of it. Use {own.__module__}.BF16Precision with the same "
-                "options"
+                f"calls other methods of it. Use {plugin_class.__module__}.BF16Precision with the "
+                "same options"
             )
         if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
             return _under_deepspeed(plugin, host.BF16DeepSpeedPrecision, connector.strategy.config)

@@ -19,17 +19,19 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
     is about fp16 alone, there as here. A module with nothing but such parameters is named itself,
     so that it computes in fp32 too.
     """
-    kept: set[str] = set()
+    names: set[str] = set()
     for prefix, module in model.named_modules():
         declared = getattr(module, "_keep_in_fp32_modules_strict", None)
         if not isinstance(declared, (list, tuple, set)) or not declared:
             continue
         # A star stands for one part of a name, as where transformers loads weights.
-        names = "|".join(re.escape(each).replace(r"\*", r"[^.]*") for each in sorted(declared))
-        pattern = re.compile(rf"(^|\.)({names})(\.|$)")
+        alternatives = "|".join(
+            re.escape(each).replace(r"\*", r"[^.]*") for each in sorted(declared)
+        )
+        pattern = re.compile(rf"(^|\.)({alternatives})(\.|$)")
         start = f"{prefix}." if prefix else ""
-        kept |= {start + name for name, _ in module.named_parameters() if pattern.search(name)}
-    return tuple(_gathered(model, kept))
+        names |= {start + name for name, _ in module.named_parameters() if pattern.search(name)}
+    return tuple(_by_module(model, names))
 
 
 def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
@@ -42,7 +44,7 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
         return ()
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    kept = []
+    names = []
     for prefix, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -52,8 +54,8 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
             adapters = getattr(layer, attribute, None)
             if isinstance(adapters, (nn.ModuleDict, nn.ParameterDict)):
                 named = adapters.named_parameters(f"{prefix}.{attribute}")
-                kept += [name for name, p in named if _is_plain_fp32(p)]
-    return tuple(kept)
+                names += [name for name, p in named if _is_plain_fp32(p)]
+    return tuple(names)
 
 
 def _is_plain_fp32(parameter: nn.Parameter) -> bool:
@@ -61,11 +63,11 @@ def _is_plain_fp32(parameter: nn.Parameter) -> bool:
     return type(parameter).__module__.startswith("torch.") and parameter.dtype == torch.float32
 
 
-def _gathered(model: nn.Module, kept: set[str]) -> Iterator[str]:
+def _by_module(model: nn.Module, names: set[str]) -> Iterator[str]:
     """Names of modules instead of their parameters' where all of those are kept."""
     for prefix, module in model.named_modules():
-        own = {name for name, _ in module.named_parameters(prefix)}
-        if prefix and own and own <= kept:
-            kept -= own
+        inside = {name for name, _ in module.named_parameters(prefix)}
+        if prefix and inside and inside <= names:
+            names -= inside
             yield prefix
-    yield from sorted(kept)
+    yield from sorted(names)
