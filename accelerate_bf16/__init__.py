@@ -43,9 +43,9 @@ def register() -> None:
         >>> accelerate_bf16.register()
     """
     try:
-        found = version("accelerate")
-        old = tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < _OLDEST
-        fault = f" and found {found}" if old else None
+        installed = version("accelerate")
+        is_too_old = tuple(int(n) for n in re.findall(r"\d+", installed)[:2]) < _OLDEST
+        fault = f" and found {installed}" if is_too_old else None
     except PackageNotFoundError:
         fault = ", which is not installed"
     if fault:

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-__all__ = ["autocast", "bare", "carry_autocast", "is_wrapped", "share_masters"]
+__all__ = ["autocast", "carry_autocast", "is_wrapped", "share_masters", "unwrap_model"]
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The user's own module, below DDP, FSDP1 and ``torch.compile``."""
     # The oldest Accelerate's own function cannot look below a compiled module.
     while True:
@@ -29,7 +29,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Whether an Accelerator has prepared this model and put a wrapper around it."""
-    return getattr(model, "_is_accelerate_prepared", False) and bare(model) is not model
+    return getattr(model, "_is_accelerate_prepared", False) and unwrap_model(model) is not model
 
 
 def autocast(
@@ -44,7 +44,7 @@ def carry_autocast(model: nn.Module, accelerator: Any, compute: str) -> None:
     """Let a cast model compute so wherever it is called, unwrapped too, and return fp32."""
     settings = _settings(accelerator.autocast_handler)
     torch_bf16.carry_autocast(
-        bare(model), compute=compute, map_tensors=recursively_apply, **settings
+        unwrap_model(model), compute=compute, map_tensors=recursively_apply, **settings
     )
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 __all__ = [
     "ALIASES",
-    "LAUNCHED",
-    "MEANT",
+    "LAUNCHER_VARIABLE",
     "MODES",
+    "MODE_VARIABLE",
     "ModeName",
     "canonical",
     "canonical_or_refuse",
+    "environment_mode",
     "in_use",
-    "launched",
-    "meant",
+    "overriding_mode",
 ]
 
 MODES: tuple[str, ...] = ("bf16-stochastic", "bf16-fp32-master")
@@ -25,10 +25,10 @@ MODES: tuple[str, ...] = ("bf16-stochastic", "bf16-fp32-master")
 ALIASES: dict[str, str] = {"true-bf16-stochastic": "bf16-stochastic"}
 """Other spellings, which Accelerate sees as the mode they stand for."""
 
-LAUNCHED = "ACCELERATE_MIXED_PRECISION"
+LAUNCHER_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 """Accelerate's own variable: the mode where a script names none."""
 
-MEANT = "BF16_MODE"
+MODE_VARIABLE = "BF16_MODE"
 """Our variable: the mode also where a script names one of Accelerate's."""
 
 
@@ -46,7 +46,7 @@ def canonical(value: object) -> str | None:
     return name if name in MODES else None
 
 
-def canonical_or_refuse(value: str, asked: str = LAUNCHED) -> str | None:
+def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | None:
     """Like :func:`canonical`, where Accelerate itself does not validate what was ``asked``.
 
     Raises:
@@ -67,26 +67,26 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHED) -> str | None:
     return mode
 
 
-def launched() -> str | None:
+def environment_mode() -> str | None:
     """The mode of ours that the environment names, whichever variable does.
 
     Raises:
         ValueError: a variable is misspelt.
     """
-    return meant() or canonical_or_refuse(os.environ.get(LAUNCHED, "no"))
+    return overriding_mode() or canonical_or_refuse(os.environ.get(LAUNCHER_VARIABLE, "no"))
 
 
-def meant() -> str | None:
+def overriding_mode() -> str | None:
     """The mode that ``BF16_MODE`` names, or None where it is empty or not set.
 
     Raises:
         ValueError: it names another.
     """
-    value = os.environ.get(MEANT, "").strip()
+    value = os.environ.get(MODE_VARIABLE, "").strip()
     mode = canonical(value)
     if value and mode is None:
         raise ValueError(
-            f"{MEANT}={value!r} is not one of the modes of torch-bf16, "
+            f"{MODE_VARIABLE}={value!r} is not one of the modes of torch-bf16, "
             f"{', '.join((*MODES, *ALIASES))}. Unset it for Accelerate's own"
         )
     return mode

@@ -10,7 +10,7 @@ import torch
 
 import torch_bf16
 
-from .optimizers import ours
+from .optimizers import converted_optimizers
 
 __all__ = ["PREFIX", "metrics_of", "watch"]
 
@@ -27,7 +27,7 @@ def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             "the next, or 0 for no monitor"
         )
     every = int(value)
-    for optimizer in ours(optimizers) if every else ():
+    for optimizer in converted_optimizers(optimizers) if every else ():
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
             # Where gradients are released, steps run inside backward, one parameter at a time.
             with suppress(ValueError):
@@ -36,12 +36,12 @@ def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
     """What their monitors have seen since the last call; ``bf16/...``, ``bf16_1/...`` and so on."""
-    found: dict[str, float] = {}
-    for number, optimizer in enumerate(ours(optimizers)):
+    metrics: dict[str, float] = {}
+    for number, optimizer in enumerate(converted_optimizers(optimizers)):
         for each in optimizer.observers:
             if isinstance(each, _Monitor):
-                found |= each.take_metrics(f"{PREFIX}_{number}" if number else PREFIX)
-    return found
+                metrics |= each.take_metrics(f"{PREFIX}_{number}" if number else PREFIX)
+    return metrics
 
 
 class _Monitor(torch_bf16.UpdateMonitor):

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 import torch_bf16
 
-__all__ = ["inner", "ours", "owns"]
+__all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
 
 
-def inner(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, below Accelerate's wrapper, or the converted one that it wraps itself.
 
     SAM, say, has its groups from a base that takes the steps, and that was converted before.
@@ -27,13 +27,13 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def ours(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
+def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
     """Those among some optimizers, prepared or bare, that were converted."""
-    found = map(inner, optimizers)
-    return [each for each in found if isinstance(each, torch_bf16.BF16Optimizer)]
+    unwrapped = map(unwrap_optimizer, optimizers)
+    return [each for each in unwrapped if isinstance(each, torch_bf16.BF16Optimizer)]
 
 
-def owns(optimizer: Optimizer, model: nn.Module) -> bool:
+def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates a parameter of a model."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in own for parameter in model.parameters())
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in trained for parameter in model.parameters())

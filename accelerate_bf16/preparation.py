@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 import torch_bf16
 
 from ._patches import patches
-from .kept_fp32 import fp32_adapters, fp32_parts
-from .models import bare, is_wrapped
-from .optimizers import inner, ours, owns
+from .fp32_parts import fp32_adapters, fp32_parts
+from .models import is_wrapped, unwrap_model
+from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
 from .refusals import refuse_under_deepspeed, refuse_wrapped
 from .sharding import fp32_groups
@@ -47,11 +47,11 @@ class Preparation:
         self.mode = mode
         self._options = options or BF16RecipeKwargs()
         self._recipe = self._options.recipe(mode)
-        self._models = _unique(map(bare, prepared_models))
-        self._optimizers: list[Any] = _unique(map(inner, prepared_optimizers))
+        self._models = _unique(map(unwrap_model, prepared_models))
+        self._optimizers: list[Any] = _unique(map(unwrap_optimizer, prepared_optimizers))
         self._cast: list[nn.Module] = []
         self._converted: list[Any] = []
-        self._adapted: list[nn.Module] = []
+        self._with_fp32_adapters: list[nn.Module] = []
         self._recipes: dict[int, torch_bf16.Recipe] = {}
         self._engines: list[Any] = []
 
@@ -67,21 +67,21 @@ class Preparation:
     def convert(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
         """The first half of :meth:`run`, after which models can be sharded while they are fp32."""
         for model in new_models:
-            dtypes = {p.dtype for p in bare(model).parameters()}
+            dtypes = {p.dtype for p in unwrap_model(model).parameters()}
             if not is_wrapped(model) or torch.bfloat16 not in dtypes:
                 refuse_wrapped(self.mode, model)
-        self._models = _unique([*self._models, *map(bare, new_models)])
-        self._optimizers = _unique([*self._optimizers, *map(inner, new_optimizers)])
+        self._models = _unique([*self._models, *map(unwrap_model, new_models)])
+        self._optimizers = _unique([*self._optimizers, *map(unwrap_optimizer, new_optimizers)])
         for optimizer in self._optimizers:
             if not isinstance(optimizer, torch_bf16.BF16Optimizer):
-                torch_bf16.convert(optimizer, self._recipe, model=self._names_for(optimizer))
+                torch_bf16.convert(optimizer, self._recipe, model=self._naming_module(optimizer))
                 self._converted.append(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
         """The second half of :meth:`run`."""
         for model in _unique(each for each in new_models if not is_wrapped(each)):
             again = getattr(model, "_is_accelerate_prepared", False)
-            model = bare(model)
+            model = unwrap_model(model)
             if model not in self._cast:
                 dtypes = [p.dtype for p in model.parameters()]
                 torch_bf16.cast_model(model, self._recipe_for(model))
@@ -95,7 +95,7 @@ class Preparation:
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 
-    def get_ready_for_deepspeed(
+    def prepare_for_deepspeed(
         self, new_models: Iterable[nn.Module], schedulers: Iterable[Any]
     ) -> None:
         """Let the groups of what was converted be flattened, or refuse what cannot be.
@@ -114,26 +114,26 @@ class Preparation:
             if optimizer.recipe.vectors == "exact":
                 torch_bf16.separate_vectors(optimizer, schedulers)
 
-    def note_engine(self, engine: Any) -> None:
+    def add_engine(self, engine: Any) -> None:
         """Report an engine that was attached; its optimizer has DeepSpeed's parameters now."""
         self._engines.append(engine)
         self._optimizers, self._converted = [], []
 
     def fp32_groups(self, new_models: Iterable[nn.Module]) -> list[nn.Module]:
         """The modules of unsharded models that FSDP2 must shard separately."""
-        found = []
-        for model in map(bare, new_models):
+        groups = []
+        for model in map(unwrap_model, new_models):
             staying = torch_bf16.fp32_parameters(model, self._recipe_for(model))
-            found += fp32_groups(self.mode, model, staying)
-        return found
+            groups += fp32_groups(self.mode, model, staying)
+        return groups
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
         """Those that update a parameter of a model."""
-        return [each for each in self._optimizers if owns(each, model)]
+        return [each for each in self._optimizers if trains(each, model)]
 
     def compute_for(self, model: nn.Module) -> str:
         """What a model computes in."""
-        return self._recipe_for(bare(model)).compute
+        return self._recipe_for(unwrap_model(model)).compute
 
     def attach(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
         """Set up accumulation, reduction, release and train modes for what is new.
@@ -144,11 +144,11 @@ class Preparation:
             sync_each: whether every micro-batch is reduced; FSDP2 hides those that are not.
         """
         options = self._options
-        for optimizer, bare_models in self._news():
+        for optimizer, bare_models in self._newly_trained():
             self._end_releases(bare_models)
             for model in bare_models:
                 torch_bf16.follow(model, optimizer)
-            models = [each for each in wrapped if bare(each) in bare_models]
+            models = [each for each in wrapped if unwrap_model(each) in bare_models]
             if not models:
                 continue
             model = models[0] if len(models) == 1 else nn.ModuleList(models)
@@ -169,7 +169,7 @@ class Preparation:
     def _end_releases(self, bare_models: Iterable[nn.Module]) -> None:
         """End releases of optimizers that the accelerator has freed, or that another one had."""
         for other, handle in list(_releases.items()):
-            if other not in self._optimizers and any(owns(other, each) for each in bare_models):
+            if other not in self._optimizers and any(trains(other, each) for each in bare_models):
                 handle.remove()
                 del _releases[other]
 
@@ -182,37 +182,37 @@ class Preparation:
                 f"among {engine.dp_world_size} processes, and DeepSpeed adds up and clips "
                 "gradients in bfloat16"
             )
-        silent = [each for each in self._cast if any(True for _ in each.parameters())]
-        for optimizer, trained in self._news():
-            silent = [each for each in silent if each not in trained]
+        untrained = [each for each in self._cast if any(True for _ in each.parameters())]
+        for optimizer, trained in self._newly_trained():
+            untrained = [each for each in untrained if each not in trained]
             line = self._line(torch_bf16.describe(trained, optimizer))
-            if any(each in self._adapted for each in trained):
+            if any(each in self._with_fp32_adapters for each in trained):
                 line += (
                     "; adapters stay float32 as peft made them, autocast_adapter_dtype=False makes "
                     "them bfloat16"
                 )
             yield line
         for optimizer in self._converted:
-            if not any(owns(optimizer, each) for each in self._models):
+            if not any(trains(optimizer, each) for each in self._models):
                 yield (
                     f"mixed_precision={self.mode}: {type(optimizer).__name__} holds parameters of "
                     "no prepared model; they become bf16 when their model is prepared"
                 )
-        for model in silent:
+        for model in untrained:
             # A reference model, say, which has neither moments nor gradients.
             described = torch_bf16.describe(model, self._recipe)
             yield self._line(replace(described, trained=0)) + ", no optimizer yet"
 
-    def _news(self) -> Iterator[tuple[Any, list[nn.Module]]]:
+    def _newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:
         """The optimizers with something new to train, each with all bare models that it trains."""
         for optimizer in self._optimizers:
-            trained = [each for each in self._models if owns(optimizer, each)]
+            trained = [each for each in self._models if trains(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 yield optimizer, trained
 
-    def _names_for(self, optimizer: Optimizer) -> nn.Module | None:
+    def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
         """A module whose names of an optimizer's parameters key the noise, if any are known yet."""
-        owned = {number: m for number, m in enumerate(self._models) if owns(optimizer, m)}
+        owned = {number: m for number, m in enumerate(self._models) if trains(optimizer, m)}
         if owned.keys() <= {0}:
             return owned.get(0)
         # The number tells apart two models of one class, which must not draw the same noise.
@@ -222,13 +222,13 @@ class Preparation:
         """Its recipe with all that stays fp32, looked up before sharding."""
         if id(model) not in self._recipes:
             # An optimizer that the user made as one of ours keeps its recipe, the model follows.
-            recipes = (each.recipe for each in ours(self.optimizers_of(model)))
+            recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
             recipe = next(recipes, self._recipe)
             adapters = fp32_adapters(model)
             keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
             if adapters:
-                self._adapted.append(model)
+                self._with_fp32_adapters.append(model)
         return self._recipes[id(model)]
 
     def _line(self, described: torch_bf16.Description) -> str:

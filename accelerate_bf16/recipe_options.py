@@ -88,7 +88,7 @@ class BF16RecipeKwargs(KwargsHandler):
                 )
         options = self.to_kwargs().items()
         return torch_bf16.get_recipe(
-            mode, **{name: each for name, each in options if not name.startswith("release_")}
+            mode, **{name: value for name, value in options if not name.startswith("release_")}
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .modes import LAUNCHED, MEANT
+from .modes import LAUNCHER_VARIABLE, MODE_VARIABLE
 
 _ENGINES = {
     "MEGATRON_LM": "Megatron-LM brings a model and an optimizer of its own for fp16 and bf16 "
@@ -33,13 +33,13 @@ def refuse_engine(mode: str, engine: str) -> None:
         )
 
 
-def refuse_scripts_mode(mode: str, named: str) -> None:
+def refuse_scripts_mode(mode: str, own: str) -> None:
     """Raise if ``BF16_MODE`` cannot take the place of the mode that a script names."""
-    if named not in ("no", "bf16"):
+    if own not in ("no", "bf16"):
         raise ValueError(
-            f"BF16_MODE={mode} cannot take the place of mixed_precision={named!r}, which the "
-            "script names: it takes that of 'no' and 'bf16'. Have the script name one of these, or "
-            f"none; or unset BF16_MODE (accelerate launch sets it) to train in {named!r}"
+            f"BF16_MODE={mode} cannot take the place of mixed_precision={own!r}, which the script "
+            "names: it takes that of 'no' and 'bf16'. Have the script name one of these, or none; "
+            f"or unset BF16_MODE (accelerate launch sets it) to train in {own!r}"
         )
 
 
@@ -112,7 +112,8 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
     if launched not in (None, mode):
         raise ValueError(
             f"optim={optim!r} trains in {mode!r}, and "
-            f"the environment ({LAUNCHED}, {MEANT}) asks for {launched!r}. Keep one of the two"
+            f"the environment ({LAUNCHER_VARIABLE}, {MODE_VARIABLE}) asks for {launched!r}. Keep "
+            "one of the two"
         )
     of_optim = getattr(arguments, "optim_args", None)
     if optim == f"adamw_{mode.replace('-', '_')}" and of_optim:

@@ -57,17 +57,17 @@ def main() -> None:
     inputs, targets = (each[:, accelerator.process_index].to(accelerator.device) for each in data)
     bare, optimizer = _model_and_optimizer()
     model, optimizer = accelerator.prepare(bare, optimizer)
-    converted = optimizer.optimizer
+    inner = optimizer.optimizer
     check(
-        isinstance(converted, torch_bf16.BF16Optimizer) and bare[0].weight.dtype == torch.bfloat16,
-        f"weights are bfloat16 and {type(converted).__name__} keeps them by its recipe",
+        isinstance(inner, torch_bf16.BF16Optimizer) and bare[0].weight.dtype == torch.bfloat16,
+        f"weights are bfloat16 and {type(inner).__name__} keeps them by its recipe",
     )
     loss = fmean(gather_object([_train(model, optimizer, inputs, targets, accelerator)]))
     check(
         loss < 1.25 * reference + 1e-3,
         f"the loss ends at {loss:.4f}, that of fp32 at {reference:.4f}",
     )
-    digests = gather_object([_digest(model, converted)])
+    digests = gather_object([_digest(model, inner)])
     if isinstance(model, nn.parallel.DistributedDataParallel):
         check(len(set(digests)) == 1, f"{len(digests)} replicas are bit-identical")
 
@@ -76,14 +76,14 @@ def main() -> None:
     try:
         accelerator.save_state(folder)
         _train(model, optimizer, inputs[:10], targets[:10], accelerator)
-        expected = _digest(model, converted)
+        expected = _digest(model, inner)
         accelerator.load_state(folder)
         _train(model, optimizer, inputs[:10], targets[:10], accelerator)
     finally:
         accelerator.wait_for_everyone()
         if accelerator.is_local_main_process:
             shutil.rmtree(folder, ignore_errors=True)
-    check(_digest(model, converted) == expected, "a resumed run repeats itself bit for bit")
+    check(_digest(model, inner) == expected, "a resumed run repeats itself bit for bit")
     accelerator.free_memory()
     accelerator.end_training()
 

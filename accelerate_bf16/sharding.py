@@ -48,10 +48,10 @@ def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -
 
 
 def _outermost(module: nn.Module, staying: set[int]) -> Iterator[nn.Module]:
-    own = [id(p) for p in module.parameters()]
+    ids = [id(p) for p in module.parameters()]
     # A container is never called, so that nothing would gather what is in it.
     callable_ = type(module).forward is not nn.Module.forward
-    if own and callable_ and staying.issuperset(own):
+    if ids and callable_ and staying.issuperset(ids):
         yield module
         return
     for child in module.children():

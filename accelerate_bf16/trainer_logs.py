@@ -43,10 +43,10 @@ class _Figures(TrainerCallback):
         if "loss" in logs and optimizer and in_use():
             from .monitoring import metrics_of
 
-            found = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
-            logs.update(found)
+            metrics = {k: v for k, v in metrics_of([optimizer]).items() if k not in logs}
+            logs.update(metrics)
             if state.log_history:
-                state.log_history[-1].update(found)
+                state.log_history[-1].update(metrics)
 
 
 class _NoFigures(TrainerCallback):

@@ -69,26 +69,26 @@ TARGETS: dict[str, str] = {
 """Module of a host -> module of ours whose ``on_import(host_module)`` runs right after it."""
 
 _OFF = ("0", "false", "no", "off")
-_OURS = ("bf16-", "true-bf16-")
-_off_and_asked_for = False
+_MODE_PREFIXES = ("bf16-", "true-bf16-")
+_only_guards = False
 
 
 def autoload() -> None:
     """Wait for Lightning and Accelerate to be imported. Never raises."""
-    global _off_and_asked_for
+    global _only_guards
     try:
         if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() not in _OFF:
             watch()
-        elif _asked_for():
-            _off_and_asked_for = True
+        elif _names_a_mode():
+            _only_guards = True
             watch(_ACCELERATE)
     except Exception as error:
         _warn(f"torch-bf16 could not register itself: {error!r}")
 
 
-def _asked_for() -> bool:
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    return launched.startswith(_OURS) or bool(os.environ.get("BF16_MODE"))
+def _names_a_mode() -> bool:
+    launcher_mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    return launcher_mode.startswith(_MODE_PREFIXES) or bool(os.environ.get("BF16_MODE"))
 
 
 def watch(plugin: str | None = None) -> None:
@@ -114,7 +114,7 @@ def watch(plugin: str | None = None) -> None:
             continue
         spec = getattr(module, "__spec__", None)
         if not getattr(spec, "_initializing", False):
-            _tell(module, raising=plugin is not None)
+            _patch(module, raising=plugin is not None)
         elif type(spec) is ModuleSpec:
             spec.__class__ = _Awaited
 
@@ -240,12 +240,12 @@ class _Finder:
                 continue
             spec = find(name, path, target)
             if spec is not None:
-                _listen(spec)
+                _patch_once_executed(spec)
                 return spec
         return None
 
 
-def _listen(spec: ModuleSpec) -> None:
+def _patch_once_executed(spec: ModuleSpec) -> None:
     # An instance attribute, gone before the module runs, leaves the loader and the spec what they
     # were: inspect.getsource, importlib.reload and resources see nothing.
     loader: Any = spec.loader
@@ -255,7 +255,7 @@ def _listen(spec: ModuleSpec) -> None:
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            _tell(module)
+            _patch(module)
 
         loader.exec_module = exec_module
     except Exception as error:
@@ -279,14 +279,14 @@ class _Awaited(ModuleSpec):
             self.__class__ = ModuleSpec  # pyright: ignore[reportAttributeAccessIssue]
             module = sys.modules.get(self.name)
             if module is not None and module.__spec__ is self:  # its import has not failed
-                _tell(module)
+                _patch(module)
 
 
-def _tell(module: ModuleType, raising: bool = False) -> None:
+def _patch(module: ModuleType, raising: bool = False) -> None:
     plugin = TARGETS[module.__name__]
     package, host = plugin.partition(".")[0], module.__name__.partition(".")[0]
     try:
-        if _off_and_asked_for and package not in sys.modules:
+        if _only_guards and package not in sys.modules:
             _guard(module)
         else:
             importlib.import_module(plugin).on_import(module)
@@ -308,14 +308,14 @@ def _guard(module: ModuleType) -> None:
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own, meant = str(self.mixed_precision), os.environ.get("BF16_MODE", "")
-        mode = own if own.lower().startswith(_OURS) else meant
+        current, overriding = str(self.mixed_precision), os.environ.get("BF16_MODE", "")
+        mode = current if current.lower().startswith(_MODE_PREFIXES) else overriding
         if mode and "accelerate_bf16" not in sys.modules:
             raise RuntimeError(
                 f"mixed_precision={mode!r} was asked for, but BF16_AUTOLOAD="
                 f"{os.environ.get('BF16_AUTOLOAD')} has switched off torch-bf16, which knows what "
-                f"it means: Accelerate would train in {'fp32' if mode == own else own} without "
-                "saying so. Unset BF16_AUTOLOAD, or import accelerate_bf16 in the script"
+                f"it means: Accelerate would train in {'fp32' if mode == current else current} "
+                "without saying so. Unset BF16_AUTOLOAD, or import accelerate_bf16 in the script"
             )
         return method(self, *args, **kwargs)
 

@@ -52,12 +52,14 @@ def register() -> None:
         >>> import lightning_bf16
         >>> lightning_bf16.register()
     """
-    found, needed = _installed(), ".".join(map(str, _NEEDED))
-    if not any(version is None or _release(version) >= _NEEDED for version in found.values()):
-        seen = ", ".join(f"{host} {version}" for host, version in found.items()) or "none of them"
+    versions, needed = _installed(), ".".join(map(str, _NEEDED))
+    if not any(version is None or _release(version) >= _NEEDED for version in versions.values()):
+        listed = (
+            ", ".join(f"{host} {version}" for host, version in versions.items()) or "none of them"
+        )
         raise ImportError(
             f"lightning_bf16 needs lightning, pytorch_lightning or lightning_fabric >= {needed}; "
-            f"found {seen}. pip install 'lightning>={needed}'"
+            f"found {listed}. pip install 'lightning>={needed}'"
         )
     bf16_autoload.watch(_PATCHES)
 
@@ -84,15 +86,15 @@ def __getattr__(name: str) -> Any:
 
 def _installed() -> dict[str, str | None]:
     """Version of each host that can be imported, None where it has no metadata."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for host in _HOSTS:
         spec = importlib.util.find_spec(host)
         if spec is not None and spec.origin is not None:  # a mere folder of that name has none
             try:
-                found[host] = metadata.version(host)
+                versions[host] = metadata.version(host)
             except metadata.PackageNotFoundError:
-                found[host] = None
-    return found
+                versions[host] = None
+    return versions
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class DeepSpeedBody(_Base):
         """What forward passes need inside the engine."""
         return super().forward_context()
 
-    def get_ready(
+    def prepare_for_engine(
         self, config: dict[str, Any], module: Module, optimizer: Any, scheduler: Any
     ) -> None:
         """Convert the optimizer, and prepare its groups to be flattened, before the engine is made.
@@ -63,7 +63,7 @@ class DeepSpeedBody(_Base):
     def attach_engine(self, engine: Any) -> None:
         """Attach the engine, and say in one line what is trained how."""
         torch_bf16.attach(engine)
-        self.carry(engine.module)
+        self.carry_autocast(engine.module)
         rank_zero_info(
             f"{torch_bf16.describe(engine.module, engine.optimizer.optimizer)}; "
             f"ZeRO-{engine.zero_optimization_stage()} divides that among {engine.dp_world_size} "
@@ -73,5 +73,5 @@ class DeepSpeedBody(_Base):
     def convert_optimizers(
         self, optimizers: Iterable[Any], module: Module | None = None
     ) -> list[torch_bf16.BF16Optimizer]:
-        """None: :meth:`get_ready` has converted the one that there is."""
+        """None: :meth:`prepare_for_engine` has converted the one that there is."""
         return []

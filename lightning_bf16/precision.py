@@ -104,8 +104,8 @@ class PrecisionBody(_Base):
         formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         others = {"accumulate": accumulate, "reduce": reduce, "seed": seed, "backend": backend}
         others |= {"vectors": vectors, "offload": offload}
-        fields: dict[str, Any] = {"compute": compute, **formats, **others}
-        overrides = {key: each for key, each in fields.items() if each is not None}
+        options: dict[str, Any] = {"compute": compute, **formats, **others}
+        overrides = {key: value for key, value in options.items() if value is not None}
         if keep_fp32:
             overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
         self.recipe = torch_bf16.get_recipe(recipe, **overrides)
@@ -126,7 +126,7 @@ class PrecisionBody(_Base):
     def convert_module(self, module: Module) -> Module:
         """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
         self.cast(module)
-        self.carry(module)
+        self.carry_autocast(module)
         if all(ref() is not module for ref in self._modules):
             _patches.patches.keep(torch_bf16.warn_unconverted(module, self._advice))
         self._modules = [ref for ref in self._modules if ref() not in (None, module)]
@@ -137,7 +137,7 @@ class PrecisionBody(_Base):
         """The first half of :meth:`convert_module`."""
         torch_bf16.cast_model(module, self.recipe)
 
-    def carry(self, module: Module) -> None:
+    def carry_autocast(self, module: Module) -> None:
         """Make a module that was cast work wherever it is called."""
         torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
 
@@ -200,7 +200,7 @@ class PrecisionBody(_Base):
         """
         # The hosts allow an object with its own step, and put one in place of none;
         # ZeroRedundancyOptimizer's local optimizer takes the steps.
-        stock: list[Any] = [
+        unconverted: list[Any] = [
             each
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
@@ -208,20 +208,22 @@ class PrecisionBody(_Base):
             and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
         ]
         try:
-            if module is not None and (its_own := [each for each in stock if _owns(module, each)]):
-                torch_bf16.prepare(module, its_own, self.recipe)
-            for each in stock:
+            if module is not None and (
+                own := [each for each in unconverted if _owns(module, each)]
+            ):
+                torch_bf16.prepare(module, own, self.recipe)
+            for each in unconverted:
                 if not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer):
                     torch_bf16.convert(each, self.recipe, model=self._owner(each))
         except (NotImplementedError, ValueError) as error:
-            cast = any(p.dtype == torch.bfloat16 for each in stock for p in _trained_by(each))
+            cast = any(p.dtype == torch.bfloat16 for each in unconverted for p in _trained_by(each))
             raise type(error)(
                 f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
                 "Lightning takes it as it is. Nothing was trained"
                 + ", but the parameters of your module are bf16 by now: make or load it again"
                 * cast
             ) from error
-        return [each for each in stock if isinstance(each, torch_bf16.BF16Optimizer)]
+        return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
         """Say in one line what is trained how."""

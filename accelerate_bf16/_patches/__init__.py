@@ -46,9 +46,9 @@ REPLACED: dict[str, dict[str, Any]] = {
     },
     "accelerate.state": {"AcceleratorState.__init__": state.init},
     "accelerate.utils.launch": {
-        "prepare_multi_gpu_env": commands.mean_it,
-        "prepare_simple_launcher_cmd_env": commands.mean_it,
-        "prepare_deepspeed_cmd_env": commands.mean_it,
+        "prepare_multi_gpu_env": commands.export_mode,
+        "prepare_simple_launcher_cmd_env": commands.export_mode,
+        "prepare_deepspeed_cmd_env": commands.export_mode,
     },
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
     "transformers.integrations.deepspeed": {

@@ -26,16 +26,16 @@ _current: Preparation | None = None
 
 
 def _in_our_modes(
-    ours: Callable[..., Any], *, under_deepspeed: bool = True
+    replacement: Callable[..., Any], *, under_deepspeed: bool = True
 ) -> Callable[[Any], Any]:
-    """``ours(original, accelerator, mode, ...)`` in our modes, the original in Accelerate's."""
+    """Call ``replacement(original, accelerator, mode, ...)`` in our modes, else the original."""
 
     def make(original: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             mode = _current.mode if _current is not None else canonical(self.state._mixed_precision)
             if mode is None or (not under_deepspeed and uses_deepspeed(self)):
                 return original(self, *args, **kwargs)
-            return ours(original, self, mode, *args, **kwargs)
+            return replacement(original, self, mode, *args, **kwargs)
 
         return method
 
@@ -96,33 +96,33 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
 
     with _preparing(accelerator, mode) as preparation:
         # Also those that an Accelerator has prepared: it may have been one without our mode.
-        modules = [each for each in args if isinstance(each, Module)]
+        passed_models = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         if uses_deepspeed(accelerator):
             if not optimizers:
                 return original(accelerator, *args, **kwargs)
-            preparation.convert(modules, optimizers)
-            preparation.get_ready_for_deepspeed(modules, schedulers(args))
+            preparation.convert(passed_models, optimizers)
+            preparation.prepare_for_deepspeed(passed_models, schedulers(args))
             result = original(accelerator, *args, **kwargs)
-            preparation.note_engine(attach(accelerator))
+            preparation.add_engine(attach(accelerator))
             # Only now: the engine casts.
-            for model in modules:
+            for model in passed_models:
                 models.carry_autocast(model, accelerator, preparation.compute_for(model))
             return result
         if _fsdp_version(accelerator) != 2:
-            preparation.run(modules, optimizers)
+            preparation.run(passed_models, optimizers)
             return original(accelerator, *args, **kwargs)
 
         # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
         # that exact masters start from fp32 shards, also where only the first rank has loaded the
         # weights and the others get theirs from it.
         wrapped = _wrapped(accelerator)
-        new = [each for each in modules if each not in wrapped]
-        preparation.convert(modules, optimizers)
+        new = [each for each in passed_models if each not in wrapped]
+        preparation.convert(passed_models, optimizers)
         with separate_groups(preparation.fp32_groups(new)):
             result = original(accelerator, *args, **kwargs)
         prepared = [each for each in accelerator._models if each not in wrapped]
-        preparation.cast(map(models.bare, prepared))
+        preparation.cast(map(models.unwrap_model, prepared))
         for model in prepared:
             models.carry_autocast(model, accelerator, preparation.compute_for(model))
         wrapped.update(prepared)
@@ -182,14 +182,14 @@ def clip_grad_norm_(
     if norm_type != 2:
         return original(accelerator, _not_released(parameters), max_norm, norm_type)
     import torch_bf16
-    from accelerate_bf16.optimizers import inner
+    from accelerate_bf16.optimizers import unwrap_optimizer
 
     if max_norm == math.inf:
         return _norm_alone(parameters)
     if not accelerator.sync_gradients:
         # A part of a sum, and each rank has its own: only the whole sum may tell the step anything.
         return torch_bf16.total_norm(parameters)
-    optimizers = [inner(each) for each in accelerator._optimizers]
+    optimizers = [unwrap_optimizer(each) for each in accelerator._optimizers]
     return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
 
 
@@ -214,9 +214,9 @@ def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **k
 def save_averages(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
     """Save the averages of schedule-free optimizers, which the script need not put there."""
     import torch_bf16
-    from accelerate_bf16.optimizers import ours
+    from accelerate_bf16.optimizers import converted_optimizers
 
-    with torch_bf16.averaged(*ours(accelerator._optimizers)):
+    with torch_bf16.averaged(*converted_optimizers(accelerator._optimizers)):
         return original(accelerator, *args, **kwargs)
 
 
@@ -224,9 +224,9 @@ def save_averages(original: Any, accelerator: Any, mode: str, *args: Any, **kwar
 def get_state_dict(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
     """The same, in tensors that stay averages when the weights are those of training again."""
     import torch_bf16
-    from accelerate_bf16.optimizers import ours
+    from accelerate_bf16.optimizers import converted_optimizers
 
-    with torch_bf16.averaged(*ours(accelerator._optimizers)) as switched:
+    with torch_bf16.averaged(*converted_optimizers(accelerator._optimizers)) as switched:
         state_dict = original(accelerator, *args, **kwargs)
         return copy.deepcopy(state_dict) if switched else state_dict
 
@@ -239,7 +239,7 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
 
     result = original(accelerator, *args, **kwargs)
     for model in accelerator._models:
-        torch_bf16.follow(models.bare(model))
+        torch_bf16.follow(models.unwrap_model(model))
     return result
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from accelerate_bf16.modes import (
     ALIASES,
-    LAUNCHED,
-    MEANT,
+    LAUNCHER_VARIABLE,
+    MODE_VARIABLE,
     MODES,
     canonical,
     canonical_or_refuse,
@@ -35,31 +35,31 @@ def add_argument(original: Any) -> Any:
 
 def explain_choices(module: Any, patches: Patches) -> None:
     """Let any parser say how a script whose choices are Accelerate's own gets a mode."""
-    patches.replace(argparse, "ArgumentParser.error", _explained)
+    patches.replace(argparse, "ArgumentParser.error", _explain_choice)
 
 
-def _explained(original: Any) -> Any:
+def _explain_choice(original: Any) -> Any:
     def error(self: Any, message: str) -> Any:
-        found = re.search(r"invalid choice: '([^']*)'", message)
-        if found and (mode := canonical(found[1])):
+        choice = re.search(r"invalid choice: '([^']*)'", message)
+        if choice and (mode := canonical(choice[1])):
             message += (
-                f". {found[1]!r} is a mode of torch-bf16, which this script does not know: leave "
-                f"the option out, or name 'bf16', and set {MEANT}={mode} in the environment, as "
-                f"`accelerate launch --mixed_precision {mode}` does"
+                f". {choice[1]!r} is a mode of torch-bf16, which this script does not know: leave "
+                f"the option out, or name 'bf16', and set {MODE_VARIABLE}={mode} in the "
+                f"environment, as `accelerate launch --mixed_precision {mode}` does"
             )
         return original(self, message)
 
     return error
 
 
-def mean_it(original: Any) -> Any:
+def export_mode(original: Any) -> Any:
     """Tell launched scripts that the mode is meant also where they name one of Accelerate's."""
 
     def prepare(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
         if mode := canonical(args.mixed_precision):
             environment = result[1] if isinstance(result, tuple) else result
-            environment[MEANT] = mode
+            environment[MODE_VARIABLE] = mode
         return result
 
     return prepare
@@ -140,7 +140,7 @@ def notebook_launcher(original: Any) -> Any:
 
         mode = canonical_or_refuse(str(mixed_precision), "mixed_precision")
         # Accelerate exports the mode under a name that nothing reads.
-        names = {LAUNCHED: mode, MEANT: mode}
+        names = {LAUNCHER_VARIABLE: mode, MODE_VARIABLE: mode}
         with patch_environment(**names) if mode else nullcontext():
             return original(function, args, num_processes, mixed_precision, *rest, **kwargs)
 

@@ -21,9 +21,9 @@ def complete_configs(plugins: Any) -> None:
     """
     import torch_bf16
 
-    each = plugins.values() if isinstance(plugins, dict) else [plugins] if plugins else []
-    found = [(one, torch_bf16.deepspeed_config(one.deepspeed_config)) for one in each]
-    for plugin, config in found:
+    several = plugins.values() if isinstance(plugins, dict) else [plugins] if plugins else []
+    completed = [(p, torch_bf16.deepspeed_config(p.deepspeed_config)) for p in several]
+    for plugin, config in completed:
         plugin.deepspeed_config.update(config)
 
 

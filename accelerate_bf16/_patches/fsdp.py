@@ -28,11 +28,11 @@ def load_fsdp_optimizer(original: Any) -> Any:
         if flat and canonical(accelerator.state._mixed_precision):
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-            from accelerate_bf16.optimizers import inner
+            from accelerate_bf16.optimizers import unwrap_optimizer
 
-            if not inner(optimizer).state:
+            if not unwrap_optimizer(optimizer).state:
                 # It takes a step of no length first, which makes the states; as for FSDP2.
-                get_optimizer_state_dict(model, inner(optimizer))
+                get_optimizer_state_dict(model, unwrap_optimizer(optimizer))
         return original(fsdp_plugin, accelerator, optimizer, model, *args, **kwargs)
 
     return load_fsdp_optimizer
@@ -47,22 +47,22 @@ def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
         return
     original: Any = fsdp.fully_shard
-    apart = {id(each) for each in modules}
+    separate = {id(each) for each in modules}
     inside = {id(sub) for each in modules for sub in each.modules()}
 
     def fully_shard(module: Any, **options: Any) -> Any:
-        whole = list(module) if isinstance(module, (list, tuple)) else [module]
-        in_fp32 = {**options, "mp_policy": replace(options["mp_policy"], param_dtype=None)}
-        if inside.issuperset(map(id, whole)):
-            return original(module, **in_fp32)
-        for each in whole:
+        parts = list(module) if isinstance(module, (list, tuple)) else [module]
+        fp32_options = {**options, "mp_policy": replace(options["mp_policy"], param_dtype=None)}
+        if inside.issuperset(map(id, parts)):
+            return original(module, **fp32_options)
+        for each in parts:
             for sub in each.modules():
-                if id(sub) in apart and not isinstance(sub, fsdp.FSDPModule):
-                    original(sub, **in_fp32)
-        rest = [each for each in whole if not isinstance(each, fsdp.FSDPModule)]
-        if not rest:
+                if id(sub) in separate and not isinstance(sub, fsdp.FSDPModule):
+                    original(sub, **fp32_options)
+        remaining = [each for each in parts if not isinstance(each, fsdp.FSDPModule)]
+        if not remaining:
             return module
-        return original(rest[0] if rest == [module] else rest, **options)
+        return original(remaining[0] if remaining == [module] else remaining, **options)
 
     with Patches() as patches:
         patches.set(fsdp, "fully_shard", fully_shard)

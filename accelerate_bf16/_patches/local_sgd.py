@@ -18,9 +18,9 @@ def sync_and_avg_model_params(original: Callable[[Any], None]) -> Callable[[Any]
         if canonical(accelerator.state._mixed_precision) is None:
             original(sgd)
             return
-        from accelerate_bf16.optimizers import ours
+        from accelerate_bf16.optimizers import converted_optimizers
 
-        optimizers = ours(accelerator._optimizers)
+        optimizers = converted_optimizers(accelerator._optimizers)
         owners = {p: each for each in optimizers for g in each.param_groups for p in g["params"]}
         accelerator.wait_for_everyone()
         for parameter in sgd.model.parameters():

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate_bf16.modes import ALIASES, LAUNCHED, MEANT, MODES, canonical, launched, meant
+from accelerate_bf16.modes import (
+    ALIASES,
+    LAUNCHER_VARIABLE,
+    MODE_VARIABLE,
+    MODES,
+    canonical,
+    environment_mode,
+    overriding_mode,
+)
 from accelerate_bf16.refusals import refuse_engine, refuse_scripts_mode
 from accelerate_bf16.report import show
 from bf16_autoload import Patches
@@ -29,19 +37,20 @@ def rename(module: Any, patches: Patches) -> None:
         state["_mixed_precision"] = mode
 
 
-def _decide(named: str) -> tuple[str, str | None]:
+def _resolve(script_mode: str) -> tuple[str, str | None]:
     """Which mode counts where a script names one itself, and the line that says so."""
-    mode, launched_mode = meant(), canonical(os.environ.get(LAUNCHED))
-    if mode is not None and named != mode:
-        refuse_scripts_mode(mode, named)
-        return mode, f"mixed_precision={named!r} in the script becomes {mode!r}: {MEANT}={mode}"
-    if mode is None and launched_mode and canonical(named) is None:
-        return named, (
-            f"mixed_precision={named!r} in the script wins over {LAUNCHED}={launched_mode}: this "
-            f"trains in {named!r}. {MEANT}={launched_mode}, which accelerate launch sets, means it "
-            "even then"
+    mode, launcher_mode = overriding_mode(), canonical(os.environ.get(LAUNCHER_VARIABLE))
+    if mode is not None and script_mode != mode:
+        refuse_scripts_mode(mode, script_mode)
+        line = f"mixed_precision={script_mode!r} in the script becomes {mode!r}: "
+        return mode, f"{line}{MODE_VARIABLE}={mode}"
+    if mode is None and launcher_mode and canonical(script_mode) is None:
+        return script_mode, (
+            f"mixed_precision={script_mode!r} in the script wins over "
+            f"{LAUNCHER_VARIABLE}={launcher_mode}: this trains in {script_mode!r}. "
+            f"{MODE_VARIABLE}={launcher_mode}, which accelerate launch sets, means it even then"
         )
-    return named, None
+    return script_mode, None
 
 
 def init(original: Any) -> Any:
@@ -50,9 +59,9 @@ def init(original: Any) -> Any:
     def __init__(self: Any, mixed_precision: Any = None, *args: Any, **kwargs: Any) -> None:
         first, line = not self._shared_state, None
         if mixed_precision is not None:
-            mixed_precision, line = _decide(canonical(mixed_precision) or str(mixed_precision))
+            mixed_precision, line = _resolve(canonical(mixed_precision) or str(mixed_precision))
         elif first:
-            mixed_precision = launched()  # which Accelerate does not validate
+            mixed_precision = environment_mode()  # which Accelerate does not validate
         mode = canonical(mixed_precision)
         if mode is None or not first:
             original(self, mixed_precision, *args, **kwargs)
@@ -63,13 +72,13 @@ def init(original: Any) -> Any:
             refuse_engine(mode, "MEGATRON_LM")
         complete_configs(kwargs.get("deepspeed_plugin"))
         plugin = kwargs.get("fsdp_plugin")
-        given_policy = getattr(plugin, "mixed_precision_policy", None)
+        own_policy = getattr(plugin, "mixed_precision_policy", None)
         # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.
         original(self, "bf16", *args, **kwargs)
         self._mixed_precision = mode
         if line and self.is_main_process:
             show(line)
-        if self.distributed_type.value == "FSDP" and plugin is not None and given_policy is None:
+        if self.distributed_type.value == "FSDP" and plugin is not None and own_policy is None:
             from accelerate_bf16.sharding import policy
 
             plugin.mixed_precision_policy = policy(getattr(plugin, "fsdp_version", 1))

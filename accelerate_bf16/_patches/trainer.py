@@ -10,7 +10,7 @@ import copy
 import os
 from typing import Any
 
-from accelerate_bf16.modes import LAUNCHED, MODES, canonical, in_use, launched
+from accelerate_bf16.modes import LAUNCHER_VARIABLE, MODES, canonical, environment_mode, in_use
 from accelerate_bf16.refusals import refuse_arguments, refuse_late_clipping
 from bf16_autoload import Patches
 
@@ -53,7 +53,7 @@ def trainer_config_process(original: Any) -> Any:
     """Let ``"auto"`` for bf16 in DeepSpeed's configuration mean what the mode needs."""
 
     def trainer_config_process(self: Any, args: Any, *further: Any, **named: Any) -> Any:
-        if _mode_of(args, launched()) is not None:
+        if _mode_of(args, environment_mode()) is not None:
             args = copy.copy(args)
             args.bf16 = True
         return original(self, args, *further, **named)
@@ -62,7 +62,7 @@ def trainer_config_process(original: Any) -> Any:
 
 
 def get_reporting_integration_callbacks(original: Any) -> Any:
-    """Let those who report be told what the monitor sees."""
+    """Put the monitor's figures into what reporting callbacks get."""
 
     def get_reporting_integration_callbacks(*args: Any, **kwargs: Any) -> list[Any]:
         from accelerate_bf16.trainer_logs import around
@@ -79,9 +79,9 @@ def save_averages(original: Any) -> Any:
         if not in_use():
             return original(self, *args, **kwargs)
         import torch_bf16
-        from accelerate_bf16.optimizers import ours
+        from accelerate_bf16.optimizers import converted_optimizers
 
-        optimizers = [] if self.optimizer is None else ours([self.optimizer])
+        optimizers = [] if self.optimizer is None else converted_optimizers([self.optimizer])
         with torch_bf16.averaged(*optimizers):
             return original(self, *args, **kwargs)
 
@@ -90,19 +90,19 @@ def save_averages(original: Any) -> Any:
 
 def post_init(original: Any) -> Any:
     """Name the mode that ``optim`` or the launcher asks for."""
-    written: list[str] = []
+    exported: list[str] = []
 
     def __post_init__(self: Any) -> None:
-        # What earlier arguments have put there is no launcher's word.
-        if written and os.environ.get(LAUNCHED) == written.pop():
-            del os.environ[LAUNCHED]
-        launched_mode = launched()
+        # Set by earlier arguments below, and not by a launcher.
+        if exported and os.environ.get(LAUNCHER_VARIABLE) == exported.pop():
+            del os.environ[LAUNCHER_VARIABLE]
+        requested = environment_mode()
         original(self)
-        named = getattr(self, "mixed_precision", None)
-        mode = _mode_of(self, launched_mode)
+        own = getattr(self, "mixed_precision", None)
+        mode = _mode_of(self, requested)
         if mode is None:
             return
-        refuse_arguments(mode, self, launched_mode)
+        refuse_arguments(mode, self, requested)
         # It imports from Accelerate, which is being imported when this module is.
         from accelerate_bf16.recipe_options import from_environment
 
@@ -110,21 +110,21 @@ def post_init(original: Any) -> Any:
             refuse_late_clipping(self)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode
-        if named is None:
+        if own is None:
             # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
-            os.environ[LAUNCHED] = mode
-            if launched_mode is None:
-                written.append(mode)
+            os.environ[LAUNCHER_VARIABLE] = mode
+            if requested is None:
+                exported.append(mode)
         # The weights are bf16 already; module.to(bf16) would round rotary frequencies on top.
         self.bf16_full_eval = False
 
     return __post_init__
 
 
-def _mode_of(arguments: Any, launched_mode: str | None) -> str | None:
+def _mode_of(arguments: Any, requested: str | None) -> str | None:
     """The mode that arguments name, or the launcher."""
-    named = canonical(getattr(arguments, "mixed_precision", None))
-    return OPTIMIZERS.get(_name(arguments.optim)) or launched_mode or named
+    own = canonical(getattr(arguments, "mixed_precision", None))
+    return OPTIMIZERS.get(_name(arguments.optim)) or requested or own
 
 
 def _name(optimizer: Any) -> str:

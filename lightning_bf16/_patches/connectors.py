@@ -29,14 +29,13 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
     family = parts[: 2 if parts[0] == "lightning" else 1]
 
     def _check_and_init_precision(connector: Any) -> Any:
-        name: Any = getattr(connector, flag)
-        plugin: Any = getattr(connector, instance)
-        named = plugin is None and isinstance(name, str) and name in torch_bf16.RECIPES
-        if not named and not isinstance(plugin, PrecisionBody):
+        name, passed = getattr(connector, flag), getattr(connector, instance)
+        named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
+        if not named and not isinstance(passed, PrecisionBody):
             return original(connector)
         host = importlib.import_module(f"lightning_bf16.{family[-1]}")
-        expected = host.BF16Precision
-        plugin = expected(name) if named else plugin
+        plugin_class = host.BF16Precision
+        plugin: Any = plugin_class(name) if named else passed
         strategy = type(connector.strategy)
         for kind in strategy.__mro__:
             if kind.__name__ in _REFUSED:
@@ -45,13 +44,13 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                     f"{_REFUSED[kind.__name__]}. Use strategy='ddp', FSDP2 or tensor parallelism "
                     "through ModelParallelStrategy, or precision='bf16-true'"
                 )
-        if not isinstance(plugin, (expected, host.BF16DeepSpeedPrecision)):
+        if not isinstance(plugin, (plugin_class, host.BF16DeepSpeedPrecision)):
             # Fabric, say, takes a Trainer's plugin and never calls its connect.
             kind = type(plugin)
             raise TypeError(
                 f"{kind.__module__}.{kind.__name__} cannot be used in {'.'.join(family)}, which "
-                f"calls other methods of it. Use {expected.__module__}.BF16Precision with the same "
-                "options"
+                f"calls other methods of it. Use {plugin_class.__module__}.BF16Precision with the "
+                "same options"
             )
         if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
             return _under_deepspeed(plugin, host.BF16DeepSpeedPrecision, connector.strategy.config)

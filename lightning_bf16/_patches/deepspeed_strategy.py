@@ -18,7 +18,7 @@ def make_engine(original: Any) -> Any:
         # Fabric and the Trainer call it by other names.
         plugin = getattr(strategy, "precision", None) or strategy.precision_plugin
         if isinstance(plugin, DeepSpeedBody) and optimizer is not None:
-            plugin.get_ready(strategy.config, model, optimizer, scheduler)
+            plugin.prepare_for_engine(strategy.config, model, optimizer, scheduler)
             result = original(strategy, model, optimizer, scheduler, **named)
             plugin.attach_engine(result[0])
             return result

@@ -19,8 +19,8 @@ _wrapped: WeakSet[Module] = WeakSet()
 """Modules that were set up on their own; their optimizers come later."""
 
 
-def _with_our_plugins(ours: Callable[..., Any]) -> Callable[[Any], Any]:
-    """``ours(original, fabric, plugin, ...)`` with a plugin of ours, else the original."""
+def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``replacement(original, fabric, plugin, ...)`` with a plugin of ours, else the original."""
 
     def make(original: Any) -> Any:
         def method(fabric: Any, *args: Any, **options: Any) -> Any:
@@ -28,7 +28,7 @@ def _with_our_plugins(ours: Callable[..., Any]) -> Callable[[Any], Any]:
             # DeepSpeed's engine gets its optimizer from the strategy.
             if not isinstance(plugin, PrecisionBody) or isinstance(plugin, DeepSpeedBody):
                 return original(fabric, *args, **options)
-            return ours(partial(original, fabric), fabric, plugin, *args, **options)
+            return replacement(partial(original, fabric), fabric, plugin, *args, **options)
 
         return method
 
@@ -67,9 +67,9 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
     """Convert the optimizers before Fabric wraps them."""
     converted = plugin.convert_optimizers(optimizers)
     for module in _wrapped:
-        its_optimizers = [each for each in optimizers if _trains(each, module)]
-        plugin.attach(module, its_optimizers)
-        for optimizer in its_optimizers:
+        module_optimizers = [each for each in optimizers if _trains(each, module)]
+        plugin.attach(module, module_optimizers)
+        for optimizer in module_optimizers:
             torch_bf16.follow(module, optimizer)
     plugin.announce(converted)
     return original(*optimizers)

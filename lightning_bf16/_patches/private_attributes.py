@@ -36,8 +36,10 @@ def cast_lottery_tickets(trainer: Any) -> None:
     for callback in trainer.callbacks:
         for ticket in (getattr(callback, "_original_layers", None) or {}).values():
             layer, _ = callback._parameters_to_prune[ticket["names"][0][0]]
-            for kept, own in zip(ticket["data"].parameters(), layer.parameters(), strict=True):
-                kept.data = kept.data.to(own.dtype)
+            for original, parameter in zip(
+                ticket["data"].parameters(), layer.parameters(), strict=True
+            ):
+                original.data = original.data.to(parameter.dtype)
 
 
 def widen_averages(trainer: Any) -> None:

@@ -19,8 +19,8 @@ def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesBody]
         optimizers: of this fit.
         kind: the callback's class.
     """
-    switched = any(isinstance(each, TrainModesBody) for each in trainer.callbacks)
-    if with_modes(optimizers) and not switched:
+    has_callback = any(isinstance(each, TrainModesBody) for each in trainer.callbacks)
+    if with_modes(optimizers) and not has_callback:
         trainer.callbacks.insert(0, kind())
         trainer.save_checkpoint = functools.partial(_save, trainer)
 

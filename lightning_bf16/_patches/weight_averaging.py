@@ -22,7 +22,7 @@ def setup(original: Callable[..., None]) -> Callable[..., None]:
     def _setup(callback: Any, trainer: Any, pl_module: Any, stage: str) -> None:
         original(callback, trainer, pl_module, stage)
         # A run that was broken off in a validation has left what the next one must not put back.
-        vars(callback).pop("_torch_bf16_lent", None)
+        vars(callback).pop("_torch_bf16_weights", None)
         average = callback._average_model
         if average is not None and isinstance(trainer.precision_plugin, PrecisionBody):
             average.update_parameters = partial(_update, average)
@@ -64,9 +64,9 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
         average = callback._average_model.module
         averages, weights = ((*m.parameters(), *m.buffers()) for m in (average, module))
         # Copies, no exchange of tensors: a version counter and exact masters hang on the module's.
-        values = callback.__dict__.pop("_torch_bf16_lent", None)
+        values = callback.__dict__.pop("_torch_bf16_weights", None)
         if values is None:
-            callback._torch_bf16_lent = [current.data.clone() for current in weights]
+            callback._torch_bf16_weights = [current.data.clone() for current in weights]
             values = [average.data for average in averages]
         for current, value in zip(weights, values, strict=True):
             current.data.copy_(value)

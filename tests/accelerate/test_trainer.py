@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import torch_bf16
 from accelerate_bf16._patches.trainer import OPTIMIZERS, post_init
-from accelerate_bf16.kept_fp32 import fp32_parts
+from accelerate_bf16.fp32_parts import fp32_parts
 
 # Of transformers' own making: arguments that it has renamed, and its scheduler.
 pytestmark = [

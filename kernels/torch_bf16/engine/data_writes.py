@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
+from torch_bf16.torch_patches import is_enabled
 
 __all__ = ["REMAINDERS", "DataWatch", "renew", "restore", "settle", "touched"]
 
@@ -61,7 +62,7 @@ class DataWatch:
         plain = issubclass(type(parameter), nn.Parameter)
         # FSDP1 assigns the data of its parameters several times in each step.
         known = shard.can_gather and (plain or is_dtensor(parameter))
-        if not known or REMAINDERS.isdisjoint(state):
+        if not known or REMAINDERS.isdisjoint(state) or not is_enabled("parameter_data"):
             return None
         kind: Any = nn.Parameter if plain else type(parameter)
         if kind not in _intercepted:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_compute
+from torch_bf16.torch_patches import is_enabled
 
 from .autocast import widen_lookups
 
@@ -141,7 +142,7 @@ def _unpack(saved: Tensor | _Weight) -> Tensor:
 
 def _let_checkpoints_enter() -> None:
     global _original
-    if _original is None:
+    if _original is None and is_enabled("autocast_init"):
         _original = torch.autocast.__init__
         torch.autocast.__init__ = functools.wraps(_original)(_init)
 

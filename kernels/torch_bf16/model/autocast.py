@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from torch_bf16.torch_patches import is_enabled
+
 __all__ = ["GAPS", "computes_in_fp32", "fill_gaps", "restore", "widen_lookups", "widened"]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
@@ -63,7 +65,7 @@ def fill_gaps() -> None:
         torch.float32
     """
     global _library
-    if _library is not None:
+    if _library is not None or not is_enabled("autocast_kernels"):
         return
     _library = Library("aten", "IMPL")
     for key, gaps in GAPS.items():
@@ -80,7 +82,7 @@ def widen_lookups() -> None:
     For the whole process, until :func:`restore`. Otherwise sums of embeddings would be bf16 ones.
     """
     global _lookups
-    if _lookups is None:
+    if _lookups is None and is_enabled("autocast_embedding"):
         _lookups = Library("aten", "IMPL")
         for key in GAPS:
             operator = torch.ops.aten.embedding.default

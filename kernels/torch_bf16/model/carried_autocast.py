@@ -184,7 +184,7 @@ class CarriedForward:
             outputs = forward(*first, *args, **kwargs)
             return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
         if not _is_bf16(module):
-            _take_off(module)
+            _remove_from(module)
             return forward(*first, *args, **kwargs)
         if self.compute == "bf16":
             args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
@@ -217,7 +217,7 @@ def _blank() -> CarriedForward:
     return CarriedForward.__new__(CarriedForward)
 
 
-def _take_off(module: Any) -> None:
+def _remove_from(module: Any) -> None:
     for each in module.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):

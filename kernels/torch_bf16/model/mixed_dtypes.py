@@ -17,6 +17,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from torch_bf16.torch_patches import is_enabled
+
 __all__ = ["name_weights_in_errors", "restore"]
 
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
@@ -35,7 +37,7 @@ def name_weights_in_errors(model: nn.Module) -> None:
     """
     global _original
     _cast.add(model)
-    if _original is None:
+    if _original is None and is_enabled("autocast_exit"):
         _original = torch.autocast.__exit__
         torch.autocast.__exit__ = functools.wraps(_original)(_exit)  # pyright: ignore
 

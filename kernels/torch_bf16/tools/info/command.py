@@ -19,9 +19,10 @@ from torch_bf16.foreign.optimizer import BUCKET_BYTES
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.record import describe, hardware, versions
 from torch_bf16.tools.output import add_json_argument, write_json
+from torch_bf16.torch_patches import PATCHES, SWITCH
 
 from .hosts import TESTED, hook, host_rows, needed
-from .obstacles import devices, obstacles, variables
+from .obstacles import devices, disabled_patches, obstacles, variables
 
 __all__ = ["add_info_arguments", "info"]
 
@@ -67,6 +68,16 @@ def record() -> dict[str, Any]:
         "torch": {"needed": needed("torch"), "newest_tested": TESTED["torch"]},
         "hook": {"works": works, "why": why},
         "hosts": host_rows(),
+        "torch_patches": [
+            {
+                "name": name,
+                "target": patch.target,
+                "applied_by": patch.applied_by,
+                "reason": patch.reason,
+                "enabled": name not in disabled_patches(),
+            }
+            for name, patch in PATCHES.items()
+        ],
         "variables": variables(),
         "recipes": [
             {
@@ -118,6 +129,10 @@ def _show(found: Mapping[str, Any]) -> None:
             print(f"  {name:8} {state}{'  <- used' if name == each['used'] else ''}")
     _show_proofs(found["proofs"])
     _show_hosts(found)
+    print(f"\nwhat is replaced in torch, and when ({SWITCH}=all, or names, turns it off):")
+    for each in found["torch_patches"]:
+        state = each["applied_by"] if each["enabled"] else "turned off"
+        print(f"  {each['name']:18} {state}: {each['target']}")
     print("\nenvironment:")
     for name, value in found["variables"].items():
         print(f"  {name}={value}")

@@ -18,10 +18,11 @@ from torch_bf16.backends.certificates import folder
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.formats import ROLES
 from torch_bf16.recipe import ACCUMULATIONS, RECIPES
+from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
 from .hosts import hook, host_rows, is_older, needed
 
-__all__ = ["VARIABLES", "Obstacle", "obstacles", "variables"]
+__all__ = ["VARIABLES", "Obstacle", "disabled_patches", "obstacles", "variables"]
 
 VARIABLES = ("TORCH_BF16_", "BF16_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "TRITON_")
 _ALSO = (
@@ -115,6 +116,15 @@ def _environment() -> Iterator[Obstacle]:
         value = os.environ.get(name, "").strip()
         if value and value not in known:
             yield Obstacle("refused", f"{name}={value} is unknown", f"one of {_list(known)}")
+    try:
+        disabled = disabled_patches()
+    except ValueError as error:
+        yield Obstacle("refused", str(error), f"unset {SWITCH}")
+    else:
+        for name in disabled:
+            yield Obstacle(
+                "note", f"{SWITCH} turns {name} off: {PATCHES[name].without}", f"unset {SWITCH}"
+            )
     if os.environ.get("TRITON_INTERPRET") == "1":
         yield Obstacle(
             "slow", "TRITON_INTERPRET=1: Triton's kernels run in its interpreter", "unset it"
@@ -194,6 +204,15 @@ def _forks() -> Iterator[Obstacle]:
             "(ddp_fork, ddp_notebook, notebook_launcher), torch's own operations hang",
             "strategy='ddp_spawn', torchrun, or OMP_NUM_THREADS=1",
         )
+
+
+def disabled_patches() -> list[str]:
+    """The patches of torch that the environment turns off.
+
+    Raises:
+        ValueError: it names one that does not exist.
+    """
+    return [name for name in PATCHES if not is_enabled(name)]
 
 
 def devices() -> list[torch.device]:

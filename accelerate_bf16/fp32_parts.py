@@ -25,11 +25,13 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
         if not isinstance(declared, (list, tuple, set)) or not declared:
             continue
         # A star stands for one part of a name, as where transformers loads weights.
-        parts = "|".join(re.escape(each).replace(r"\*", r"[^.]*") for each in sorted(declared))
-        pattern = re.compile(rf"(^|\.)({parts})(\.|$)")
+        alternatives = "|".join(
+            re.escape(each).replace(r"\*", r"[^.]*") for each in sorted(declared)
+        )
+        pattern = re.compile(rf"(^|\.)({alternatives})(\.|$)")
         start = f"{prefix}." if prefix else ""
         names |= {start + name for name, _ in module.named_parameters() if pattern.search(name)}
-    return tuple(_gathered(model, names))
+    return tuple(_by_module(model, names))
 
 
 def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ def _is_plain_fp32(parameter: nn.Parameter) -> bool:
     return type(parameter).__module__.startswith("torch.") and parameter.dtype == torch.float32
 
 
-def _gathered(model: nn.Module, names: set[str]) -> Iterator[str]:
+def _by_module(model: nn.Module, names: set[str]) -> Iterator[str]:
     """Names of modules instead of their parameters' where all of those are kept."""
     for prefix, module in model.named_modules():
         inside = {name for name, _ in module.named_parameters(prefix)}

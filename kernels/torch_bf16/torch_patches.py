@@ -1,0 +1,113 @@
+"""What this package replaces in torch itself, for the whole process, and how to turn that off.
+
+Each patch is in a module of its own kind, whose ``restore()`` undoes it; this table is the list.
+What is replaced in Lightning, Accelerate and transformers is listed in ``_patches`` of the plugins.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+__all__ = ["PATCHES", "SWITCH", "TorchPatch", "is_enabled", "restore"]
+
+SWITCH = "TORCH_BF16_DISABLE_PATCHES"
+"""The variable that turns patches off: ``all``, or their names with commas between them."""
+
+
+@dataclass(frozen=True)
+class TorchPatch:
+    """One replacement in torch.
+
+    Attributes:
+        target: what is replaced.
+        applied_by: what a program does when it is first replaced.
+        reason: what it is for.
+        without: what happens where it is turned off.
+        module: of this package; its ``restore()`` undoes the patch.
+    """
+
+    target: str
+    applied_by: str
+    reason: str
+    without: str
+    module: str
+
+
+PATCHES: dict[str, TorchPatch] = {
+    "autocast_kernels": TorchPatch(
+        "kernels of the dispatch keys AutocastCPU and AutocastCUDA for operations of aten that "
+        "have none",
+        "cast_model",
+        "under autocast these operations take fp32 tensors beside bf16 weights",
+        "such a call raises an error about two dtypes, and functions whose bf16 kernel is unsound "
+        "(the matrix exponential on CPUs) return what that gives",
+        "torch_bf16.model.autocast",
+    ),
+    "autocast_embedding": TorchPatch(
+        "the same kernels of aten::embedding",
+        "compute='fp32'",
+        "embeddings of bf16 weights give fp32 under autocast to fp32",
+        "embeddings, and sums of them, are bf16",
+        "torch_bf16.model.autocast",
+    ),
+    "autocast_init": TorchPatch(
+        "torch.autocast.__init__",
+        "compute='fp32'",
+        "activation checkpointing enters autocast to fp32 again, a dtype that torch refuses on "
+        "CPUs",
+        "a checkpointed forward of compute='fp32' fails when it is computed again",
+        "torch_bf16.model.arithmetic",
+    ),
+    "autocast_exit": TorchPatch(
+        "torch.autocast.__exit__",
+        "cast_model",
+        "errors about two dtypes name the bf16 weight that met another dtype, and the way out",
+        "errors have torch's words alone",
+        "torch_bf16.model.mixed_dtypes",
+    ),
+    "parameter_data": TorchPatch(
+        "data of torch.nn.Parameter, and of DTensor's parameters",
+        "the first step with weights='bf16+16' or 'bf16+8'",
+        "a write through p.data, which raises no version, drops the remainders of the numbers "
+        "that it changes",
+        "numbers written through p.data keep the remainders of the old ones, up to half a bf16 "
+        "unit off; write under torch.no_grad(), p.copy_(...), instead",
+        "torch_bf16.engine.data_writes",
+    ),
+}
+"""By the name that :data:`SWITCH` takes."""
+
+
+def is_enabled(name: str) -> bool:
+    """Whether a patch may be applied.
+
+    Raises:
+        ValueError: :data:`SWITCH` names a patch that does not exist.
+
+    Example:
+        >>> is_enabled("autocast_exit")
+        True
+    """
+    value = os.environ.get(SWITCH, "")
+    disabled = {part.strip() for part in value.split(",") if part.strip()}
+    if unknown := disabled - {"all", *PATCHES}:
+        raise ValueError(
+            f"{SWITCH}={value!r}: {', '.join(sorted(unknown))} is no patch of torch-bf16; use all, "
+            f"or some of {', '.join(PATCHES)}"
+        )
+    return disabled.isdisjoint({"all", name})
+
+
+def restore() -> None:
+    """Undo every patch that was applied in this process; the next use applies it again.
+
+    Example:
+        >>> restore()
+        >>> torch.autocast.__exit__.__module__
+        'torch.amp.autocast_mode'
+    """
+    for name in {patch.module for patch in PATCHES.values()}:
+        if module := sys.modules.get(name):
+            module.restore()
