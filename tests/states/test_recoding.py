@@ -15,7 +15,7 @@ from torch_bf16.states.recoding import (
     recode,
     recode_weight,
     stored_format,
-    without_stale_rests,
+    without_stale_remainders,
 )
 
 EXACT = (BF16_PLUS_16, BF16_PLUS_FP32)
@@ -142,7 +142,7 @@ def test_a_moment_that_an_optimizer_keeps_in_bf16_drops_no_low_bits():
         "remainder16": torch.ones(3, dtype=torch.bfloat16),
     }
     changes = Changes()
-    assert without_stale_rests(state, [FP32, FP32], changes) == state
+    assert without_stale_remainders(state, [FP32, FP32], changes) == state
     assert not changes.counts
 
 

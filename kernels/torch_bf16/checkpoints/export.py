@@ -143,8 +143,8 @@ def fp32_weights(
                     f"{tuple(value.shape)}: model and optimizer are not from one checkpoint"
                 )
             keys = format_.plane_names("")[1:]
-            rest = [masters[key].to(value.device) for key in keys]
-            found[name] = format_.decode([value.contiguous(), *rest])
+            beside = [masters[key].to(value.device) for key in keys]
+            found[name] = format_.decode([value.contiguous(), *beside])
             exact += 1
         else:
             found[name] = value.float()

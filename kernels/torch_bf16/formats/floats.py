@@ -1,4 +1,4 @@
-"""Formats of floats: fp32, bf16, and bf16 with the rest of a master beside it.
+"""Formats of floats: fp32, bf16, and bf16 with the remainder of a master beside it.
 
 ``bf16+16`` and ``bf16+fp32`` hold any fp32 number. ``bf16+8`` holds floats of 24 bits, to
 which it rounds stochastically: weights in it neither stall nor drift, however small the updates.

@@ -153,7 +153,7 @@ def exact_weights(
 
     Averages of replicas (local SGD, DiLoCo), of checkpoints (soups) and of earlier weights
     (lookahead) often move a weight by less than a bf16 unit: computed on ``p.data`` they are
-    rounded, and the low bits of exact masters are lost. The context gives fp32 copies to compute
+    rounded, and the remainders of exact masters are lost. The context gives fp32 copies to compute
     them on, 4 bytes per parameter; :meth:`BF16Optimizer.exact_weight` copies one at a time.
 
     Args:

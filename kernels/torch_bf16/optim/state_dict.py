@@ -15,7 +15,7 @@ from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
 from torch_bf16.states import schema
-from torch_bf16.states.recoding import Changes, without_stale_rests
+from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import from_view, gatherable, to_view
 
 from .exact_weights import current
@@ -229,7 +229,7 @@ def _read(
                         optimizer.recipe.format_of(role, shard.shape, parameter.dtype)
                         for role in (FIRST_MOMENT, SECOND_MOMENT)
                     ]
-                    state = without_stale_rests(state, formats, changes)
+                    state = without_stale_remainders(state, formats, changes)
                 if parameter.device.type == "meta":
                     raise StateMismatchError(
                         f"{label} is on the meta device, where a state would be lost. Give the "

@@ -145,7 +145,7 @@ def complete_master(
         }
     if dtype != torch.bfloat16:
         raise StateMismatchError(
-            f"the state of {label} has {', '.join(saved)}, the rest of a bf16 weight, and the "
+            f"the state of {label} has {', '.join(saved)}, the remainder of a bf16 weight, and the "
             "parameter is fp32 now. Cast the model (torch_bf16.cast_model) before loading, or "
             "export the checkpoint to fp32: torch_bf16.fp32_state_dict"
         )
@@ -159,18 +159,18 @@ def complete_master(
     if source is None or len(source.planes) != len(saved) + 1:
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
-            f"{found} of {label} is in no format of a weight's rest; it was cast on its way here, "
-            "load the state dict as it was saved"
+            f"{found} of {label} is in no format of a weight's remainder; it was cast on its way "
+            "here, load the state dict as it was saved"
         )
     planes = [_fitting(each, memory.shape, home, key, label) for key, each in saved.items()]
     if source == weights:
         return dict(zip(keys, planes, strict=True))
     visible = memory.to(home.device).contiguous()
     x = source.decode([visible, *planes])
-    rest = tuple(map(home.put, recode_weight(x, visible, weights)))
-    now = weights.decode([visible, *rest])
+    remainder = tuple(map(home.put, recode_weight(x, visible, weights)))
+    now = weights.decode([visible, *remainder])
     changes.add("weights", source, weights, x.numel(), _differing(now, x))
-    return dict(zip(keys, rest, strict=True))
+    return dict(zip(keys, remainder, strict=True))
 
 
 def _take_states(

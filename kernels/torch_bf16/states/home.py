@@ -37,7 +37,7 @@ class Home:
 
     @classmethod
     def of(cls, shard: Shard, recipe: Recipe) -> Home:
-        """Where a recipe keeps the states of a parameter, and the rest of its weight.
+        """Where a recipe keeps the states of a parameter, and the remainder of its weight.
 
         Raises:
             NotImplementedError: it would be host memory, which does not work here; the message

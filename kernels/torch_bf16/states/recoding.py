@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FORMATS, FP32, ROLES, Format
 
-__all__ = ["Changes", "recode", "recode_weight", "stored_format", "without_stale_rests"]
+__all__ = ["Changes", "recode", "recode_weight", "stored_format", "without_stale_remainders"]
 
 
 @dataclass
@@ -67,7 +67,7 @@ def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
     return max(filter(fits, FORMATS.values()), key=lambda each: len(each.planes), default=None)
 
 
-def without_stale_rests(
+def without_stale_remainders(
     state: Mapping[str, Any], moments: Collection[Format], changes: Changes
 ) -> dict[str, Any]:
     """A state saved by ``torch.optim``, without parts of an exact master that it carried along.

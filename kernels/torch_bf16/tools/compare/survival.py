@@ -25,7 +25,7 @@ __all__ = ["Survival", "exact_weight"]
 _SAMPLE = 4096
 _COLUMNS = 24
 # Of other libraries: what Kahan's sum has beyond the weight.
-_REST = "kahan_comp"
+_REMAINDER = "kahan_comp"
 
 
 def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
@@ -33,9 +33,9 @@ def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> T
     if isinstance(optimizer, BF16Optimizer):
         return optimizer.exact_weight(parameter).float()
     weight = parameter.detach().float()
-    rest = optimizer.state.get(parameter, {}).get(_REST)
-    known = isinstance(rest, Tensor) and rest.shape == weight.shape
-    return weight + rest.float() if known else weight.clone()
+    remainder = optimizer.state.get(parameter, {}).get(_REMAINDER)
+    known = isinstance(remainder, Tensor) and remainder.shape == weight.shape
+    return weight + remainder.float() if known else weight.clone()
 
 
 class Survival:
@@ -77,7 +77,7 @@ class Survival:
         optimizer = self._trained.optimizer
         if isinstance(optimizer, BF16Optimizer):
             return True
-        return any(_REST in state for state in optimizer.state.values())
+        return any(_REMAINDER in state for state in optimizer.state.values())
 
     def before_step(self) -> None:
         """Take the gradients over, before the optimizer has consumed them."""

@@ -113,7 +113,7 @@ def memory(
     buffers = shapes.buffer_bytes - narrowed
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
-    sums, scratch, rests, looking = 0, 0.0, [0], [0.0]
+    sums, scratch, remainders, looking = 0, 0.0, [0], [0.0]
     kinds: dict[tuple[object, ...], Held] = {}
     offloads = precision.recipe is not None and precision.recipe.offload == "states"
     for each in shapes.weights:
@@ -124,8 +124,8 @@ def memory(
         sizes["weights"] += held.weights
         if not each.trained:
             # Kept for as long as it may still be trained.
-            sizes["host" if offloads else "master"] += held.rest
-            sizes["unsaved"] += held.rest
+            sizes["host" if offloads else "master"] += held.remainder
+            sizes["unsaved"] += held.remainder
             continue
         offloaded = offloads and each.numel >= SMALLEST
         if offloaded:
@@ -135,7 +135,7 @@ def memory(
             sizes["master"] += held.master
             sizes["moments"] += held.moments
         # What has the master's bytes becomes the master; and what will be on the host waits there.
-        rests.append(0 if held.rest == held.master or offloads else held.rest)
+        remainders.append(0 if held.remainder == held.master or offloads else held.remainder)
         if (rule := stepped.rule_of(each)).stage_states:
             # torch's look at one tensor after the other.
             looking.append((stepped.scratch or 0.0) * held.weights)
@@ -145,7 +145,7 @@ def memory(
         sums += held.count * 4 if precision.sums == "fp32" else held.weights
     one_at_a_time = precision.released or precision.sums is not None
     largest = max(gradients.values(), default=0)
-    passing = max(rests) if precision.released else sum(rests)
+    passing = max(remainders) if precision.released else sum(remainders)
     if not shapes.known:
         # One matrix is all there is, and not the largest of anything.
         largest, passing = 0, 0 if precision.released else passing
@@ -179,12 +179,12 @@ def looked_at(
 class Held:
     """A rank's part of one weight: its elements, and bytes by what they hold.
 
-    ``rest`` is what the cast keeps of an fp32 weight until its first step.
+    ``remainder`` is what the cast keeps of an fp32 weight until its first step.
     """
 
     count: int
     weights: int
-    rest: int
+    remainder: int
     master: int
     moments: int
 
@@ -209,7 +209,7 @@ def held_of(
     return Held(
         count,
         weights,
-        rest=count * _remainder_itemsize(weight, dtype, recipe),
+        remainder=count * _remainder_itemsize(weight, dtype, recipe),
         master=_bytes(stored, part, 1),
         moments=sum(_bytes(each, part) for each in moments) + factors * 4,
     )
