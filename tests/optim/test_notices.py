@@ -38,6 +38,25 @@ def test_a_cast_for_masters_that_the_optimizer_does_not_keep_is_refused():
     assert torch.equal(model.weight, before)
 
 
+def test_a_weight_that_its_module_has_recast_is_named_and_trained_in_fp32(said):
+    """As by pytorch-metric-learning's ArcFace, whose weight takes the dtype of the embeddings."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    model, optimizer = torch_bf16.prepare(model, optimizer, "bf16-fp32-master")
+    model[1].weight.data = model[1].weight.data.float()
+    before = model[1].weight.detach().clone()
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    (line,) = said()
+    assert "'1.weight' was cast to bfloat16 and is float32 again" in line
+    assert "keep_fp32" in line
+    assert (before - model[1].weight).allclose(torch.full((4, 4), 2e-3), rtol=0.05)
+    assert "remainder16" in optimizer.state[model[0].weight]
+    assert "remainder16" not in optimizer.state[model[1].weight]
+
+
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_nothing_is_said_where_both_have_one_recipe(said, recipe):
     model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)

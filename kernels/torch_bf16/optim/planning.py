@@ -256,10 +256,21 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             "torch_bf16.cast_model(model, %r) before the first step",
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
-    alone = [each for each in matrices if len(each.formats[0].planes) == 1]
-    if dropped := sum(remainders.remembered(each.shard) is not None for each in alone):
+    alone = [each.shard for each in matrices if len(each.formats[0].planes) == 1]
+    dropped = [shard for shard in alone if remainders.remembered(shard) is not None]
+    recast = [shard for shard in dropped if shard.parameter.dtype == torch.float32]
+    if len(dropped) > len(recast):
         raise ValueError(
             f"the model was cast for exact masters, and recipe {optimizer.recipe.name!r} of the "
-            f"optimizer keeps none for {dropped} of its parameters. Give both one recipe: "
-            "torch_bf16.prepare(model, optimizer, recipe) does"
+            f"optimizer keeps none for {len(dropped) - len(recast)} of its parameters. Give both "
+            "one recipe: torch_bf16.prepare(model, optimizer, recipe) does"
+        )
+    for shard in recast:
+        # Losses with weights of their own put these into the dtype of what they are given.
+        remainders.forget(shard)
+        _logger.warning(
+            "parameter %r was cast to bfloat16 and is float32 again: its module, or a hook, has "
+            "recast it. It is trained in float32; keep_fp32 with its name, or its module's, has "
+            "it so from the start",
+            shard.name,
         )
