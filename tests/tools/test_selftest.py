@@ -186,7 +186,7 @@ def on_a_gpu(monkeypatch, fault, mode):
     tried = Certificate("adamw_x", "triton", fault, 0.1)
     monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
     monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}})
-    return command._found(torch.device("cuda", 0), ["selftest"]), processes[0]
+    return command._examine(torch.device("cuda", 0), ["selftest"]), processes[0]
 
 
 def test_eager_is_not_timed_on_a_gpu_where_a_kernel_is_wrong(quick, monkeypatch):
