@@ -89,45 +89,45 @@ class Runner:
         Returns:
             The new state of each.
         """
-        copied: Any = object.__new__(self._kind)
+        instance: Any = object.__new__(self._kind)
         attributes = copy.deepcopy(self._before) if apart else self._before
-        vars(copied).update(attributes, **{name: OrderedDict() for name in self._hooks})
+        vars(instance).update(attributes, **{name: OrderedDict() for name in self._hooks})
         numbers = sorted({number for number, _, _ in members})
         if method != "step":
             numbers = range(len(self._optimizer.param_groups))
         options = {number: self._options_of(number) for number in numbers}
         if apart:
             options = copy.deepcopy(options)
-        copied.param_groups = [
+        instance.param_groups = [
             {**options[number], "params": [p for group, p, _ in members if group == number]}
             for number in numbers
         ]
-        copied.state = defaultdict(dict, {p: state for _, p, state in members if state})
+        instance.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may count in the tensor that it finds there.
-        copied.state.update(copy.deepcopy(self._shared_before))
+        instance.state.update(copy.deepcopy(self._shared_before))
         function = unhooked(getattr(self._kind, method))
         parameters = [parameter for _, parameter, _ in members]
         before = _random_states(parameters)
         self._random = self._random or before
         meetings = None
         if follow:
-            groups = dict(zip(numbers, copied.param_groups, strict=True))
-            meetings = Meetings(members, lambda: (groups, own_attributes(copied)))
+            groups = dict(zip(numbers, instance.param_groups, strict=True))
+            meetings = Meetings(members, lambda: (groups, own_attributes(instance)))
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
             function(
-                copied, *([evaluated(self._kind, parameters)] if needs_closure(function) else [])
+                instance, *([evaluated(self._kind, parameters)] if needs_closure(function) else [])
             )
         if meetings is not None:
-            meetings.finish(shared_states(copied.state))
+            meetings.finish(shared_states(instance.state))
             self.couples |= meetings.couples
         after = _random_states(parameters)
         self.draws |= before[0] != after[0]
         self.draws |= any(not torch.equal(before[1][key], each) for key, each in after[1].items())
-        for number, group in zip(numbers, copied.param_groups, strict=True):
+        for number, group in zip(numbers, instance.param_groups, strict=True):
             self._options[number] = _news(options[number], group)
-        self.attributes |= _news(attributes, own_attributes(copied))
-        self.shared = shared_states(copied.state)
-        return [copied.state.get(parameter, {}) for _, parameter, _ in members]
+        self.attributes |= _news(attributes, own_attributes(instance))
+        self.shared = shared_states(instance.state)
+        return [instance.state.get(parameter, {}) for _, parameter, _ in members]
 
     def _options_of(self, number: int) -> dict[str, Any]:
         left_out = ("params", "param_names")
