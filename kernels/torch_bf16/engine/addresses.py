@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ class Addresses:
         numbers: of each its address, 0 where it has no memory; not to be written.
     """
 
-    def __init__(self, numbers: Sequence[int] = ()) -> None:
-        self.numbers = [*numbers]
+    def __init__(self, numbers: list[int] | None = None) -> None:
+        self.numbers = numbers or []
         self._places = [*range(len(self.numbers))]
 
     @classmethod

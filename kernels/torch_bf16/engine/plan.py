@@ -65,7 +65,7 @@ class Plan:
         self.members = members
         self._parameters = [each.parameter for each in members]
         # Nothing else asks whether a weight was written.
-        self._with_remainder = [n for n, each in enumerate(members) if each.has_remainder]
+        self._with_remainder = np.flatnonzero([each.has_remainder for each in members])
         self._setting = setting
         rows = [
             Row.of(number, member, piece)
@@ -76,9 +76,10 @@ class Plan:
         self._statistics = sums = Statistics(members, sharded)
         one_batch = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
         self._parts = [Part(some, seed, backend, sums) for some in one_batch]
+        watched = [each for each in members if each.has_remainder]
         self._versions = Versions(
-            [self._parameters[n] for n in self._with_remainder],
-            [members[n].snapshot for n in self._with_remainder],
+            [each.parameter for each in watched],
+            [each.snapshot for each in watched],
             unseen=all(part.batch.backend.by_address and not part.copied for part in self._parts),
         )
         one_rule = alike(self._parts, lambda part: part.rule_on_device)
@@ -303,11 +304,7 @@ class Plan:
                 if len(self._sets) == _SETS:
                     self._sets.clear()
                 self._sets[key] = Active.of(
-                    flags,
-                    self._parameters,
-                    np.array(self._with_remainder, np.int64),
-                    self._parts,
-                    self._sources,
+                    flags, self._parameters, self._with_remainder, self._parts, self._sources
                 )
             active = self._sets[key]
             self._selected = flags, active
