@@ -11,9 +11,11 @@ import convergence
 import learning_rate_sweep
 import lightning_demo as demo
 import pytest
+import small_updates
 import torch
 from paired_runs import CONTROL
 
+from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.compare.corpus import batches, load_corpus
 from torch_bf16.tools.compare.intervals import Interval, student_t
 
@@ -150,3 +152,21 @@ def test_corpus_without_sources_says_what_to_do(monkeypatch, tmp_path: Path) -> 
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"too few \.py files"):
         load_corpus()
+
+
+def test_small_updates_tells_who_loses_them() -> None:
+    start, gradients = small_updates.numbers("cpu", steps=60)
+    fp32, nearest = PEERS["torch"].entries
+    found = {
+        each.name: small_updates.ask(each, fp32, start, gradients)
+        for each in (nearest, *small_updates.ours(["bf16-fp32-master", "bf16-stochastic"]))
+    }
+    lost = found.pop(nearest.name)
+    assert lost.decay == 0
+    assert lost.updates < 0.5
+    for name, kept in found.items():
+        assert abs(kept.decay - 1) < 0.1, name
+        assert abs(kept.updates - 1) < 0.05, name
+        assert kept.replicas, name
+        assert kept.resume, name
+    assert found["bf16-fp32-master"].distance < lost.distance / 5

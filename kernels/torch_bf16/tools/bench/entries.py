@@ -76,9 +76,15 @@ class Entry:
             _fill(parameter.detach(), weights)
             _fill(parameter.grad, gradients)
             parameters.append(parameter)
+        return self.over(parameters, self.arguments)
+
+    def over(
+        self, parameters: Sequence[Tensor], arguments: Mapping[str, Any]
+    ) -> torch.optim.Optimizer:
+        """The optimizer over these parameters, with other hyperparameters than its own."""
         module, name = self.target.split(":")
         cls = getattr(importlib.import_module(module), name)
-        optimizer = cls(parameters, **self.arguments, **self.options)
+        optimizer = cls(parameters, **arguments, **self.options)
         for attribute, value in self.attributes.items():
             setattr(optimizer, attribute, value)
         return optimizer
