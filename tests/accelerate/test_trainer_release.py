@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import torch_bf16
 
 
-def test_the_trainer_takes_it_among_the_options_of_a_class():
+def test_the_trainer_takes_it_among_the_options_of_a_class(tmp_path):
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
@@ -23,7 +23,7 @@ def test_the_trainer_takes_it_among_the_options_of_a_class():
         torch.manual_seed(0)
         model = torch_bf16.cast_model(LlamaForCausalLM(config))
         arguments = TrainingArguments(
-            "unused", max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             max_grad_norm=0.0, report_to=[], save_strategy="no", use_cpu=True, seed=0,
             disable_tqdm=True,
         )  # fmt: skip
