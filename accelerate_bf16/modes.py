@@ -82,14 +82,11 @@ def overriding_mode() -> str | None:
     Raises:
         ValueError: it names another.
     """
-    value = os.environ.get(MODE_VARIABLE, "").strip()
-    mode = canonical(value)
-    if value and mode is None:
-        raise ValueError(
-            f"{MODE_VARIABLE}={value!r} is not one of the modes of torch-bf16, "
-            f"{', '.join((*MODES, *ALIASES))}. Unset it for Accelerate's own"
-        )
-    return mode
+    if not os.environ.get(MODE_VARIABLE, "").strip():
+        return None  # without importing what reads it
+    import torch_bf16
+
+    return torch_bf16.mode_from_environment()
 
 
 def in_use() -> bool:

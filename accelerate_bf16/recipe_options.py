@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,15 @@ from accelerate.utils import KwargsHandler
 
 import torch_bf16
 
-__all__ = ["ENVIRONMENT", "BF16RecipeKwargs", "from_environment", "options_of"]
+__all__ = ["BF16RecipeKwargs", "options_of"]
 
 
 @dataclass
 class BF16RecipeKwargs(KwargsHandler):
     """Options of a mode: ``Accelerator(kwargs_handlers=[BF16RecipeKwargs(...)])``.
 
-    An option that is None comes from the environment (see :data:`ENVIRONMENT`), else from the mode.
+    An option that is None comes from the environment (``BF16_WEIGHTS`` and its like), else from the
+    mode.
 
     Args:
         weights, exp_avg, exp_avg_sq: replace formats of the mode's recipe, which
@@ -92,46 +92,8 @@ class BF16RecipeKwargs(KwargsHandler):
         )
 
 
-ENVIRONMENT: dict[str, str] = {
-    f"BF16_{field.name.upper()}": field.name for field in dataclasses.fields(BF16RecipeKwargs)
-}
-"""For each variable of the environment, the option that it sets; handlers in the script win."""
-
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
-
-def from_environment(environment: Mapping[str, str] = os.environ) -> BF16RecipeKwargs:
-    """The options that ``BF16_WEIGHTS`` and its like set; an empty variable sets nothing.
-
-    Raises:
-        ValueError: the value of one cannot be read.
-
-    Example:
-        >>> from_environment({"BF16_WEIGHTS": "bf16+16", "BF16_KEEP_FP32": "head, *.router"})
-        BF16RecipeKwargs(weights='bf16+16', ..., keep_fp32=('head', '*.router'), ...)
-    """
-    options: dict[str, Any] = {}
-    for variable, name in ENVIRONMENT.items():
-        text = environment.get(variable, "").strip()
-        if text:
-            options[name] = _parsed(variable, name, text)
-    return BF16RecipeKwargs(**options)
-
-
 def options_of(accelerator: Any) -> BF16RecipeKwargs:
     """The options that an Accelerator was given, and the environment's where they are None."""
     handler = getattr(accelerator, "_bf16_recipe_options", None)
-    return (handler or BF16RecipeKwargs()).over(from_environment())
-
-
-def _parsed(variable: str, name: str, text: str) -> Any:
-    if name == "release_gradients":
-        if text.lower() not in (*_TRUE, *_FALSE):
-            raise ValueError(f"{variable}={text!r} must be one of {', '.join(_TRUE + _FALSE)}")
-        return text.lower() in _TRUE
-    if name == "keep_fp32":
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    try:
-        return {"seed": int, "release_max_norm": float}.get(name, str)(text)
-    except ValueError:
-        raise ValueError(f"{variable}={text!r} must be a number") from None
+    options = BF16RecipeKwargs(**torch_bf16.options_from_environment())
+    return (handler or BF16RecipeKwargs()).over(options)

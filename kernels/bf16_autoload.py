@@ -16,8 +16,8 @@ package would run that package's ``__init__``.
 
 ``BF16_AUTOLOAD=0`` turns it off; ``import lightning_bf16`` and ``import accelerate_bf16`` work
 without it. One thing is done even then: where ``ACCELERATE_MIXED_PRECISION`` or ``BF16_MODE`` names
-a mode of ours and nobody imports ``accelerate_bf16``, ``Accelerator.prepare`` raises, because
-Accelerate does not validate the one and does not know the other.
+a mode of ours and nobody imports the plugin, ``Accelerator.prepare``, ``Trainer`` and ``Fabric``
+raise, because Accelerate does not validate the one and no host knows the other.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def autoload() -> None:
             watch()
         elif _names_a_mode():
             _only_guards = True
-            watch(_ACCELERATE)
+            watch()
     except Exception as error:
         _warn(f"torch-bf16 could not register itself: {error!r}")
 
@@ -300,10 +300,31 @@ def _patch(module: ModuleType, raising: bool = False) -> None:
 
 
 def _guard(module: ModuleType) -> None:
-    """Let ``prepare`` raise."""
+    """Let what would train in another precision raise."""
     if module.__name__ == "accelerate.accelerator":
         for name in ("prepare", "prepare_model"):
             _guards.replace(module, f"Accelerator.{name}", _refusing)
+    for name in ("_AcceleratorConnector", "_Connector"):
+        if hasattr(vars(module).get(name), "_check_and_init_precision"):
+            _guards.replace(module, f"{name}._check_and_init_precision", _refusing_precision)
+
+
+def _refusing_precision(method: Callable[..., Any]) -> Callable[..., Any]:
+    def _check_and_init_precision(self: Any) -> Any:
+        mode = os.environ.get("BF16_MODE", "").strip()
+        if mode and "lightning_bf16" not in sys.modules:
+            raise RuntimeError(_switched_off(f"BF16_MODE={mode}", "Lightning", "its own precision"))
+        return method(self)
+
+    return _check_and_init_precision
+
+
+def _switched_off(asked: str, host: str, instead: str) -> str:
+    return (
+        f"{asked} was asked for, but BF16_AUTOLOAD={os.environ.get('BF16_AUTOLOAD')} has switched "
+        f"off torch-bf16, which knows what it means: {host} would train in {instead} without "
+        f"saying so. Unset BF16_AUTOLOAD, or import {host.lower()}_bf16 in the script"
+    )
 
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,12 +332,8 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
         current, overriding = str(self.mixed_precision), os.environ.get("BF16_MODE", "")
         mode = current if current.lower().startswith(_MODE_PREFIXES) else overriding
         if mode and "accelerate_bf16" not in sys.modules:
-            raise RuntimeError(
-                f"mixed_precision={mode!r} was asked for, but BF16_AUTOLOAD="
-                f"{os.environ.get('BF16_AUTOLOAD')} has switched off torch-bf16, which knows what "
-                f"it means: Accelerate would train in {'fp32' if mode == current else current} "
-                "without saying so. Unset BF16_AUTOLOAD, or import accelerate_bf16 in the script"
-            )
+            instead = "fp32" if mode == current else current
+            raise RuntimeError(_switched_off(f"mixed_precision={mode!r}", "Accelerate", instead))
         return method(self, *args, **kwargs)
 
     return prepare

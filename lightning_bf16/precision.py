@@ -40,6 +40,9 @@ class PrecisionBody(_Base):
     ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` make one;
     make one yourself to set its options.
 
+    Beside a recipe's name, options that are not given here come from the environment
+    (``BF16_WEIGHTS`` and its like); a :class:`torch_bf16.Recipe` stays as it is.
+
     Args:
         recipe: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
         compute: ``"autocast"`` runs the forward pass in autocast over bf16 weights: inputs,
@@ -95,24 +98,41 @@ class PrecisionBody(_Base):
         seed: int | None = None,
         backend: str | None = None,
         vectors: str | None = None,
-        release_gradients: bool = False,
+        release_gradients: bool | None = None,
         release_max_norm: float | None = None,
-        release_norm: str = "parameter",
+        release_norm: str | None = None,
         release_accumulation_steps: int | None = None,
     ) -> None:
         super().__init__("bf16-true")
-        formats = {"weights": weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        others = {"accumulate": accumulate, "reduce": reduce, "seed": seed, "backend": backend}
-        others |= {"vectors": vectors, "offload": offload}
-        options: dict[str, Any] = {"compute": compute, **formats, **others}
-        overrides = {key: value for key, value in options.items() if value is not None}
-        if keep_fp32:
-            overrides["keep_fp32"] = keep_fp32 if isinstance(keep_fp32, str) else tuple(keep_fp32)
-        self.recipe = torch_bf16.get_recipe(recipe, **overrides)
+        given: dict[str, Any] = {
+            "weights": weights,
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+            "accumulate": accumulate,
+            "reduce": reduce,
+            "offload": offload,
+            "keep_fp32": keep_fp32 or None,
+            "seed": seed,
+            "backend": backend,
+            "vectors": vectors,
+            "compute": compute,
+            "release_gradients": release_gradients,
+            "release_max_norm": release_max_norm,
+            "release_norm": release_norm,
+        }
+        options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
+        options |= {name: value for name, value in given.items() if value is not None}
+        if not isinstance(options.get("keep_fp32", ""), str):
+            options["keep_fp32"] = tuple(options["keep_fp32"])
+        release = options.pop("release_gradients", False)
+        clip: dict[str, Any] = {
+            "max_norm": options.pop("release_max_norm", None),
+            "norm": options.pop("release_norm", "parameter"),
+        }
+        _check_release(release, **clip)
+        self.recipe = torch_bf16.get_recipe(recipe, **options)
         self.compute = self.recipe.compute
-        _check_release(release_gradients, release_max_norm, release_norm)
-        clip: dict[str, Any] = {"max_norm": release_max_norm, "norm": release_norm}
-        self.release = clip if release_gradients else None
+        self.release = clip if release else None
         self.release_accumulation_steps = release_accumulation_steps
         self._modules: list[weakref.ref[Module]] = []
 

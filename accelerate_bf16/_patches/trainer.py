@@ -103,10 +103,10 @@ def post_init(original: Any) -> Any:
         if mode is None:
             return
         refuse_arguments(mode, self, requested)
-        # It imports from Accelerate, which is being imported when this module is.
-        from accelerate_bf16.recipe_options import from_environment
+        # Not before a mode is meant: it brings the core.
+        import torch_bf16
 
-        if from_environment().release_gradients:
+        if torch_bf16.options_from_environment().get("release_gradients"):
             refuse_late_clipping(self)
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode

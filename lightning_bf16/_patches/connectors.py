@@ -6,12 +6,15 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 import torch_bf16
 from lightning_bf16.precision import PrecisionBody
 
 __all__ = ["choose"]
 
 _XLA = "the fused optimizer step does not run on XLA devices"
+_OVERRIDDEN = ("32-true", "bf16-mixed", "bf16-true")
 _REFUSED = {
     "SingleDeviceXLAStrategy": _XLA,
     "XLAStrategy": _XLA,
@@ -30,6 +33,8 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
 
     def _check_and_init_precision(connector: Any) -> Any:
         name, passed = getattr(connector, flag), getattr(connector, instance)
+        if mode := torch_bf16.mode_from_environment():
+            name = _override(mode, name, passed)
         named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
         if not named and not isinstance(passed, PrecisionBody):
             return original(connector)
@@ -57,6 +62,24 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
         return plugin
 
     return _check_and_init_precision
+
+
+def _override(mode: str, name: Any, passed: Any) -> str:
+    """The mode of ``BF16_MODE``, with a line where it takes the place of the script's precision."""
+    own, current = f"precision={name!r}", name
+    if passed is not None:
+        own = f"the plugin {type(passed).__name__}"
+        current = passed.mode if isinstance(passed, PrecisionBody) else None
+    if current in torch_bf16.RECIPES and torch_bf16.RECIPES[current].name == mode:
+        return mode
+    if passed is not None or name not in _OVERRIDDEN:
+        raise ValueError(
+            f"BF16_MODE={mode} cannot take the place of {own}, which the script names: it "
+            f"takes that of {', '.join(_OVERRIDDEN)}. Have the script name one of these, or none; "
+            "or unset BF16_MODE to train as the script says"
+        )
+    rank_zero_info(f"{own} in the script becomes {mode!r}: BF16_MODE={mode}")
+    return mode
 
 
 def _under_deepspeed(plugin: Any, kind: type, config: Any) -> Any:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import torch_bf16
 from accelerate_bf16 import BF16RecipeKwargs
-from accelerate_bf16.recipe_options import ENVIRONMENT, from_environment
 
 
 def batches(count=4):
@@ -101,25 +100,6 @@ def test_the_backend_comes_from_the_handler_else_from_the_environment(
     monkeypatch.setenv("BF16_BACKEND", "cpu")
     assert chosen() == "cpu"
     assert chosen(BF16RecipeKwargs(backend="eager")) == "eager"
-
-
-def test_variables_are_read_or_refused_by_name():
-    read = from_environment(
-        {
-            "BF16_KEEP_FP32": "head, *.router,",
-            "BF16_RELEASE_GRADIENTS": "yes",
-            "BF16_RELEASE_MAX_NORM": "0.5",
-            "BF16_WEIGHTS": " ",
-        }
-    )
-    assert read == BF16RecipeKwargs(
-        keep_fp32=("head", "*.router"), release_gradients=True, release_max_norm=0.5
-    )
-    assert len(ENVIRONMENT) == 14
-    with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
-        from_environment({"BF16_SEED": "one"})
-    with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):
-        from_environment({"BF16_RELEASE_GRADIENTS": "maybe"})
 
 
 def test_options_that_cannot_be_meant_are_refused():

@@ -23,8 +23,8 @@ def test_the_trainer_takes_it_among_the_options_of_a_class(tmp_path):
         torch.manual_seed(0)
         model = torch_bf16.cast_model(LlamaForCausalLM(config))
         arguments = TrainingArguments(
-            str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            max_grad_norm=0.0, report_to=[], save_strategy="no", use_cpu=True, seed=0,
+            str(tmp_path), max_steps=4, per_device_train_batch_size=2, max_grad_norm=0.0,
+            gradient_accumulation_steps=2, report_to=[], save_strategy="no", use_cpu=True, seed=0,
             disable_tqdm=True,
         )  # fmt: skip
         options = {"lr": 0.01, "release": release}

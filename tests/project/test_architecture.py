@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "argument_checks", "numerics", "rules", "torch_patches"),
     ("sharding", "formats"),
     ("recipe", "backends"),
-    ("engine",),
+    ("engine", "environment"),
     ("model",),
     ("states",),
     ("gradients",),

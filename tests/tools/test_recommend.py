@@ -201,18 +201,15 @@ def test_the_lines_for_the_trainer_are_the_shell_s():
 
 def test_a_launcher_trains_what_is_not_changed():
     command = "python train.py --lr 1"
-    for update, expected in (
-        (1e-2, "accelerate launch --mixed_precision bf16-stochastic train.py --lr 1"),
-        (
-            1e-6,
-            "BF16_WEIGHTS=bf16+8 accelerate launch --mixed_precision bf16-stochastic train.py "
-            "--lr 1",
-        ),
-    ):
+    launched = "accelerate launch --mixed_precision bf16-stochastic train.py --lr 1"
+    for update, option in ((1e-2, ""), (1e-6, "BF16_WEIGHTS=bf16+8 ")):
         chosen = judge([seen(update=update)]).chosen
-        assert launch_line("accelerate", chosen, command) == expected
-        assert launch_line("trainer", chosen, command) == expected
-        assert launch_line("lightning", chosen, command) is None
+        assert launch_line("accelerate", chosen, command) == f"{option}{launched}"
+        assert launch_line("trainer", chosen, command) == f"{option}{launched}"
+        for host in ("lightning", "fabric"):
+            line = launch_line(host, chosen, command)
+            assert line == f"BF16_MODE=bf16-stochastic {option}{command}"
+        assert launch_line("pytorch", chosen, command) is None
 
 
 def test_each_layer_has_a_name_of_its_own():

@@ -34,7 +34,7 @@ def lines(host: str, candidate: Candidate, command: str) -> list[str]:
         plugin = f'BF16Precision("{mode}"{named})'
         return [f"from {package} import BF16Precision", f"{kind}(plugins=[{plugin}])"]
     if host == "trainer":
-        return [f"export BF16_MODE={mode} {_variables(options)}".rstrip(), command]
+        return [" ".join([f"export BF16_MODE={mode}", *_variables(options)]), command]
     if host == "accelerate":
         if not options:
             return ["import accelerate_bf16", f'Accelerator(mixed_precision="{mode}")']
@@ -58,12 +58,15 @@ def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
         candidate: the recipe.
         command: what starts the training: ``python`` and its arguments.
     """
+    if host in _PLUGINS:
+        return " ".join([f"BF16_MODE={candidate.mode}", *_variables(candidate.options), command])
     if host not in ("trainer", "accelerate"):
         return None
-    launched = f"accelerate launch --mixed_precision {candidate.mode}"
-    launched = f"{_variables(candidate.options)} {launched}".lstrip()
+    launched = " ".join(
+        [*_variables(candidate.options), f"accelerate launch --mixed_precision {candidate.mode}"]
+    )
     return f"{launched} {command.removeprefix('python ')}"
 
 
-def _variables(options: Mapping[str, str]) -> str:
-    return " ".join(f"BF16_{key.upper()}={each}" for key, each in options.items())
+def _variables(options: Mapping[str, str]) -> list[str]:
+    return [f"BF16_{key.upper()}={each}" for key, each in options.items()]

@@ -1,0 +1,56 @@
+"""What the environment says of a run is read, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from accelerate_bf16 import BF16RecipeKwargs
+from torch_bf16.environment import OPTIONS, mode_from_environment, options_from_environment
+
+
+def test_options_are_read():
+    variables = {
+        "BF16_KEEP_FP32": "head, *.router,",
+        "BF16_RELEASE_GRADIENTS": "yes",
+        "BF16_RELEASE_MAX_NORM": "0.5",
+        "BF16_SEED": "7",
+        "BF16_WEIGHTS": " ",
+    }
+    assert options_from_environment(variables) == {
+        "keep_fp32": ("head", "*.router"),
+        "release_gradients": True,
+        "release_max_norm": 0.5,
+        "seed": 7,
+    }
+
+
+def test_each_option_of_a_plugin_has_a_variable():
+    assert {*OPTIONS.values()} == {each.name for each in dataclasses.fields(BF16RecipeKwargs)}
+    assert len(OPTIONS) == 14
+
+
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
+        options_from_environment({"BF16_SEED": "one"})
+    with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):
+        options_from_environment({"BF16_RELEASE_GRADIENTS": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [
+        ("", None),
+        (" ", None),
+        ("BF16-FP32-Master", "bf16-fp32-master"),
+        ("true-bf16-stochastic", "bf16-stochastic"),
+    ],
+)
+def test_a_mode_is_read(value, mode):
+    assert mode_from_environment({"BF16_MODE": value}) == mode
+
+
+def test_another_mode_is_refused():
+    with pytest.raises(ValueError, match=r"BF16_MODE='bf16' is not one of the modes of torch-bf16"):
+        mode_from_environment({"BF16_MODE": "bf16"})
