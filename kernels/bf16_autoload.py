@@ -88,7 +88,11 @@ def autoload() -> None:
 
 def _names_a_mode() -> bool:
     launcher_mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    return launcher_mode.startswith(_MODE_PREFIXES) or bool(os.environ.get("BF16_MODE"))
+    return launcher_mode.startswith(_MODE_PREFIXES) or bool(_overriding_mode())
+
+
+def _overriding_mode() -> str:
+    return os.environ.get("BF16_MODE", "").strip()
 
 
 def watch(plugin: str | None = None) -> None:
@@ -311,7 +315,7 @@ def _guard(module: ModuleType) -> None:
 
 def _refusing_precision(method: Callable[..., Any]) -> Callable[..., Any]:
     def _check_and_init_precision(self: Any) -> Any:
-        mode = os.environ.get("BF16_MODE", "").strip()
+        mode = _overriding_mode()
         if mode and "lightning_bf16" not in sys.modules:
             raise RuntimeError(_switched_off(f"BF16_MODE={mode}", "Lightning", "its own precision"))
         return method(self)
@@ -329,8 +333,8 @@ def _switched_off(asked: str, host: str, instead: str) -> str:
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        current, overriding = str(self.mixed_precision), os.environ.get("BF16_MODE", "")
-        mode = current if current.lower().startswith(_MODE_PREFIXES) else overriding
+        current = str(self.mixed_precision)
+        mode = current if current.lower().startswith(_MODE_PREFIXES) else _overriding_mode()
         if mode and "accelerate_bf16" not in sys.modules:
             instead = "fp32" if mode == current else current
             raise RuntimeError(_switched_off(f"mixed_precision={mode!r}", "Accelerate", instead))

@@ -94,7 +94,7 @@ class PrecisionBody(_Base):
         accumulate: str | None = None,
         reduce: str | None = None,
         offload: str | None = None,
-        keep_fp32: Sequence[Any] = (),
+        keep_fp32: Sequence[Any] | None = None,
         seed: int | None = None,
         backend: str | None = None,
         vectors: str | None = None,
@@ -111,7 +111,7 @@ class PrecisionBody(_Base):
             "accumulate": accumulate,
             "reduce": reduce,
             "offload": offload,
-            "keep_fp32": keep_fp32 or None,
+            "keep_fp32": keep_fp32,
             "seed": seed,
             "backend": backend,
             "vectors": vectors,
@@ -122,8 +122,6 @@ class PrecisionBody(_Base):
         }
         options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
         options |= {name: value for name, value in given.items() if value is not None}
-        if not isinstance(options.get("keep_fp32", ""), str):
-            options["keep_fp32"] = tuple(options["keep_fp32"])
         release = options.pop("release_gradients", False)
         clip: dict[str, Any] = {
             "max_norm": options.pop("release_max_norm", None),

@@ -90,6 +90,7 @@ def test_options_come_from_the_environment_unless_the_script_says(pl, variables)
     plugin = lightning_bf16.BF16Precision(seed=5, keep_fp32=["body"])
     assert (plugin.recipe.weights, plugin.recipe.seed) == ("bf16+8", 5)
     assert plugin.recipe.keep_fp32 == ("body",)
+    assert lightning_bf16.BF16Precision(keep_fp32=[]).recipe.keep_fp32 == ()
     whole = torch_bf16.Recipe("whole")
     assert lightning_bf16.BF16Precision(whole).recipe is whole
 
