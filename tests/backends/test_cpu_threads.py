@@ -14,20 +14,18 @@ import torch
 
 from torch_bf16 import AdamW
 from torch_bf16.backends.cpu import threads
-from torch_bf16.backends.cpu.compiler import carray
 from torch_bf16.backends.cpu.job import (
-    ARRAYS,
-    EACH,
     compile_job,
     finish,
     finished,
     new_job,
     share,
     take,
+    unpack,
 )
-from torch_bf16.backends.cpu.llvm_hints import address_as_pointer
 
-KINDS = [(np.int64, 1)]
+KINDS = ((np.int64, 1),)
+TURNS = ((np.int64, 2),)
 
 
 @pytest.fixture
@@ -95,9 +93,10 @@ def test_a_step_starts_no_thread_where_torch_has_started_its_own():
 
 
 def test_a_piece_that_fails_is_an_error_and_not_silence(two_threads, team, capfd):
+    unpacked = unpack(KINDS)
+
     def run(job):
-        numbers = carray(job, (ARRAYS + EACH,), np.int64)
-        written = carray(address_as_pointer(numbers[ARRAYS]), (8,), np.int64)
+        numbers, written = unpacked(job)
         while True:
             first, last = take(numbers)
             if first == last:
@@ -123,10 +122,10 @@ def test_a_piece_that_fails_is_an_error_and_not_silence(two_threads, team, capfd
 def runs_of_pieces(count, sharing, running):
     """A job's first and last pieces of each turn, that so many threads in fact took: int64."""
 
+    unpacked = unpack(TURNS)
+
     def run(job):
-        numbers = carray(job, (ARRAYS + EACH,), np.int64)
-        shape = (numbers[ARRAYS + 1], 2)
-        turns = carray(address_as_pointer(numbers[ARRAYS]), shape, np.int64)
+        numbers, turns = unpacked(job)
         while True:
             first, last = take(numbers)
             if first == last:
@@ -137,7 +136,7 @@ def runs_of_pieces(count, sharing, running):
 
     work = compile_job(run, "notes_its_turns")
     turns = np.zeros((count, 2), np.int64)
-    job = new_job([(np.int64, 2)], [turns], count)
+    job = new_job(TURNS, [turns], count)
     share(job, sharing)
     started = [threading.Thread(target=work, args=(job.ctypes.data,)) for _ in range(running)]
     for each in started:

@@ -8,9 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from torch_bf16.backends.cpu.compiler import carray
-from torch_bf16.backends.cpu.job import ARRAYS, EACH, compile_job, new_job
-from torch_bf16.backends.cpu.llvm_hints import address_as_pointer
+from torch_bf16.backends.cpu.job import compile_job, new_job, unpack
 
 # Both rules have the same states, scalars and codecs: only the names of their parts differ.
 STEPS = """
@@ -42,15 +40,19 @@ def test_kernels_cached_by_several_processes_are_not_taken_for_one_another(tmp_p
     assert sum("run_adamw_bf16_stochastic" in name for name in cached) == 1
 
 
+KINDS = ((np.int64, 1),)
+unpacked = unpack(KINDS)
+
+
 def writes_a_seven(job):
-    numbers = carray(job, (ARRAYS + EACH,), np.int64)
-    carray(address_as_pointer(numbers[ARRAYS]), (1,), np.int64)[0] = 7
+    _, written = unpacked(job)
+    written[0] = 7
 
 
 def sevens():
     """What a kernel writes, and whether it was read from the cache."""
     work, written = compile_job(writes_a_seven, "writes_a_seven"), np.zeros(1, np.int64)
-    work(new_job([(np.int64, 1)], [written], 1).ctypes.data)
+    work(new_job(KINDS, [written], 1).ctypes.data)
     return written[0], sum(work.compiled.stats.cache_hits.values())
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from bucket_cases import make_case
 
 from torch_bf16.backends.cpu import codegen
 from torch_bf16.backends.cpu.bits import add32, and32, float_from_bits, low32, shl32, shr32
@@ -77,8 +76,7 @@ def draws(n: int) -> np.ndarray:
 @functools.cache
 def numba_codec(name: str):
     """``(read_one, read_two, write_one, write_two)`` and the words of one and of two elements."""
-    bucket, _ = make_case("sgd", f"only_{name}", torch.bfloat16, [0], sizes=(1,))
-    compiler = Compiler(bucket.variant)
+    compiler = Compiler(f"only_{name}")
     formats = [get_format(name)]
     return (
         *codegen.reads(compiler, formats, [0]),

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from itertools import count
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numba
@@ -14,13 +15,12 @@ import torch
 from numba.np.unsafe import ndarray
 
 from torch_bf16 import rules
-from torch_bf16.backends.bucket import Variant
 from torch_bf16.rules import arithmetic
 
 from .bits import inlined, no_effect, no_values
 from .llvm_hints import LINE, address_as_pointer, prefetch
 
-__all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "source_hash"]
+__all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "source_hash", "with_parts"]
 
 ELEMENTS = {
     torch.bfloat16: np.uint16,
@@ -61,18 +61,17 @@ ARITHMETIC = {
 
 
 class Compiler:
-    """Compiles the parts of one variant, each under a symbol of its own.
+    """Compiles the parts of one kernel, each under a symbol of its own.
 
     Should a part not be inlined, a kernel from the cache is linked to it by its symbol. Numba
-    numbers symbols per process, so two variants compiled in two processes could share one.
+    numbers symbols per process, so two kernels compiled in two processes could share one.
 
     Args:
-        variant: its name is part of the symbols.
-        kind: and so is what it is compiled for beside its step.
+        kernel: its name, which is part of the symbols.
     """
 
-    def __init__(self, variant: Variant, kind: str = "") -> None:
-        self._suffix = f"{kind}{variant.name}_{source_hash()}"
+    def __init__(self, kernel: str) -> None:
+        self._suffix = f"{kernel}_{source_hash()}"
         self._numbers = count()
 
     def compile(self, function) -> Any:
@@ -125,6 +124,13 @@ class Compiler:
     def take(self, length):
         """``take(row)``: the first ``length`` elements as a tuple, for registers."""
         return self.compile(lambda row: _as_tuple(row, length))
+
+
+def with_parts(parts: ModuleType, function: FunctionType) -> FunctionType:
+    """``function`` with these in place of its module's ``parts``."""
+    return FunctionType(
+        function.__code__, {**function.__globals__, "parts": parts}, function.__name__
+    )
 
 
 @functools.cache

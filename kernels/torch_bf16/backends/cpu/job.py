@@ -16,15 +16,17 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core.caching import FunctionCache
+from numba.np.arrayobj import np_cfarray
+from numba.np.numpy_support import from_dtype
 
 from .bits import inlined, intrinsic
 from .compiler import source_hash
 
 __all__ = [
-    "ARRAYS",
-    "EACH",
+    "Kinds",
     "Work",
     "compile_job",
     "fetch_add",
@@ -33,43 +35,77 @@ __all__ = [
     "new_job",
     "share",
     "take",
+    "unpack",
 ]
 
 Work = Callable[[int], None]
 """A compiled function: takes the address of a job, and releases the GIL."""
 
-ARRAYS, EACH = 24, 4
-"""Where the first array is in a job of int64, and what each takes: its address, up to 3 sizes."""
+Kinds = tuple[tuple[Any, int], ...]
+"""Dtype and number of dimensions of each array of a job."""
 
+# Where the first array is in a job of int64, and what each takes: its address and up to 3 sizes.
+_ARRAYS, _EACH = 24, 4
 # What threads write lies in cache lines of its own.
 _NEXT, _FINISHED, _COUNT, _PARTS = 0, 8, 16, 17
 
+_I64 = ir.IntType(64)
 _SIGNATURE = types.void(types.voidptr)
 _WORK: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def new_job(
-    kinds: Sequence[tuple[Any, int]], arrays: Sequence[np.ndarray], count: int
-) -> np.ndarray:
+def new_job(kinds: Kinds, arrays: Sequence[np.ndarray], count: int) -> np.ndarray:
     """A job over ``count`` pieces, for one thread until :func:`share`: int64.
 
     Args:
-        kinds: dtype and number of dimensions of each array, as the function reads them.
+        kinds: of the arrays, as :func:`unpack` gives them to the function.
         arrays: contiguous; they must outlive the job.
         count: of pieces.
 
     Raises:
         TypeError: an array is not of its kind.
     """
-    job = np.zeros(ARRAYS + EACH * len(arrays), np.int64)
+    job = np.zeros(_ARRAYS + _EACH * len(arrays), np.int64)
     job[_COUNT], job[_PARTS] = count, 1
     for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
         if (array.dtype, array.ndim) != kind or not array.flags.c_contiguous:
             found = f"{array.dtype}, {array.ndim} dimensions, strides {array.strides}"
             raise TypeError(f"array {number} of a kernel is {found}; it takes {kind}, contiguous")
-        at = ARRAYS + EACH * number
+        at = _ARRAYS + _EACH * number
         job[at], job[at + 1 : at + 1 + array.ndim] = array.ctypes.data, array.shape
     return job
+
+
+def unpack(kinds: Kinds) -> Any:
+    """For a compiled function: ``unpack(job)``, a tuple of a job's numbers and its arrays."""
+    places = range(_ARRAYS, _ARRAYS + _EACH * len(kinds), _EACH)
+    found = [types.Array(from_dtype(np.dtype(dtype)), n, "C") for dtype, n in kinds]
+    numbers = types.Array(types.int64, 1, "C")
+
+    # Of LLVM's instructions: of Python's it would be a function per array, 50 ms to compile each.
+    @intrinsic
+    def unpack(typingctx, job):
+        def codegen(context, builder, signature, arguments):
+            (job,) = arguments
+            first = builder.bitcast(job, _I64.as_pointer())
+
+            def number(at):
+                return builder.load(builder.gep(first, [_I64(at)]))
+
+            def array(kind, address, sizes):
+                shape = types.UniTuple(types.intp, kind.ndim)
+                given = address, context.make_tuple(builder, shape, sizes)
+                return np_cfarray(context, builder, kind(types.voidptr, shape), given)
+
+            arrays = [array(numbers, job, [_I64(places.stop)])]
+            for at, kind in zip(places, found, strict=True):
+                address = builder.inttoptr(number(at), job.type)
+                arrays.append(array(kind, address, [number(at + 1 + i) for i in range(kind.ndim)]))
+            return context.make_tuple(builder, signature.return_type, arrays)
+
+        return types.Tuple([numbers, *found])(types.voidptr), codegen
+
+    return unpack
 
 
 def share(job: np.ndarray, threads: int) -> None:

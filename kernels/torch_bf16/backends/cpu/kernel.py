@@ -8,7 +8,7 @@ through a table of addresses, so that one call serves every tensor of a bucket.
 from __future__ import annotations
 
 import functools
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,11 @@ from torch_bf16.rules import lift
 
 from . import codegen
 from .bits import add32, and32, inlined, low32, mul32, no_effect, shl32, shr32, xor32
-from .compiler import ARITHMETIC, Compiler, carray
-from .job import ARRAYS, EACH, Work, compile_job, finish, take
+from .compiler import ARITHMETIC, Compiler, carray, with_parts
+from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import (
     SCRATCH,
     TILE,
-    address_as_pointer,
     no_alias,
     scratch_on_stack,
     wide_vectors,
@@ -36,11 +35,12 @@ __all__ = ["CHUNK", "KINDS", "compile_step"]
 # Elements per chunk: all planes of one chunk, at most 20 bytes per element, fit a core's L2 cache.
 CHUNK = 1 << 15
 
-KINDS = [
+KINDS = (
     *((np.int64, 2), (np.int64, 2), (np.int64, 1), (np.int64, 2)),
     *((np.uint32, 3), (np.int64, 1), (np.int64, 1), (np.float32, 2)),
-]
+)
 """Of chunks, addresses, numels, runs, bases, steps, rows and scalars."""
+_unpack = unpack(KINDS)
 
 # Elements that are prefetched together, and how far ahead: a processor's own prefetching ends with
 # each page of memory, which is 2048 numbers in bf16. More at a time is more than it fetches beside
@@ -119,26 +119,7 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
 
 
 def _run(job):
-    numbers = carray(job, (ARRAYS + 8 * EACH,), np.int64)
-    at = ARRAYS
-    chunks = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 2), np.int64)
-    at += EACH
-    shape = (numbers[at + 1], numbers[at + 2])
-    addresses = carray(address_as_pointer(numbers[at]), shape, np.int64)
-    at += EACH
-    numels = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
-    at += EACH
-    runs = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 3), np.int64)
-    at += EACH
-    shape = (numbers[at + 1], numbers[at + 2])
-    bases = carray(address_as_pointer(numbers[at]), (*shape, 2), np.uint32)
-    at += EACH
-    steps = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
-    at += EACH
-    rows = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
-    at += EACH
-    shape = (numbers[at + 1], numbers[at + 2])
-    scalars = carray(address_as_pointer(numbers[at]), shape, np.float32)
+    numbers, chunks, addresses, numels, runs, bases, steps, rows, scalars = _unpack(job)
     while True:
         first, last = take(numbers)
         if first == last:
@@ -183,7 +164,8 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
         ``steps``, ``rows`` and ``scalars``, as in ``Bucket`` and ``ScalarRows``. It allocates
         nothing that grows with the tensors.
     """
-    compiler = Compiler(variant)
+    name = f"run_{variant.name}"
+    compiler = Compiler(name)
     formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
     offsets = codegen.scratch_offsets(formats)
     # Numbers that share a stream share its word, which is computed once.
@@ -207,11 +189,6 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], _STRIP)
     built.take_scalars = compiler.take(n_scalars)
     built.take_keys = compiler.take(2 * len(variant.formats))
-    built.update_one = no_effect if in_blocks else compiler.compile(_of(built, _update_one))
-    built.update_slice = compiler.compile(_of(built, _update_slice))
-    return compile_job(_of(built, _run), f"run_{variant.name}", error_model="numpy")
-
-
-def _of(built, function):
-    """``function`` with the parts of a variant in place of ``parts``."""
-    return FunctionType(function.__code__, {**globals(), "parts": built}, function.__name__)
+    built.update_one = no_effect if in_blocks else compiler.compile(with_parts(built, _update_one))
+    built.update_slice = compiler.compile(with_parts(built, _update_slice))
+    return compile_job(with_parts(built, _run), name, error_model="numpy")

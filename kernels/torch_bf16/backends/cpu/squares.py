@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from types import FunctionType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ import torch
 from numba import types
 
 from .bits import float_from_bits, inlined, shl32
-from .compiler import ELEMENTS, carray
-from .job import ARRAYS, EACH, Work, compile_job, finish, take
+from .compiler import ELEMENTS, carray, with_parts
+from .job import Work, compile_job, finish, take, unpack
 from .llvm_hints import LINE, address_as_pointer, prefetch, wide_vectors
 
 __all__ = ["KINDS", "PIECE", "compile_squares"]
@@ -23,12 +23,12 @@ __all__ = ["KINDS", "PIECE", "compile_squares"]
 PIECE = 1 << 16
 """Elements per piece."""
 
-KINDS = [(np.int64, 2), (np.float64, 1)]
+KINDS = ((np.int64, 2), (np.float64, 1))
 """Of the arrays of a job."""
+_unpack = unpack(KINDS)
 
-# What a kernel is made of, given for each dtype.
-element: Any = None
-decode: Any = None
+# Stands for the parts of a dtype; each kernel gets a module of its own in its place.
+parts = ModuleType("parts")
 
 _HALF = np.uint32(16)
 # Elements that are prefetched together, and how many bytes ahead: a processor's own prefetching
@@ -51,18 +51,14 @@ _DECODE = {torch.bfloat16: _from_bf16, torch.float32: _from_fp32}
 
 def _run(job):
     wide_vectors()
-    numbers = carray(job, (ARRAYS + 2 * EACH,), np.int64)
-    at = ARRAYS
-    table = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 2), np.int64)
-    at += EACH
-    sums = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.float64)
+    numbers, table, sums = _unpack(job)
     while True:
         first, last = take(numbers)
         if first == last:
             break
         for piece in range(first, last):
             address, size = table[piece, 0], table[piece, 1]
-            elements = carray(address_as_pointer(address), (size,), element)
+            elements = carray(address_as_pointer(address), (size,), parts.element)
             total = 0.0
             for strip in range(0, size, _STRIP):
                 ahead = address + strip * elements.itemsize + _AHEAD
@@ -70,7 +66,7 @@ def _run(job):
                     prefetch(ahead + line)
                 for i in range(min(_STRIP, size - strip)):
                     # Unsigned: a loop is not vectorised where an index might be negative.
-                    x = np.float64(decode(elements[np.uintp(strip) + np.uintp(i)]))
+                    x = np.float64(parts.decode(elements[np.uintp(strip) + np.uintp(i)]))
                     total += x * x
             sums[piece] = total
         finish(numbers, last - first)
@@ -87,8 +83,9 @@ def compile_squares(dtype: torch.dtype) -> Work:
     Args:
         dtype: of the elements, bfloat16 or float32.
     """
-    parts = {"element": ELEMENTS[dtype], "decode": _DECODE[dtype]}
-    run = FunctionType(_run.__code__, {**globals(), **parts}, _run.__name__)
+    name = f"squares_{str(dtype).removeprefix('torch.')}"
+    built: Any = ModuleType("parts")
+    built.element, built.decode = ELEMENTS[dtype], _DECODE[dtype]
     # Several sums at a time; an fp64 square of an fp32 number is exact.
     fast: Any = {"reassoc", "contract"}
-    return compile_job(run, f"squares_{str(dtype).removeprefix('torch.')}", fastmath=fast)
+    return compile_job(with_parts(built, _run), name, fastmath=fast)

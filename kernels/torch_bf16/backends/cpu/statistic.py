@@ -9,7 +9,7 @@ They are integers, so that neither threads nor the width of vectors change their
 from __future__ import annotations
 
 import functools
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,12 @@ from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
 
 from . import codegen
 from .bits import add32, and32, inlined, low32, shr32
-from .compiler import ARITHMETIC, Compiler, carray
-from .job import ARRAYS, EACH, Work, compile_job, fetch_add, finish, take
+from .compiler import ARITHMETIC, Compiler, carray, with_parts
+from .job import Work, compile_job, fetch_add, finish, take, unpack
 from .kernel import CHUNK
 from .llvm_hints import (
     SCRATCH,
     TILE,
-    address_as_pointer,
     no_alias,
     scratch_on_stack,
     wide_vectors,
@@ -35,11 +34,12 @@ from .llvm_hints import (
 
 __all__ = ["KINDS", "compile_statistic"]
 
-KINDS = [
+KINDS = (
     *((np.int64, 2), (np.int64, 2), (np.int64, 1)),
     *((np.int64, 1), (np.float32, 2), (np.int64, 1)),
-]
+)
 """Of chunks, addresses, numels, rows, scalars and sums."""
+_unpack = unpack(KINDS)
 
 _LARGEST, _UNIT = np.float32(LARGEST_STATISTIC), np.float32(STATISTIC_UNIT)
 _LOW, _S16 = np.uint32(0xFFFF), np.uint32(16)
@@ -91,21 +91,7 @@ def _nothing_left(planes, scalars, i):
 
 
 def _run(job):
-    numbers = carray(job, (ARRAYS + 6 * EACH,), np.int64)
-    at = ARRAYS
-    chunks = carray(address_as_pointer(numbers[at]), (numbers[at + 1], 2), np.int64)
-    at += EACH
-    shape = (numbers[at + 1], numbers[at + 2])
-    addresses = carray(address_as_pointer(numbers[at]), shape, np.int64)
-    at += EACH
-    numels = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
-    at += EACH
-    rows = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
-    at += EACH
-    shape = (numbers[at + 1], numbers[at + 2])
-    scalars = carray(address_as_pointer(numbers[at]), shape, np.float32)
-    at += EACH
-    sums = carray(address_as_pointer(numbers[at]), (numbers[at + 1],), np.int64)
+    numbers, chunks, addresses, numels, rows, scalars, sums = _unpack(job)
     while True:
         first, last = take(numbers)
         if first == last:
@@ -132,7 +118,8 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
         What takes a job of chunks over arrays: those of :func:`.kernel.compile_step` of the same
         names, and ``sums``, int64 ``[n]``, to which each tensor's are added.
     """
-    compiler = Compiler(variant, "statistic_")
+    name = f"statistic_{variant.name}"
+    compiler = Compiler(name)
     formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
     offsets = codegen.scratch_offsets(formats)
     built: Any = ModuleType("parts")
@@ -142,11 +129,6 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
     built.arrays = compiler.views(formats)
     built.take_scalars = compiler.take(n_scalars)
     in_blocks = any(each.block > 1 for each in formats)
-    built.last = _nothing_left if in_blocks else compiler.compile(_of(built, _last))
-    built.sum_slice = compiler.compile(_of(built, _sum_slice))
-    return compile_job(_of(built, _run), f"statistic_{variant.name}", error_model="numpy")
-
-
-def _of(built, function):
-    """``function`` with the parts of a variant in place of ``parts``."""
-    return FunctionType(function.__code__, {**globals(), "parts": built}, function.__name__)
+    built.last = _nothing_left if in_blocks else compiler.compile(with_parts(built, _last))
+    built.sum_slice = compiler.compile(with_parts(built, _sum_slice))
+    return compile_job(with_parts(built, _run), name, error_model="numpy")
