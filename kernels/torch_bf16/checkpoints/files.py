@@ -162,17 +162,13 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch.save compute checksums, which a process may have switched off (torch >= 2.6)."""
-    switch = getattr(torch.serialization, "set_crc32_options", None)
-    if switch is None:
-        yield
-        return
+    """Have torch.save compute checksums, which a process may have switched off."""
     before = torch.serialization.get_crc32_options()
-    switch(True)
+    torch.serialization.set_crc32_options(True)
     try:
         yield
     finally:
-        switch(before)
+        torch.serialization.set_crc32_options(before)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

@@ -158,10 +158,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
         backend: str | None = None,
         release: bool | Mapping[str, Any] = False,
     ) -> None:
-        # torch knows this argument since 2.7.
-        self._construct(
-            locals(), without=() if decoupled_weight_decay else ("decoupled_weight_decay",)
-        )
+        self._construct(locals())
 
 
 class NAdam(BF16Optimizer, torch.optim.NAdam):

@@ -65,19 +65,16 @@ class BF16Optimizer(torch.optim.Optimizer):
     _engine_class: ClassVar[type[Engine]] = Engine
     _engine: Engine
 
-    def _construct(
-        self, arguments: dict[str, Any], *, defaults: bool = False, without: Sequence[str] = ()
-    ) -> None:
+    def _construct(self, arguments: dict[str, Any], *, defaults: bool = False) -> None:
         """Run torch's constructor, and set up what it does not know.
 
         Args:
             arguments: ``locals()`` of a constructor: torch's arguments and ours.
             defaults: whether torch's arguments are the groups' options, because it has no
                 constructor for them.
-            without: arguments that torch's constructor must not see.
         """
         ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
-        options = {k: v for k, v in arguments.items() if k not in {"self", *ours, *without}}
+        options = {k: v for k, v in arguments.items() if k not in {"self", *ours}}
         if defaults:
             torch.optim.Optimizer.__init__(self, options.pop("params"), options)
         else:

@@ -49,7 +49,7 @@ def hook() -> tuple[bool, str]:
     if not any(each.name == "bf16" for each in points):
         return False, "the package is on the path and not installed, so torch does not find it"
     if "bf16_autoload" not in sys.modules:
-        return False, "torch did not call it; torch is older than 2.5, or has failed to load it"
+        return False, "installed, and torch has not called it, or has failed to"
     return True, "installed, and called by torch"
 
 
