@@ -32,6 +32,7 @@ from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .planning import check_recipe, make_plan, with_gradients
+from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 from .variants import NONE, VARIANTS, check_variant
 
@@ -130,6 +131,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Whether a group's weight decay acts on the weights and not through the gradient."""
         return group.get("decoupled_weight_decay", self.decouples)
 
+    @hooked
     # Kernels read addresses, which a traced step would not have.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore

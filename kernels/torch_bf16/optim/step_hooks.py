@@ -1,0 +1,43 @@
+"""What torch puts around every ``step()``: users' hooks, and a range in the profiler's trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+__all__ = ["hooked"]
+
+
+def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``step()`` with hooks and a range in the trace, which torch need not wrap any more.
+
+    torch opens the range also where nothing is profiled, which takes a tenth of what a step of 150
+    tensors takes on the host. Here its wrapper is called only where there is something to do for
+    it.
+
+    Args:
+        step: a method of an optimizer.
+    """
+    by_torch = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # The flag is private to torch: without it, its wrapper is always called.
+        if (
+            getattr(profiler, "_is_profiler_enabled", True)
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        ):
+            return by_torch(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    # What torch leaves on a step that it has wrapped.
+    wrapper.hooked = True  # pyright: ignore[reportAttributeAccessIssue]
+    return wrapper
