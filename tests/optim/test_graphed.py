@@ -59,13 +59,13 @@ def write_gradients(optimizer, seed):
         p.grad = gradient.copy_(p.grad)
 
 
-def replays_are_steps(recipe, first, kind="adamw"):
+def replays_are_steps(recipe, first, kind="adamw", check_every=1):
     ours, plain = pair(recipe, kind)
     if first:
         ours.step()
         plain.step()
     before = [p.detach().clone() for p in parameters_of(ours)]
-    step = ours.graphed()
+    step = ours.graphed(check_every=check_every)
     assert all(map(torch.equal, before, parameters_of(ours)))
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (ours, plain)]
     for seed in range(1, 6):
@@ -88,6 +88,11 @@ def replays_are_steps(recipe, first, kind="adamw"):
 @pytest.mark.parametrize("kind", ["cautious", "stable"])
 def test_replays_sum_what_their_rule_wants_to_know_first(recorded, kind):
     recorded(replays_are_steps, "stochastic", False, kind)
+
+
+def test_fewer_looks_have_the_same_bits(recorded):
+    # The write before the third replay drops a remainder, if it is seen.
+    recorded(replays_are_steps, "master", True, "adamw", 2)
 
 
 @pytest.mark.parametrize("recipe", ["stochastic", "master"])
@@ -189,6 +194,62 @@ def refused(change, message):
 )
 def test_a_replay_that_would_be_no_step_is_refused(recorded, change, message):
     recorded(refused, change, message)
+
+
+def looks_between(change, message):
+    """With `check_every=3` the first of three replays looks, and one after an ordinary step."""
+    ours, _ = pair("master")
+    step = ours.graphed(check_every=3)
+    step()
+    held = [p.grad for p in parameters_of(ours)]
+    change(ours, parameters_of(ours)[1])
+    step()
+    step()
+    with pytest.raises(RuntimeError, match=f"{message}.* Up to 2 replays before this one did not"):
+        step()
+    assert {float(state["step"]) for state in ours.state.values()} == {3.0}
+    for p, gradient in zip(parameters_of(ours), held, strict=True):
+        p.grad = gradient
+    step()
+    change(ours, parameters_of(ours)[1])
+    take_steps(ours, [9])
+    for p in parameters_of(ours)[1:]:
+        p.grad = None
+    ours.step()
+    with pytest.raises(RuntimeError, match="has another gradient"):
+        step()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(other_gradient, "has another gradient"), (no_gradient, "has no gradient any more")],
+)
+def test_fewer_looks_refuse_later(recorded, change, message):
+    recorded(looks_between, change, message)
+
+
+def unlooked(change, message):
+    ours, _ = pair()
+    step = ours.graphed(check_every=1000)
+    step()
+    change(ours, parameters_of(ours)[1])
+    with pytest.raises(RuntimeError, match=message):
+        step()
+    assert {float(state["step"]) for state in ours.state.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(loaded, "a loaded state"), (more_parameters, "other parameters")]
+)
+def test_fewer_looks_still_refuse_another_optimizer(recorded, change, message):
+    recorded(unlooked, change, message)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "64", None])
+def test_looks_need_a_number_of_replays(number):
+    optimizer = torch_bf16.AdamW([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match=f"check_every={number!r} must be an integer"):
+        optimizer.graphed(check_every=number)
 
 
 def re_pointed(kind):

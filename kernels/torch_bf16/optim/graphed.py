@@ -41,16 +41,25 @@ class GraphedStep:
 
     Args:
         optimizer: the optimizer, whose parameters have their gradients.
+        check_every: replays from one look at all gradients and weights to the next, which is most
+            of what a replay costs the host. Those in between go on reading a gradient that was
+            replaced, and keep the remainder of a weight that was overwritten.
 
     Raises:
+        ValueError: ``check_every`` is not a positive integer.
         RuntimeError: no graph can hold its step; the message says what works. So it is on CPUs,
             with Muon and Adafactor, with released gradients, with hooks on the step, and where a
             parameter or a gradient is not contiguous.
     """
 
     @torch.no_grad()
-    def __init__(self, optimizer: BF16Optimizer) -> None:
-        engine, self._optimizer = optimizer._engine, optimizer
+    def __init__(self, optimizer: BF16Optimizer, check_every: int = 1) -> None:
+        if not isinstance(check_every, int) or check_every < 1:
+            raise ValueError(
+                f"check_every={check_every!r} must be an integer of at least 1: 1 to look at all "
+                "gradients and weights before each replay, 64 before one replay in 64"
+            )
+        engine, self._optimizer, self._check_every = optimizer._engine, optimizer, check_every
         self._setting = setting = optimizer._setting()
         self._refuse_what_steps_do_otherwise()
         with suffix_errors(UNTOUCHED):
@@ -85,13 +94,17 @@ class GraphedStep:
         """
         optimizer, plan = self._optimizer, self._plan
         pending = optimizer._engine.pending
-        self._check()
+        self._check_setting()
+        # An ordinary step in between may have had another set of gradients.
+        looks = self._count % self._check_every == 0 or plan.flags is not self._flags
+        if looks:
+            self._check_tensors()
         pending.drop_if_stale(self._setting.parameters)
         inputs = pending.inputs(
             getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         )
         settle(optimizer, self._setting.parameters)
-        if forget_overwritten(plan):
+        if looks and forget_overwritten(plan):
             plan.note_versions()
         for observer in optimizer.observers:
             optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -107,8 +120,8 @@ class GraphedStep:
         # What torch's schedulers ask, which warn where no step came before theirs.
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _check(self) -> None:
-        """Refuse a replay that would not be a step."""
+    def _check_setting(self) -> None:
+        """Refuse a replay of another optimizer than the captured one."""
         optimizer = self._optimizer
         self._refuse_what_steps_do_otherwise()
         if optimizer._engine.plan is not self._plan or optimizer._setting() is not self._setting:
@@ -116,21 +129,26 @@ class GraphedStep:
                 "other parameters, names, a recipe or a loaded state have come since it was "
                 "captured, and replays would update the tensors of then. Call graphed() again"
             )
+
+    def _check_tensors(self) -> None:
+        """Refuse a replay that would read or write tensors which are not in use any more."""
         with no_torch_function():
             found = gradients_of(self._setting.parameters)
         if not all(map(is_, found, self._gradients)):
-            raise self._refused(self._described(found))
-        plan, setting = self._plan, self._setting
-        # Addresses take longer than identities. An ordinary step may have had another set.
-        due = self._count % _EVERY == 0 or plan.flags is not self._flags
+            before = self._check_every - 1
+            late = f". Up to {before} replays before this one did not look" if before else ""
+            raise self._refused(self._described(found) + late)
+        plan, setting, states = self._plan, self._setting, self._optimizer.state
+        # Addresses take longer than identities.
+        due = self._count % _EVERY < self._check_every or plan.flags is not self._flags
         fits = not due or (
-            plan.fits(setting, setting.parameters, optimizer.state) and plan.suits(self._recording)
+            plan.fits(setting, setting.parameters, states) and plan.suits(self._recording)
         )
         if not fits:
             raise self._refused(
                 "a parameter, a gradient or a state was put elsewhere by .data or replaced, "
-                f"within the last {_EVERY} replays, which updated what was there before. Put "
-                "tensors elsewhere before graphed(), or call it again afterwards"
+                f"within the last {_EVERY + self._check_every - 1} replays, which updated what was "
+                "there before. Put tensors elsewhere before graphed(), or call it again afterwards"
             )
         self._flags = plan.flags
 

@@ -219,21 +219,23 @@ class BF16Optimizer(torch.optim.Optimizer):
             observer.after_update()
         return plan
 
-    def graphed(self) -> GraphedStep:
+    def graphed(self, *, check_every: int = 1) -> GraphedStep:
         """Capture a step in a CUDA graph, not taking it; return what takes steps by replays.
+
+        Args:
+            check_every: replays from one look at all gradients and weights to the next.
 
         Raises:
             RuntimeError: no graph can hold the step; see :class:`.graphed.GraphedStep`.
 
         Example:
-            >>> step = None
+            >>> step = optimizer.graphed()  # doctest: +SKIP
             >>> for batch in batches:  # doctest: +SKIP
-            ...     model(batch).sum().backward()
-            ...     step = step or optimizer.graphed()
-            ...     step()
             ...     optimizer.zero_grad(set_to_none=False)
+            ...     model(batch).sum().backward()
+            ...     step()
         """
-        return GraphedStep(self)
+        return GraphedStep(self, check_every)
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
         """The fp32 numbers that a parameter's next step starts from; new, unless it is fp32."""
