@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
 
-import ptx
 import sass
 import triton
 import triton.language as tl
 from proofs.quotients import check_quotients, check_ranges, check_roots, near, rcp, rsqrt
+from ptx.arithmetic import fma
+from ptx.inline import run
 from triton.compiler import ASTSource, compile
 from triton_variants import TARGETS
 
@@ -62,7 +63,7 @@ def run_sass(texts, arguments, approximations):
         elif "FMUL" in text:
             registers[to] = value(operands[0]) * value(operands[1])
         else:
-            registers[to] = ptx.fma(*map(value, operands))
+            registers[to] = fma(*map(value, operands))
     return registers[to]
 
 
@@ -81,7 +82,7 @@ def test_the_short_way_is_the_assemblers_own(kernel, text, count, ulps, tmp_path
     )  # fmt: skip
     lanes = [each for each in arguments for _ in range(8)]
     names = dict(zip(("rcp", "rsqrt"), approximations, strict=True))
-    results, usual = ptx.run(text, lanes, names)
+    results, usual = run(text, lanes, names)
     assert usual.all()
     for each in results:
         assert (each.view(np.uint32) == own.view(np.uint32)).all()

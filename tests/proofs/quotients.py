@@ -23,7 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from ptx import F32, F64, U32, run
+from ptx.arithmetic import F32, F64, U32
+from ptx.inline import run
 
 from torch_bf16.backends.triton.ieee import DIV_PTX, SQRT_PTX
 

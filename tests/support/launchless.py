@@ -13,12 +13,17 @@ from triton.backends.compiler import GPUTarget
 class Driver:
     """What Triton asks of a device, with a device that does nothing.
 
+    Args:
+        notes: whether launches are kept.
+        architecture: what is compiled for; 90 for sm_90.
+
     Attributes:
         launches: the arguments of each launch so far; None notes nothing.
     """
 
-    def __init__(self, notes: bool = True) -> None:
+    def __init__(self, notes: bool = True, architecture: int = 90) -> None:
         self.launches: list | None = [] if notes else None
+        self._target = GPUTarget("cuda", architecture, 32)
         self.utils = types.SimpleNamespace(
             load_binary=lambda *_: (self, 0, 80, 0, 1024),
             unload_module=lambda _: None,
@@ -39,7 +44,7 @@ class Driver:
         return 0
 
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_device_interface(self):
         return types.SimpleNamespace(current_device=lambda: 0)

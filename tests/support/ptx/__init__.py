@@ -1,0 +1,1 @@
+"""PTX, which Triton hands to NVIDIA's assembler, run without a GPU."""
