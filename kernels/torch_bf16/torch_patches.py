@@ -67,6 +67,14 @@ PATCHES: dict[str, TorchPatch] = {
         "errors have torch's words alone",
         "torch_bf16.model.mixed_dtypes",
     ),
+    "averaged_model": TorchPatch(
+        "torch.optim.swa_utils.AveragedModel.update_parameters",
+        "cast_model",
+        "an fp32 average follows the bf16 weights of a cast model, and a warning names a bf16 one",
+        "an fp32 average raises an error about two dtypes for most multi_avg_fn, and a bf16 one, "
+        "which hardly moves, goes unnoticed",
+        "torch_bf16.model.averaged_models",
+    ),
     "parameter_data": TorchPatch(
         "data of torch.nn.Parameter, and of DTensor's parameters",
         "the first step with weights='bf16+16' or 'bf16+8'",

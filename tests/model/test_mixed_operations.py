@@ -212,6 +212,30 @@ def test_other_errors_and_other_models_are_left_alone():
         raise RuntimeError("my own")
 
 
+def test_where_no_autocast_is_on_the_error_says_to_turn_it_on():
+    """As in scripts with ``autocast(enabled=args.amp)`` that are run without ``--amp``."""
+    model = cast_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    match = (
+        r"'0\.weight' of Linear is a bfloat16 weight and met .* is off: the only one around this "
+        r"call has enabled=False\. Call the model under torch\.autocast\('cpu', torch\.bfloat16\)"
+    )
+    with (
+        pytest.raises(RuntimeError, match=match) as caught,
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cpu", BF16, enabled=False),
+    ):
+        model(x(2, 8))
+    assert "keep_fp32" not in str(caught.value)
+    assert str(caught.value).count("is off") == 1
+    # Under the mode's own autocast, a part that switches it off is what is to be mended.
+    with (
+        pytest.raises(RuntimeError, match="keep_fp32"),
+        torch.autocast("cpu", BF16),
+        torch.autocast("cpu", enabled=False),
+    ):
+        model(x(2, 8))
+
+
 def test_the_context_can_be_given_back():
     mixed_dtypes.restore()
     stock = torch.autocast.__exit__

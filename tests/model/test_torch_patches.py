@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import torch_bf16
 from torch_bf16 import torch_patches
@@ -44,6 +45,7 @@ def applied() -> set[str]:
             "autocast_embedding": has_kernel("aten::embedding", "AutocastCPU"),
             "autocast_init": hasattr(torch.autocast.__init__, "__wrapped__"),
             "autocast_exit": hasattr(torch.autocast.__exit__, "__wrapped__"),
+            "averaged_model": hasattr(AveragedModel.update_parameters, "__wrapped__"),
             "parameter_data": "data" in vars(nn.Parameter),
         }.items()
         if is_applied

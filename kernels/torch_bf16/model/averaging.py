@@ -22,7 +22,7 @@ from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
 from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
 
-__all__ = ["EMA", "ema_multi_avg_fn"]
+__all__ = ["EMA", "ema_multi_avg_fn", "rounds_stochastically"]
 
 _FORMATS = {each.planes[0].dtype: each for each in (FP32, BF16_STOCHASTIC)}
 _DTYPES = {each.name: dtype for dtype, each in _FORMATS.items()}
@@ -134,6 +134,11 @@ def ema_multi_avg_fn(
     """
     _check_decay(decay, seed)
     return functools.partial(_move_all, _Averages(seed, backend), decay)
+
+
+def rounds_stochastically(function: Any) -> bool:
+    """Whether it is one that :func:`ema_multi_avg_fn` made."""
+    return isinstance(function, functools.partial) and function.func is _move_all
 
 
 def _move_all(

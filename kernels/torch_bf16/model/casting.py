@@ -27,6 +27,7 @@ from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import local, shard_of, without_wrappers
 
 from .autocast import fill_gaps, widened
+from .averaged_models import watch_averages
 from .carried_autocast import carry_autocast
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
@@ -104,6 +105,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     _check_groups(model, set(to_fp32), set(to_bf16))
     fill_gaps()
     name_weights_in_errors(model)
+    watch_averages(model)
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():

@@ -2,7 +2,8 @@
 
 Where autocast is off, ``with torch.autocast("cuda", enabled=False): self.head(x.float())``, nothing
 brings the two to one dtype, and torch says "mat1 and mat2 must have the same dtype". The error
-passes ``__exit__`` of an autocast context on its way out: that inside, and the mode's own.
+passes ``__exit__`` of an autocast context on its way out: that inside, and the mode's own. Where
+the only context is a script's ``enabled=args.amp`` that is False, autocast itself is missing.
 """
 
 from __future__ import annotations
@@ -52,17 +53,18 @@ def restore() -> None:
 
 def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackType | None) -> Any:
     if isinstance(error, RuntimeError) and _MIXED.search(str(error)):
-        _explain(error, trace)
+        _explain(error, trace, self)
     return _original(self, kind, error, trace)
 
 
-def _explain(error: RuntimeError, trace: TracebackType | None) -> None:
+def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> None:
     # Contexts lie in one another; the innermost has said it.
-    if "keep_fp32" in str(error):
+    if getattr(error, "_bf16_explained", False):
         return
     for module in reversed([*_modules(trace)]):
         own = module.named_parameters(recurse=False)
-        weight = next((name for name, p in own if p.dtype == torch.bfloat16), None)
+        found = ((name, p.device.type) for name, p in own if p.dtype == torch.bfloat16)
+        weight, device = next(found, (None, ""))
         path = None if weight is None else _path(module)
         if path is not None:
             pattern = path or f"*{weight}"
@@ -76,6 +78,14 @@ def _explain(error: RuntimeError, trace: TracebackType | None) -> None:
                     f"torch has no such function of bfloat16 numbers, as {named} is, or what "
                     f"autocast made. Keep a weight in fp32 with the recipe's option {keep}x.float()"
                 )
+            elif _is_off_around(context, device):
+                said = (
+                    f"{named} is a bfloat16 weight and met a tensor of another dtype, and "
+                    "autocast, which brings the two together, is off: the only one around this "
+                    f"call has enabled=False. Call the model under torch.autocast({device!r}, "
+                    "torch.bfloat16), whatever the script's own option for mixed precision says, "
+                    "or let it carry autocast along: torch_bf16.carry_autocast(model)"
+                )
             else:
                 said = (
                     f"{named} is a bfloat16 weight and met a tensor of another dtype where "
@@ -84,7 +94,16 @@ def _explain(error: RuntimeError, trace: TracebackType | None) -> None:
                     f"{keep}x.to(weight.dtype)"
                 )
             error.args = (f"{str(error).rstrip('.')}. {said}",)
+            error._bf16_explained = True  # pyright: ignore[reportAttributeAccessIssue]
             return
+
+
+def _is_off_around(context: Any, device: str) -> bool:
+    """Whether autocast is off inside a context that is being left, and was off before it, too."""
+    if not torch.amp.is_autocast_available(device):
+        return False
+    before = context.device == device and context.prev
+    return not (before or torch.is_autocast_enabled(device))
 
 
 def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
