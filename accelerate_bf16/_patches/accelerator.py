@@ -299,8 +299,12 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     finally:
         _current = None
     if accelerator.is_main_process:
+        # find_executable_batch_size prepares the same for each size that it tries.
+        said = accelerator.__dict__.setdefault("_bf16_said", set())
         for line in lines:
-            show(line)
+            if line not in said:
+                said.add(line)
+                show(line)
     if accelerator.log_with:
         watch(accelerator._optimizers)
 

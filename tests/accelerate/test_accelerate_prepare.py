@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, find_executable_batch_size
 from torch import nn
 
 import torch_bf16
@@ -195,6 +195,31 @@ def test_one_line_of_the_report_is_visible_by_default(make_accelerator, mode, mo
     assert line.startswith(f"mixed_precision={mode}: 497 parameters (465 bfloat16, 32 float32), ")
     assert "bytes per trained parameter" in line
     assert "backend " in line
+
+
+def test_trying_batch_sizes_says_the_line_once_and_another_accelerator_again(
+    make_accelerator, mode, caplog
+):
+    tried = []
+
+    def attempts(accelerator):
+        @find_executable_batch_size(starting_batch_size=8)
+        def train(batch_size):
+            tried.append(batch_size)
+            accelerator.free_memory()
+            model = nn.Linear(4, 4)
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            if batch_size > 2:
+                raise RuntimeError("CUDA out of memory.")
+
+        train()
+
+    attempts(make_accelerator(mode))
+    assert tried[0] == 8
+    assert tried[-1] <= 2
+    assert len(caplog.records) == 1
+    attempts(make_accelerator(mode))
+    assert len(caplog.records) == 2
 
 
 def test_the_line_names_a_recipe_that_is_not_the_modes(make_accelerator, model, caplog):
