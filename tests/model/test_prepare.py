@@ -143,3 +143,26 @@ def test_an_optimizer_of_another_model_and_an_unknown_backend_are_refused_before
     with pytest.raises(ValueError, match="unknown backend 'foo'; known backends"):
         torch_bf16.prepare(model, torch.optim.AdamW(model.parameters()), backend="foo")
     assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_modules_that_have_no_truth_value_when_compared_are_trained_like_others(recipe):
+    """tensordict's TensorDictParams, of which torchrl's losses are made, is one."""
+
+    class Compared(nn.Linear):
+        def __eq__(self, other):
+            raise RuntimeError("no truth value")
+
+        __hash__ = nn.Linear.__hash__
+
+    weights = []
+    for kind in (nn.Linear, Compared):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(8, 8), kind(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch_bf16.prepare(model, optimizer, recipe, backend="eager")
+        model(torch.ones(2, 8).bfloat16()).sum().backward()
+        optimizer.step()
+        weights.append([optimizer.exact_weight(p) for p in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from fnmatch import fnmatchcase
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,9 @@ __all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that somebody asked to keep in fp32."""
 
-# By module: torch converts no sharded parameter that has a weak reference.
-_recipes: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+# By module: torch converts no sharded parameter that has a weak reference. By its identity: modules
+# of tensordict compare themselves number by number.
+_recipes: MutableMapping[nn.Module, Recipe] = WeakIdKeyDictionary()
 """The recipe that the parameters of a module itself were cast by."""
 
 

@@ -6,9 +6,8 @@ weights and not from the rounded ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,7 @@ _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The same under the module that owns the parameter and its name there: ``fully_shard`` puts another
 # parameter in that place. Its parameters are here alone: torch converts none that has a weak
 # reference.
-_by_owner: WeakKeyDictionary[nn.Module, dict[str, _Remainder]] = WeakKeyDictionary()
+_by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
 
 # Elements whose bits are summed: what a shard lacks of its first and last sum cannot be compared.
 _SUMMED = 64
