@@ -66,6 +66,33 @@ def test_what_a_backward_pass_computes_again_is_what_the_forward_computed(option
         assert torch.equal(one, other)
 
 
+class Adjoint(torch.autograd.Function):
+    """Calls a module in its backward pass, as solvers of adjoint differential equations do."""
+
+    @staticmethod
+    def forward(ctx, net, x, *parameters):
+        ctx.net = net
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return net(x)["out"][0].float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.net(x)["out"][0].float()
+        return None, None, *torch.autograd.grad(y, [*ctx.net.parameters()], gradient)
+
+
+@pytest.mark.parametrize("compute", ["autocast", "bf16", "fp32"])
+def test_what_a_backward_pass_calls_by_itself_works_as_outside_of_one(compute):
+    plain, adjoint = carried(compute=compute), carried(compute=compute)
+    plain(X)["out"][0].sum().backward()
+    Adjoint.apply(adjoint, X, *adjoint.parameters()).sum().backward()
+    for one, other in zip(plain.parameters(), adjoint.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_settings_of_autocast_are_the_users_and_can_be_changed():
     net = carried(enabled=False)
     with pytest.raises(RuntimeError, match="same dtype"):

@@ -60,7 +60,7 @@ def arithmetic(
 
 
 def is_recomputing() -> bool:
-    """Whether a backward pass is under way, which computes checkpointed forwards again."""
+    """Whether a backward pass is under way, which may compute checkpointed forwards again."""
     # Up to torch 2.11 the question breaks the graph, and a graph is traced in a forward pass.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 

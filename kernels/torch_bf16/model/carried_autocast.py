@@ -8,6 +8,7 @@ carries autocast along, as an attribute of the instance.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -210,7 +211,16 @@ def _device(module: Any) -> str:
 def _is_inside(device: str, compute: str) -> bool:
     """Whether autocast is on, or a backward pass computes a checkpointed forward again."""
     on = computes_in_fp32(device) if compute == "fp32" else torch.is_autocast_enabled(device)
-    return on or is_recomputing()
+    return on or (is_recomputing() and _is_called_by_checkpoint())
+
+
+def _is_called_by_checkpoint() -> bool:
+    # Which sets autocast as the forward found it. Adjoint solvers of differential equations and
+    # equilibrium models call modules in a backward pass, too, and set nothing.
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _blank() -> CarriedForward:
