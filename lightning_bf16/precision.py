@@ -223,6 +223,8 @@ class PrecisionBody(_Base):
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
             and not is_placeholder(each)
+            # One of complex parameters alone, say, has none that is bf16.
+            and any(p.is_floating_point() for p in _trained_by(each))
             and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
         ]
         try:
