@@ -10,11 +10,11 @@ import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.torch_patches import is_enabled
 
@@ -22,12 +22,13 @@ from .averaging import rounds_stochastically
 
 __all__ = ["restore", "watch_averages"]
 
-_cast: WeakSet[nn.Module] = WeakSet()
+# By identity: modules of tensordict compare themselves number by number.
+_cast: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The models that were given to ``cast_model``."""
 
-_warned: WeakSet[nn.Module] = WeakSet()
+_warned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-_original: Any = None
+_original: Any = AveragedModel.update_parameters
 
 
 def watch_averages(model: nn.Module) -> None:
@@ -35,62 +36,55 @@ def watch_averages(model: nn.Module) -> None:
 
     For the whole process, until :func:`restore`.
     """
-    global _original
-    _cast.add(model)
-    if _original is None and is_enabled("averaged_model"):
-        _original = AveragedModel.update_parameters
+    _cast[model] = True
+    if AveragedModel.update_parameters is _original and is_enabled("averaged_model"):
         AveragedModel.update_parameters = functools.wraps(_original)(_update_parameters)
 
 
 def restore() -> None:
     """Give ``AveragedModel`` back as it was, until the next :func:`cast_model`."""
-    global _original
-    if _original is not None:
-        AveragedModel.update_parameters = _original
-        _original = None
+    AveragedModel.update_parameters = _original
 
 
 def _update_parameters(self: AveragedModel, model: Any) -> None:
-    seen = model
-    if isinstance(model, nn.Module) and not _cast.isdisjoint(model.modules()):
-        pairs = [*zip(self.module.named_parameters(), model.parameters(), strict=False)]
-        if any(average.dtype != p.dtype for (_, average), p in pairs):
-            seen = _InDtypesOf(self.module, model)
-        rounded = next(
-            (
-                name
-                for (name, average), p in pairs
-                if p.requires_grad and average.dtype == p.dtype == torch.bfloat16
-            ),
-            None,
-        )
-        if rounded and self not in _warned and not rounds_stochastically(self.multi_avg_fn):
-            _warned.add(self)
+    if isinstance(model, nn.Module) and any(each in _cast for each in model.modules()):
+        _warn_of_bf16(self, model)
+        model = _InDtypesOf(self.module, model)
+    _original(self, model)
+
+
+def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
+    if average in _warned or rounds_stochastically(average.multi_avg_fn):
+        return
+    pairs = zip(average.module.named_parameters(), model.parameters(), strict=False)
+    for (name, mine), theirs in pairs:
+        if theirs.requires_grad and mine.dtype == theirs.dtype == torch.bfloat16:
+            _warned[average] = True
             warnings.warn(
-                f"{type(self).__name__} keeps its average of {rounded!r} in bfloat16, as in the "
+                f"{type(average).__name__} keeps its average of {name!r} in bfloat16, as in the "
                 "cast model that it copied, and rounds it to nearest: an update that moves it by "
                 "less than half a bf16 unit (0.2 to 0.4 %) is lost, at decays above 0.99 most of "
                 "them. What works: torch_bf16.EMA(model, decay), which is fp32; an AveragedModel "
                 "made before the model is cast; or, in 2 bytes per parameter, "
                 "multi_avg_fn=torch_bf16.ema_multi_avg_fn(decay)",
-                stacklevel=2,
+                stacklevel=3,
             )
-    assert _original is not None
-    _original(self, seen)
+            return
 
 
 class _InDtypesOf:
     """What is read of a model to average it, in the dtypes of the average."""
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
-        self.average, self.model = average, model
+        self._average, self._model = average, model
 
     def parameters(self) -> Iterator[Tensor]:
-        return self._in_dtypes(self.model.parameters(), self.average.parameters())
+        return _in_dtypes(self._model.parameters(), self._average.parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        return self._in_dtypes(self.model.buffers(), self.average.buffers())
+        return _in_dtypes(self._model.buffers(), self._average.buffers())
 
-    def _in_dtypes(self, current: Iterable[Tensor], averages: Iterable[Tensor]) -> Iterator[Tensor]:
-        for each, average in zip(current, averages, strict=True):
-            yield each.detach().to(average.dtype)
+
+def _in_dtypes(current: Iterable[Tensor], averages: Iterable[Tensor]) -> Iterator[Tensor]:
+    for each, average in zip(current, averages, strict=True):
+        yield each.detach().to(average.dtype)
