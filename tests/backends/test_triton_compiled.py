@@ -113,11 +113,11 @@ def test_another_instruction_is_found(compiled_for, old, new):
     assert "has other bits than it must" in said
 
 
-def run(text, *tensors, n_bytes=0, known=()):
-    """64 threads of one program."""
+def run(text, *tensors, n_bytes=0, programs=1):
+    """64 threads of each program."""
     addresses = {f"in{number}": U64(each.data_ptr()) for number, each in enumerate(tensors)}
-    program, memory = Program.of_inline(text), Global(tensors)
-    machine.Lanes(program, range(1), 64, addresses | dict(known), memory, n_bytes).run()
+    program, memory = Program.of_inline(text), Global(tensors, 64)
+    machine.Lanes(program, range(programs), 64, addresses, memory, n_bytes).run()
 
 
 TID = "mov.u32 %r1, %tid.x; "
@@ -139,6 +139,21 @@ def test_what_a_gpu_would_not_tell_is_an_error(text, message):
     tensor = torch.zeros(64, dtype=torch.int32)
     with pytest.raises((AssertionError, ValueError), match=message):
         run(text, tensor, n_bytes=64)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mov.u32 %r1, %ctaid.x; st.global.b32 [in0], {%r1}; ret;",
+        "mov.u32 %r1, %ctaid.x; setp.eq.b32 %p1, %r1, 0; @%p1 st.global.b32 [in0], {%r1};"
+        " ld.global.b32 {%r2}, [in0]; ret;",
+    ],
+)
+def test_programs_that_use_each_others_results_are_an_error(text):
+    tensor = torch.zeros(1, dtype=torch.int32)
+    run(text, tensor)
+    with pytest.raises(AssertionError, match="two programs at one number"):
+        run(text, tensor, programs=2)
 
 
 def test_lanes_that_part_meet_again_and_exchange_what_barriers_let_them():

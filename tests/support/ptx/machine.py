@@ -65,7 +65,9 @@ def _launch(kernel, grid, _y, _z, _stream, _function, _packed, _metadata, _enter
     threads, n_bytes = 32 * kernel.metadata.num_warps, kernel.metadata.shared
     # Kernels find addresses in tables, too.
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    memory = Global([each for each in alive if each.device.type == "cpu" and each.is_contiguous()])
+    memory = Global(
+        [each for each in alive if each.device.type == "cpu" and each.is_contiguous()], threads
+    )
     for first in range(0, grid, _AT_ONCE):
         programs = range(first, min(grid, first + _AT_ONCE))
         Lanes(program, programs, threads, known, memory, n_bytes).run()
@@ -89,12 +91,13 @@ class Lanes:
     def __init__(self, program, programs, threads, known, memory, n_bytes):
         self._instructions, self._memory = program.instructions, memory
         self._n, self._threads = len(programs) * threads, threads
-        self._shared = Shared(len(programs), n_bytes, threads // 32)
-        numbers = np.arange(self._n)
+        self._shared = Shared(programs, n_bytes, threads)
+        # Of the lanes, in the launch.
+        self._numbers = np.arange(self._n) + programs[0] * threads
         self._known = {
             "global_smem": U32(0),
-            "%tid.x": (numbers % threads).astype(U32),
-            "%ctaid.x": (programs[0] + numbers // threads).astype(U32),
+            "%tid.x": (self._numbers % threads).astype(U32),
+            "%ctaid.x": (self._numbers // threads).astype(U32),
             **known,
         }
         self._registers = Registers(self._n, self._known, approximations())
@@ -156,12 +159,12 @@ class Lanes:
             return
         shared = "shared" in rest
         memory, address = (self._shared, U32) if shared else (self._memory, U64)
-        who, where = np.flatnonzero(lanes), self._value(base, address)[lanes]
+        who, where = self._numbers[lanes], self._value(base, address)[lanes]
         where = where + address(int(offset or 0))
         if operation in ("atom", "red"):
             assert "add" in rest, rest
             # Nothing asks what was there before, so the register stays unwritten.
-            memory.add(where, self._value(operands[-1], f"u{size}")[lanes])
+            memory.add(who, where, self._value(operands[-1], f"u{size}")[lanes])
             return
         names = re.findall(r"[^{},\s]+", next(each for each in operands if each != place))
         if operation == "st":

@@ -6,13 +6,14 @@ import numpy as np
 
 
 class Global:
-    """Some pieces of this process's memory, by address.
+    """Some pieces of this process's memory, by address, as a launch uses them.
 
     Args:
         tensors: on the CPU, contiguous; their memory.
+        threads: of one program.
     """
 
-    def __init__(self, tensors):
+    def __init__(self, tensors, threads):
         pieces = []
         for first, last in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
             if pieces and first < pieces[-1][1]:
@@ -24,39 +25,61 @@ class Global:
         self._base = int(self._first[0]) // 16 * 16
         room = (int(self._last[-1]) - self._base + 15) // 16 * 16
         self._memory = (ctypes.c_uint8 * room).from_address(self._base)
+        self._threads = threads
+        # Of each piece that was written, which program has written a byte: its number and 1.
+        self._writers = {}
 
     def load(self, lanes, addresses, size, count):
         """``count`` unsigned integers for each lane that lie one after the other.
 
         Args:
-            lanes: which ask.
+            lanes: which ask; their numbers in the launch.
             addresses: uint64, of the first one for each lane.
             size: of an integer, in bytes.
             count: how many one access takes.
         """
-        at, numbers = self._place(addresses, size, count), self._numbers(size)
+        at = self._place(lanes, addresses, size, count, writes=False)
+        numbers = self._numbers(size)
         return [numbers[at + place] for place in range(count)]
 
     def store(self, lanes, addresses, values):
         """Write unsigned integers of one size, of which each lane has as many as ``values``."""
         size = values[0].itemsize
-        at, numbers = self._place(addresses, size, len(values)), self._numbers(size)
+        at = self._place(lanes, addresses, size, len(values), writes=True)
+        numbers = self._numbers(size)
         for place, each in enumerate(values):
             numbers[at + place] = each
 
-    def add(self, addresses, values):
+    def add(self, lanes, addresses, values):
         """Add to unsigned integers; several lanes may to one."""
-        at, which = np.unique(self._place(addresses, values.itemsize, 1), return_inverse=True)
+        at = self._place(lanes, addresses, values.itemsize, 1, writes=False)
+        at, which = np.unique(at, return_inverse=True)
         sums = np.zeros(len(at), values.dtype)
         np.add.at(sums, which, values)
         self._numbers(values.itemsize)[at] += sums
 
-    def _place(self, addresses, size, count):
+    def _place(self, lanes, addresses, size, count, *, writes):
         which = np.searchsorted(self._first, addresses, "right").astype(np.int64) - 1
         beyond = addresses + np.uint64(size * count) > self._last[which]
         assert not ((which < 0) | beyond).any(), "an access outside of all tensors and tables"
         assert not (addresses % np.uint64(size * count)).any(), "an access that is not aligned"
+        self._check_writers(lanes // self._threads + 1, which, addresses, writes)
         return ((addresses - np.uint64(self._base)) // np.uint64(size)).astype(np.int64)
+
+    def _check_writers(self, programs, which, addresses, writes):
+        """Programs run at once here, and in any order on a GPU: none may use another's results."""
+        for piece in np.unique(which):
+            if piece not in self._writers and not writes:
+                continue
+            first, last = int(self._first[piece]), int(self._last[piece])
+            writers = self._writers.setdefault(piece, np.zeros(last - first, np.int32))
+            here = which == piece
+            bytes_ = (addresses[here] - self._first[piece]).astype(np.int64)
+            if writes:
+                free = writers[bytes_] == 0
+                writers[bytes_[free]] = programs[here][free]
+            known = writers[bytes_]
+            assert ((known == 0) | (known == programs[here])).all(), "two programs at one number"
 
     def _numbers(self, size):
         return np.frombuffer(self._memory, f"u{size}")
@@ -68,12 +91,12 @@ class Shared:
     Methods are as for :class:`Global`; addresses are in the memory of the lane's program.
     """
 
-    def __init__(self, programs, n_bytes, warps):
+    def __init__(self, programs, n_bytes, threads):
         self._bytes = -(-n_bytes // 16) * 16
-        self._memory = np.full(programs * self._bytes, 0xA5, np.uint8)
-        self._warps = warps
+        self._memory = np.full(len(programs) * self._bytes, 0xA5, np.uint8)
+        self._first, self._threads = programs[0] * threads, threads
         # A bit for each warp.
-        self._writers, self._readers = np.zeros((2, programs, self._bytes // 4), np.int64)
+        self._writers, self._readers = np.zeros((2, len(programs), self._bytes // 4), np.int64)
 
     def barrier(self, programs):
         """Let these programs begin anew: all that was written is seen by all."""
@@ -104,12 +127,12 @@ class Shared:
         addresses = addresses.astype(np.int64)
         assert not (addresses % (size * count)).any(), "an access that is not aligned"
         assert (addresses + size * count <= self._bytes).all(), "an access beyond shared memory"
-        return (lanes // (32 * self._warps) * self._bytes + addresses) // size
+        return ((lanes - self._first) // self._threads * self._bytes + addresses) // size
 
     def _word(self, lanes, place):
         """Which word a byte is in, by program, and the bit of each lane's warp."""
         program, byte = np.divmod(place, self._bytes)
-        return (program, byte // 4), 1 << lanes // 32 % self._warps
+        return (program, byte // 4), 1 << lanes % self._threads // 32
 
 
 _RACE = "two warps at one word of shared memory without a barrier in between"
