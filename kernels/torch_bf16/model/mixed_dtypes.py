@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.torch_patches import is_enabled
 
@@ -25,7 +25,8 @@ __all__ = ["name_weights_in_errors", "restore"]
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
 
-_cast: WeakSet[nn.Module] = WeakSet()
+# By identity: modules of tensordict compare themselves number by number.
+_cast: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The models that were given to ``cast_model``."""
 
 _original: Any = None
@@ -37,7 +38,7 @@ def name_weights_in_errors(model: nn.Module) -> None:
     For the whole process, until :func:`restore`.
     """
     global _original
-    _cast.add(model)
+    _cast[model] = True
     if _original is None and is_enabled("autocast_exit"):
         _original = torch.autocast.__exit__
         torch.autocast.__exit__ = functools.wraps(_original)(_exit)  # pyright: ignore
