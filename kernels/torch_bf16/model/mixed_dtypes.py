@@ -59,8 +59,10 @@ def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackTyp
 
 
 def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> None:
-    # Contexts lie in one another; the innermost has said it.
-    if getattr(error, "_bf16_explained", False):
+    # Contexts lie in one another, and the innermost explains; whether autocast is on further out,
+    # those around it know.
+    words, is_off = getattr(error, "_bf16_explained", (str(error), True))
+    if not is_off:
         return
     for module in reversed([*_modules(trace)]):
         own = module.named_parameters(recurse=False)
@@ -74,12 +76,13 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
                 f"keep_fp32=[{pattern!r}] (BF16_KEEP_FP32={pattern} for a launcher), or convert "
                 "the tensor: "
             )
-            if _NO_KERNEL.search(str(error)):
+            is_off = _is_off_around(context, device)
+            if _NO_KERNEL.search(words):
                 said = (
                     f"torch has no such function of bfloat16 numbers, as {named} is, or what "
                     f"autocast made. Keep a weight in fp32 with the recipe's option {keep}x.float()"
                 )
-            elif _is_off_around(context, device):
+            elif is_off:
                 said = (
                     f"{named} is a bfloat16 weight and met a tensor of another dtype, and "
                     "autocast, which brings the two together, is off: the only one around this "
@@ -94,8 +97,8 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
                     "autocast(enabled=False). Keep it in fp32 with the recipe's option "
                     f"{keep}x.to(weight.dtype)"
                 )
-            error.args = (f"{str(error).rstrip('.')}. {said}",)
-            error._bf16_explained = True  # pyright: ignore[reportAttributeAccessIssue]
+            error.args = (f"{words.rstrip('.')}. {said}",)
+            error._bf16_explained = words, is_off  # pyright: ignore[reportAttributeAccessIssue]
             return
 
 
