@@ -1,6 +1,7 @@
 """torch's AveragedModel of a cast model is right where it is fp32, and says so where it is bf16."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -56,6 +57,34 @@ def test_an_average_made_before_the_cast_stays_fp32_and_follows_the_bf16_weights
         assert torch.equal(each, expected.module.state_dict()[name]), name
 
 
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+
+@every_way
+@pytest.mark.parametrize(
+    "copied",
+    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["part", "copy", "pickle"],
+)
+def test_an_fp32_average_follows_copies_of_a_cast_model_and_parts_of_one(how, copied):
+    holder = Holder()
+    average = HOW[how](holder.net)
+    followed = copied(cast_model(holder)).net
+    average.update_parameters(followed)
+    move(followed)
+    average.update_parameters(holder.net)
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+
+
+def test_a_bf16_average_of_a_part_of_a_cast_model_is_named():
+    holder = cast_model(Holder())
+    with pytest.warns(UserWarning, match=r"average of '0\.weight' in bfloat16"):
+        AveragedModel(holder.net).update_parameters(holder.net)
+
+
 @every_way
 def test_a_bf16_average_is_named_once_with_what_works(how):
     average = HOW[how](cast_model(network()))
@@ -87,7 +116,12 @@ def test_averages_that_lose_nothing_are_not_named(make):
 def test_models_that_were_not_cast_are_left_alone():
     cast_model(network())
     model = network().bfloat16()
-    AveragedModel(model).update_parameters(model)
+    average = AveragedModel(model, use_buffers=False)
+    average.update_parameters(model)
+    # torch takes the parameters that there are, and as many buffers as there were.
+    average.update_parameters(nn.Sequential(*model[:2]))
+    with pytest.raises(ValueError, match=r"zip\(\)"):
+        average.update_parameters(nn.Sequential(*model, nn.BatchNorm2d(8)))
 
 
 def test_the_method_can_be_given_back():

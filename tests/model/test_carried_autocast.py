@@ -66,6 +66,36 @@ def test_what_a_backward_pass_computes_again_is_what_the_forward_computed(option
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("compute", ["autocast", "bf16", "fp32"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_a_model_computes_again_what_the_model_computed(compute, use_reentrant):
+    gradients = []
+    for again in (False, True):
+        net, x, calls = carried(compute=compute), X.clone().requires_grad_(), []
+        net.body[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        call = lambda x, net=net: net(x)["out"][0]  # noqa: E731
+        y = checkpoint(call, x, use_reentrant=use_reentrant) if again else call(x)
+        y.sum().backward()
+        gradients.append([x.grad, *(p.grad for p in net.parameters())])
+        assert len(calls) == 1 + again
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_part_that_a_checkpoint_called_alone_is_computed_again_inside_of_a_model_too():
+    gradients = []
+    for alone in (False, True):
+        net = carried(enabled=False)
+        if alone:
+            torch_bf16.carry_autocast(net)
+            checkpoint(net.body[0], X, use_reentrant=False)
+            torch_bf16.carry_autocast(net, enabled=False)
+        net(X.bfloat16(), again=True)["out"][0].sum().backward()
+        gradients.append([p.grad for p in net.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
 class Adjoint(torch.autograd.Function):
     """Calls a module in its backward pass, as solvers of adjoint differential equations do."""
 

@@ -227,13 +227,16 @@ def test_where_no_autocast_is_on_the_error_says_to_turn_it_on():
         model(x(2, 8))
     assert "keep_fp32" not in str(caught.value)
     assert str(caught.value).count("is off") == 1
-    # Under the mode's own autocast, a part that switches it off is what is to be mended.
-    with (
-        pytest.raises(RuntimeError, match="keep_fp32"),
-        torch.autocast("cpu", BF16),
-        torch.autocast("cpu", enabled=False),
-    ):
-        model(x(2, 8))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_under_the_modes_own_autocast_the_part_that_switches_it_off_is_to_be_mended(times):
+    call = cast_model(nn.Linear(8, 8)).forward
+    for _ in range(times):
+        call = torch.autocast("cpu", enabled=False)(call)
+    with pytest.raises(RuntimeError, match="keep_fp32") as caught, torch.autocast("cpu", BF16):
+        call(x(2, 8))
+    assert "is off" not in str(caught.value)
 
 
 def test_the_context_can_be_given_back():

@@ -160,6 +160,8 @@ def test_modules_that_have_no_truth_value_when_compared_are_trained_like_others(
         torch.manual_seed(0)
         model = nn.Sequential(kind(8, 8), kind(8, 8))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for part in (*model, *model):
+            torch_bf16.cast_model(part, recipe)
         torch_bf16.prepare(model, optimizer, recipe, backend="eager")
         model(torch.ones(2, 8).bfloat16()).sum().backward()
         optimizer.step()

@@ -73,6 +73,26 @@ def test_hooks_run(optimizer, register, when):
     assert len(seen) == 1
 
 
+def test_hooks_that_a_closure_adds_run_after_the_step(optimizer):
+    seen = []
+    optimizer.step(lambda: optimizer.register_step_post_hook(lambda *_: seen.append(1)))
+    assert seen == [1]
+
+
+def test_compiled_loops_run_hooks_that_come_later(optimizer):
+    seen, train = [], torch.compile(lambda: optimizer.step(), backend="eager")
+    train()
+    before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    train()
+    before.remove()
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train()
+    assert seen == ["before", "after"]
+    with torch.profiler.profile(acc_events=True) as profile:
+        train()
+    assert names(profile.events()).count(NAME) == 1
+
+
 def test_a_hook_may_replace_the_arguments(optimizer):
     optimizer.register_step_pre_hook(lambda owner, args, kwargs: ((owner, lambda: 7), {}))
     assert optimizer.step() == 7

@@ -10,6 +10,7 @@ that it found.
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch_bf16.torch_patches import is_enabled
 
 from .autocast import widen_lookups
 
-__all__ = ["arithmetic", "is_recomputing", "restore"]
+__all__ = ["arithmetic", "is_called_by_checkpoint", "is_in_backward", "restore"]
 
 _original: Any = None
 
@@ -59,10 +60,18 @@ def arithmetic(
     return torch.autocast(device_type, dtype=torch.bfloat16, **settings)
 
 
-def is_recomputing() -> bool:
+def is_in_backward() -> bool:
     """Whether a backward pass is under way, which may compute checkpointed forwards again."""
     # Up to torch 2.11 the question breaks the graph, and a graph is traced in a forward pass.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def is_called_by_checkpoint() -> bool:
+    """Whether torch's activation checkpointing is among the callers, in either pass."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def restore() -> None:
@@ -90,8 +99,8 @@ class _ToFp32(torch.autocast):
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __enter__(self) -> Any:
-        # A checkpoint that computes again has hooks of its own, which must see all.
-        self._saves = self._enabled and not is_recomputing()
+        # A checkpoint has hooks of its own, which must see all.
+        self._saves = self._enabled and not is_called_by_checkpoint()
         if self._saves:
             self._saving.__enter__()
         return super().__enter__()
@@ -155,7 +164,7 @@ def _init(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> None:
-    fp32 = enabled and dtype == torch.float32 and is_recomputing()
+    fp32 = enabled and dtype == torch.float32 and is_in_backward()
     _original(self, device_type, torch.float16 if fp32 else dtype, enabled, cache_enabled)
     if fp32:
         self.fast_dtype = dtype

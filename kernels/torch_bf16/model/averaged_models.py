@@ -24,7 +24,7 @@ __all__ = ["restore", "watch_averages"]
 
 # By identity: modules of tensordict compare themselves number by number.
 _cast: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The models that were given to ``cast_model``."""
+"""The modules of models that were given to ``cast_model``."""
 
 _warned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -32,11 +32,11 @@ _original: Any = AveragedModel.update_parameters
 
 
 def watch_averages(model: nn.Module) -> None:
-    """Let averages of a cast model be computed in their own dtype, and say which are bf16.
+    """Let averages be computed in their own dtype, and say which of a cast model are bf16.
 
     For the whole process, until :func:`restore`.
     """
-    _cast[model] = True
+    _cast.update((each, True) for each in model.modules())
     if AveragedModel.update_parameters is _original and is_enabled("averaged_model"):
         AveragedModel.update_parameters = functools.wraps(_original)(_update_parameters)
 
@@ -47,8 +47,10 @@ def restore() -> None:
 
 
 def _update_parameters(self: AveragedModel, model: Any) -> None:
-    if isinstance(model, nn.Module) and any(each in _cast for each in model.modules()):
-        _warn_of_bf16(self, model)
+    if isinstance(model, nn.Module):
+        # Nobody says which models are copies of a cast one, so dtypes are asked of all.
+        if any(each in _cast for each in model.modules()):
+            _warn_of_bf16(self, model)
         model = _InDtypesOf(self.module, model)
     _original(self, model)
 
@@ -86,5 +88,7 @@ class _InDtypesOf:
 
 
 def _in_dtypes(current: Iterable[Tensor], averages: Iterable[Tensor]) -> Iterator[Tensor]:
-    for each, average in zip(current, averages, strict=True):
-        yield each.detach().to(average.dtype)
+    averages = iter(averages)
+    for each in current:
+        dtype = next(averages, each).dtype
+        yield each if each.dtype == dtype else each.detach().to(dtype)

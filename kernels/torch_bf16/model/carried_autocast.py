@@ -8,7 +8,6 @@ carries autocast along, as an attribute of the instance.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from torch_bf16.argument_checks import check_compute, check_module
 
-from .arithmetic import arithmetic, is_recomputing
+from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
 from .autocast import computes_in_fp32
 
 __all__ = ["carry_autocast", "inside_step"]
@@ -127,6 +126,9 @@ def _is_bf16(module: nn.Module) -> bool:
 class CarriedForward:
     """``forward`` of one instance. To others it looks like the method that it stands for."""
 
+    # Whether it entered autocast itself when a checkpoint last called it.
+    enters_in_checkpoints = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -181,7 +183,7 @@ class CarriedForward:
                 return _compiled_inside(self, args, kwargs)
             with arithmetic(device, self.compute, **self.autocast):
                 return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
-        if _calls.depth or _is_inside(device, self.compute):
+        if _is_inside(self, device):
             outputs = forward(*first, *args, **kwargs)
             return self.map_tensors(_to_fp32, outputs) if fp32 else outputs
         if not _is_bf16(module):
@@ -208,19 +210,19 @@ def _device(module: Any) -> str:
     return next(module.parameters()).device.type
 
 
-def _is_inside(device: str, compute: str) -> bool:
-    """Whether autocast is on, or a backward pass computes a checkpointed forward again."""
-    on = computes_in_fp32(device) if compute == "fp32" else torch.is_autocast_enabled(device)
-    return on or (is_recomputing() and _is_called_by_checkpoint())
-
-
-def _is_called_by_checkpoint() -> bool:
-    # Which sets autocast as the forward found it. Adjoint solvers of differential equations and
-    # equilibrium models call modules in a backward pass, too, and set nothing.
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
-        frame = frame.f_back
-    return frame is not None
+def _is_inside(carried: CarriedForward, device: str) -> bool:
+    """Whether a caller has entered autocast or is inside of a step, now or in the forward pass."""
+    fp32 = carried.compute == "fp32"
+    on = computes_in_fp32(device) if fp32 else torch.is_autocast_enabled(device)
+    inside = on or _calls.depth > 0
+    if (inside and not carried.enters_in_checkpoints) or not is_called_by_checkpoint():
+        return inside
+    # A checkpoint that computes again sets autocast as it found it, and knows nothing of steps.
+    # Adjoint solvers of differential equations call modules in a backward pass and set nothing.
+    if is_in_backward():
+        return on or not carried.enters_in_checkpoints
+    carried.enters_in_checkpoints = not inside
+    return inside
 
 
 def _blank() -> CarriedForward:

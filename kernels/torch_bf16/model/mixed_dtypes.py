@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.torch_patches import is_enabled
 
@@ -25,7 +25,8 @@ __all__ = ["name_weights_in_errors", "restore"]
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
 
-_cast: WeakSet[nn.Module] = WeakSet()
+# By identity: modules of tensordict compare themselves number by number.
+_cast: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The models that were given to ``cast_model``."""
 
 _original: Any = None
@@ -37,7 +38,7 @@ def name_weights_in_errors(model: nn.Module) -> None:
     For the whole process, until :func:`restore`.
     """
     global _original
-    _cast.add(model)
+    _cast[model] = True
     if _original is None and is_enabled("autocast_exit"):
         _original = torch.autocast.__exit__
         torch.autocast.__exit__ = functools.wraps(_original)(_exit)  # pyright: ignore
@@ -58,8 +59,10 @@ def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackTyp
 
 
 def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> None:
-    # Contexts lie in one another; the innermost has said it.
-    if getattr(error, "_bf16_explained", False):
+    # Contexts lie in one another, and the innermost explains; whether autocast is on further out,
+    # those around it know.
+    words, is_off = getattr(error, "_bf16_explained", (str(error), True))
+    if not is_off:
         return
     for module in reversed([*_modules(trace)]):
         own = module.named_parameters(recurse=False)
@@ -73,12 +76,13 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
                 f"keep_fp32=[{pattern!r}] (BF16_KEEP_FP32={pattern} for a launcher), or convert "
                 "the tensor: "
             )
-            if _NO_KERNEL.search(str(error)):
+            is_off = _is_off_around(context, device)
+            if _NO_KERNEL.search(words):
                 said = (
                     f"torch has no such function of bfloat16 numbers, as {named} is, or what "
                     f"autocast made. Keep a weight in fp32 with the recipe's option {keep}x.float()"
                 )
-            elif _is_off_around(context, device):
+            elif is_off:
                 said = (
                     f"{named} is a bfloat16 weight and met a tensor of another dtype, and "
                     "autocast, which brings the two together, is off: the only one around this "
@@ -93,8 +97,8 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
                     "autocast(enabled=False). Keep it in fp32 with the recipe's option "
                     f"{keep}x.to(weight.dtype)"
                 )
-            error.args = (f"{str(error).rstrip('.')}. {said}",)
-            error._bf16_explained = True  # pyright: ignore[reportAttributeAccessIssue]
+            error.args = (f"{words.rstrip('.')}. {said}",)
+            error._bf16_explained = words, is_off  # pyright: ignore[reportAttributeAccessIssue]
             return
 
 

@@ -131,9 +131,10 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Whether a group's weight decay acts on the weights and not through the gradient."""
         return group.get("decoupled_weight_decay", self.decouples)
 
-    @hooked
-    # Kernels read addresses, which a traced step would not have.
+    # Kernels read addresses, which a traced step would not have, and what is traced does not see
+    # hooks that come later.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
         """Take one step for every parameter that has a gradient.
 
