@@ -131,8 +131,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Whether a group's weight decay acts on the weights and not through the gradient."""
         return group.get("decoupled_weight_decay", self.decouples)
 
-    # Kernels read addresses, which a traced step would not have, and what is traced does not see
-    # hooks that come later.
+    # A traced step would have no addresses for kernels, and run no hooks that come later.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     @hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore

@@ -1,1 +1,0 @@
-"""PTX, which Triton hands to NVIDIA's assembler, run without a GPU."""
