@@ -4,7 +4,7 @@
 
 Each variant that has digests passes the certificate that a GPU would ask of it, in tensors that are
 aligned and in such that are not, with the scalars of its rule; and so do sums of squares. The
-kernels' PTX runs in NumPy (``tests/support/ptx_machine.py``), so this is about what Triton makes of
+kernels' PTX runs in NumPy (``tests/support/ptx``), so this is about what Triton makes of
 them and not about NVIDIA's assembler. A variant takes 2 to 15 s; ``--every 10`` takes one in ten.
 """
 
