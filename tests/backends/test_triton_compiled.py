@@ -133,6 +133,10 @@ TID = "mov.u32 %r1, %tid.x; "
         (TID + "st.shared.b32 [0], {%r1}; ret;", "two warps at one word"),
         (TID + "st.shared.b32 [64], {1}; ret;", "beyond shared memory"),
         ("add.s32 %r1, %r2, 1; ret;", "%r2"),
+        ("bar.warp.sync -1; ret;", "bar.warp.sync"),
+        ("red.global.add.f32 [in0], 0f3F800000; ret;", "f32"),
+        (TID + "shfl.sync.bfly.b32 %r2, %r1, 1, 31, 255; ret;", "lanes are left out"),
+        (TID + "shfl.sync.bfly.b32 %r2, %r1, 1, 0x1C1F, -1; ret;", "0x1C1F"),
     ],
 )
 def test_what_a_gpu_would_not_tell_is_an_error(text, message):
@@ -156,6 +160,28 @@ def test_programs_that_use_each_others_results_are_an_error(text):
         run(text, tensor, programs=2)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "add.rz.f32", "add.ftz.f32", "sqrt.approx.f32", "div.full.f32", "max.NaN.f32",
+        "cvt.rni.s32.f32", "mul.hi.u32", "bfe.s32", "setp.lt.or.u32", "rcp.rn.f32",
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_not_taken_for_its_kin(name):
+    with pytest.raises(AssertionError, match=f"{name} is not computed here"):
+        run(f"{name} %r1, 1, 2, 3; ret;", torch.zeros(64))
+
+
+def test_registers_that_some_lanes_wrote_hold_no_zeros_in_the_others():
+    tensor = torch.zeros(64, dtype=torch.int32)
+    run(
+        TID + "setp.lt.u32 %p1, %r1, 8; @%p1 mov.u32 %r2, 0; mul.wide.u32 %rd1, %r1, 4;"
+        " add.s64 %rd1, %rd1, in0; st.global.b32 [%rd1], {%r2}; ret;",
+        tensor,
+    )
+    assert torch.equal(tensor == 0, torch.arange(64) < 8)
+
+
 def test_lanes_that_part_meet_again_and_exchange_what_barriers_let_them():
     """Each thread counts up to its own number, and reads it from another warp's."""
     tensor = torch.zeros(64, dtype=torch.int32)
@@ -169,8 +195,8 @@ def test_lanes_that_part_meet_again_and_exchange_what_barriers_let_them():
     assert torch.equal(tensor, torch.arange(64, dtype=torch.int32) ^ 33)
 
 
-def test_numbers_beyond_a_shift_or_an_integer_do_what_ptx_says():
-    tensor = torch.zeros(8, dtype=torch.int32)
+def test_numbers_beyond_a_shift_or_an_integer_and_nan_do_what_ptx_says():
+    tensor = torch.zeros(13, dtype=torch.int32)
     text = "".join(
         f"{each} st.global.b32 [in0 + {4 * place}], {{%r1}}; "
         for place, each in enumerate(
@@ -183,9 +209,16 @@ def test_numbers_beyond_a_shift_or_an_integer_do_what_ptx_says():
                 "prmt.b32 %r1, 0x00008000, 0x11223344, 0x7659;",
                 "min.f32 %r1, 0f00000000, 0f80000000;",
                 "div.rn.f32 %r1, 0f00000000, 0f00000000;",
+                "max.f32 %r1, 0f7FC00001, 0f7FC00002;",
+                "max.f32 %r1, 0f7FC00001, 0fBF800000;",
+                "mov.b32 %r2, 0f7FC00001; redux.sync.max.f32 %r1, %r2, -1;",
+                TID + "and.b32 %r1, %r1, 31; setp.eq.u32 %p1, %r1, 5;"
+                " selp.f32 %r2, 0f3F800000, 0f7FC00001, %p1; redux.sync.max.f32 %r1, %r2, -1;",
+                "cvt.rzi.s64.f32 %rd1, 0f7FC00000; shr.u64 %rd1, %rd1, 32; cvt.u32.u64 %r1, %rd1;",
             ]
         )
     )
     run(text + "ret;", tensor)
-    want = [0, -1, 0, 2**31 - 1, 0, 0x112233FF, -(2**31), 0x7FFFFFFF]
+    nan, minus, one = 0x7FFFFFFF, 0xBF800000, 0x3F800000
+    want = [0, -1, 0, 2**31 - 1, 0, 0x112233FF, -(2**31), nan, nan, minus, nan, one, -(2**31)]
     np.testing.assert_array_equal(tensor.numpy().view(U32), np.array(want, np.int64).astype(U32))

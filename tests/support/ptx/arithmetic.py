@@ -1,10 +1,13 @@
 """What PTX instructions compute, in NumPy, for many lanes at once: registers to registers.
 
 The PTX ISA says what each does. What it leaves open is as on a GPU: a NaN that fp32 arithmetic
-makes is 0x7fffffff, and shifts by more than the width give 0.
+makes is 0x7fffffff. An instruction or a modifier (``.ftz``, ``.sat``, ``.NaN``) that is not among
+those below is an error: what it changes would not be computed.
 """
 
+import functools
 import operator
+import re
 
 import numpy as np
 
@@ -14,6 +17,19 @@ TYPES = {
     **{f"{kind}{bits}": getattr(np, f"uint{bits}") for kind in "ub" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": getattr(np, f"int{bits}") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
+_FORMS = re.compile(
+    r"""(add|sub|mul)(\.rn)?\.f(32|64|32x2) | (div|sqrt|fma)\.rn\.f(32|64|32x2)
+    | (rcp|rsqrt)\.approx\.ftz\.f32 | (neg|abs)\.f(32|64|32x2) | (min|max)\.f(32|64)
+    | (add|sub|min|max|div)\.[su](16|32|64) | (neg|abs)\.s(16|32|64)
+    | (mul|mad)\.lo\.[su](16|32|64) | (mul|mad)\.wide\.[su](16|32)
+    | (and|or|xor|not)\.(pred|b16|b32|b64) | shl\.b(16|32|64) | shr\.[su](16|32|64)
+    | bfe\.u(32|64) | prmt\.b32 | (mov|selp)\.(pred|[bsuf](16|32|64))
+    | setp\.(eq|ne|lt|le|gt|ge)(\.and)?\.[bsuf](16|32|64)
+    | setp\.((eq|ne|lt|le|gt|ge)u|num|nan)(\.and)?\.f(32|64)
+    | cvt\.[su](8|16|32|64)\.[su](8|16|32|64) | cvt\.rzi\.[su](16|32|64)\.f(32|64)
+    | cvt\.rn\.f(32|64)\.[su](8|16|32|64) | cvt\.rn\.f32\.f64 | cvt\.f64\.f32""",
+    re.VERBOSE,
+)
 _WIDER = {
     np.int16: np.int32, np.uint16: U32, np.int32: np.int64, np.uint32: U64,
 }  # fmt: skip
@@ -36,8 +52,10 @@ def fma(a, b, c):
         return np.where(odd, np.nextafter(total, toward), total).astype(F32)
 
 
+@functools.cache
 def signature(name):
     """(type of the result, types of the operands) of an instruction, as NumPy's."""
+    assert _FORMS.fullmatch(name), f"{name} is not computed here"
     operation, *rest = name.split(".")
     kind = TYPES.get(rest[-1])
     if operation == "cvt":
@@ -112,9 +130,11 @@ def _compared(how, values):
 def _converted(how, x):
     to = TYPES[how[-2]]
     if how[0] == "rzi":
-        # Out of range it saturates, and NaN becomes 0.
+        # Out of range it saturates. NaN becomes 0, and the highest bit where 64 are involved.
         limits = np.iinfo(to)
-        whole = np.nan_to_num(np.trunc(x.astype(F64)), nan=0.0)
+        long = x.dtype.itemsize == 8 or np.dtype(to).itemsize == 8
+        nan = 0.0 if not long else float(limits.min or 2.0 ** (limits.bits - 1))
+        whole = np.nan_to_num(np.trunc(x.astype(F64)), nan=nan)
         inside = np.clip(whole, float(limits.min), np.nextafter(float(limits.max), 0.0))
         return np.where(whole >= float(limits.max), limits.max, inside.astype(to)).astype(to)
     return x.astype(to)
@@ -175,7 +195,7 @@ def _magnitude(x):
     return np.abs(x) if x.dtype.kind != "f" else np.copysign(x, x.dtype.type(1))
 
 
-_ARITHMETIC = ("add", "sub", "mul", "div", "sqrt", "fma")
+_ARITHMETIC = ("add", "sub", "mul", "div", "sqrt", "fma", "min", "max")
 _OPERATIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "sqrt": np.sqrt,
     "fma": fma, "mad": lambda a, b, c: a * b + c,

@@ -14,7 +14,7 @@ import re
 import numpy as np
 import torch
 
-from .arithmetic import F32, TYPES, U32, U64
+from .arithmetic import F32, TYPES, U32, U64, compute
 from .memory import Global, Shared
 from .program import Program
 from .registers import Registers
@@ -137,6 +137,7 @@ class Lanes:
         if operation in ("ld", "st", "atom", "red"):
             self._access(operation, rest, each.operands, lanes)
         elif operation == "bar":
+            assert (each.name, each.operands) == ("bar.sync", ("0",)), each
             reached = lanes.reshape(-1, self._threads)
             assert (reached.all(1) == reached.any(1)).all(), "a barrier that some threads miss"
             self._shared.barrier(reached.any(1))
@@ -163,6 +164,7 @@ class Lanes:
         where = where + address(int(offset or 0))
         if operation in ("atom", "red"):
             assert "add" in rest, rest
+            assert rest[-1] in ("u32", "s32", "u64"), rest
             # Nothing asks what was there before, so the register stays unwritten.
             memory.add(who, where, self._value(operands[-1], f"u{size}")[lanes])
             return
@@ -180,12 +182,16 @@ class Lanes:
     def _between_lanes(self, each, lanes):
         warps = lanes.reshape(-1, 32)
         assert (warps.all(1) == warps.any(1)).all(), f"{each.name} in a part of a warp"
-        to, source, *more = each.operands
-        if each.name.startswith("shfl.sync.bfly"):
+        to, source, *more, mask = each.operands
+        assert (self._value(mask, np.int32)[lanes] == -1).all(), "lanes are left out"
+        if each.name == "shfl.sync.bfly.b32":
+            distance, limits = more
+            assert limits == "31", each
             numbers = self._value(source, U32)
-            self._registers.write(to, numbers[np.arange(self._n) ^ int(more[0])], lanes)
+            self._registers.write(to, numbers[np.arange(self._n) ^ int(distance)], lanes)
             return
-        name, _, kind = each.name.removeprefix("redux.sync.").partition(".")
-        assert name == "max", each.name
-        numbers = self._value(source, TYPES[kind]).reshape(-1, 32)
-        self._registers.write(to, np.repeat(numbers.max(1), 32), lanes)
+        assert re.fullmatch(r"redux\.sync\.max\.[suf]32", each.name), each
+        name = each.name.removeprefix("redux.sync.")
+        numbers = self._value(source, TYPES[name.removeprefix("max.")]).reshape(-1, 32).T
+        largest = functools.reduce(lambda a, b: compute(name, [a, b], {}), numbers)
+        self._registers.write(to, np.repeat(largest, 32), lanes)

@@ -55,7 +55,9 @@ class Registers:
         width = _WIDTHS[prefix[0]] if prefix else result.dtype
         result = np.broadcast_to(result.astype(width), self._n)
         if not lanes.all():
-            result = np.where(lanes, result, self._bits.get(text, np.zeros(self._n, width)))
+            # What other lanes have not written is no number that a kernel could count on.
+            unwritten = np.full(self._n, 0xA5A5A5A5A5A5A5A5, U64).astype(width)
+            result = np.where(lanes, result, self._bits.get(text, unwritten))
         self._bits[text] = result
 
     def _repack(self, name, operands, lanes):
