@@ -196,6 +196,27 @@ def test_a_replay_that_would_be_no_step_is_refused(recorded, change, message):
     recorded(refused, change, message)
 
 
+def written_exactly(first):
+    """A look at everything that comes after weights were written for the optimizer passes."""
+    ours, plain = pair("master")
+    step = ours.graphed()
+    for seed in range(3):
+        for each in (ours, plain):
+            if first or seed:
+                for p in parameters_of(each):
+                    each.set_exact_weight(p, each.exact_weight(p) * 0.9)
+            write_gradients(each, seed)
+        step() if seed < 2 else ours.step()
+        plain.step()
+        assert_same(snapshot(ours), snapshot(plain))
+    step()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["between replays", "before them"])
+def test_weights_may_be_written_exactly(recorded, first):
+    recorded(written_exactly, first)
+
+
 def looks_between(change, message):
     """With `check_every=3` the first of three replays looks, and one after an ordinary step."""
     ours, _ = pair("master")

@@ -124,8 +124,10 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:
         label = optimizer.label(number, position)
-        state = optimizer._complete(state, shard, group, label, Changes())
-        optimizer.state[parameter] = state
+        complete = optimizer._complete(state, shard, group, label, Changes())
+        # Plans and graphs of steps refer to the dict that is there.
+        if complete.keys() != state.keys() or any(complete[k] is not state[k] for k in complete):
+            optimizer.state[parameter] = state = complete
         remainders.forget(shard)
     snapshot = engine.snapshots.setdefault(parameter, Snapshot.of(shard))
     # Other noise than that of the steps around it, and than that of a write before it.

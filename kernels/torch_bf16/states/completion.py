@@ -238,7 +238,7 @@ def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
             f"step of {label} is {step!r} and must be a number of steps; the state is damaged, "
             "load it as it was saved"
         )
-    return number.reshape(())
+    return number.reshape(()) if number.ndim else number
 
 
 def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
