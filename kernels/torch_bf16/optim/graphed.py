@@ -37,12 +37,12 @@ class GraphedStep:
     where one is another tensor or gone, the replay is refused. What is put elsewhere by ``.data``
     is seen at every 64th replay alone. The optimizer, and all that the graph reads, live as long as
     this object. Replays tell autograd nothing: a second ``backward()`` through a graph of before
-    the step is not refused.
+    the step is not refused. Hooks that torch runs around the steps of all optimizers are not run.
 
     Args:
         optimizer: the optimizer, whose parameters have their gradients.
-        check_every: replays from one look at all gradients and weights to the next, which is most
-            of what a replay costs the host. Those in between go on reading a gradient that was
+        check_every: replays from one look at all gradients and weights to the next. The look is
+            most of what a replay costs the host. Those in between go on reading a gradient that was
             replaced, and keep the remainder of a weight that was overwritten.
 
     Raises:
@@ -136,7 +136,12 @@ class GraphedStep:
             found = gradients_of(self._setting.parameters)
         if not all(map(is_, found, self._gradients)):
             before = self._check_every - 1
-            late = f". Up to {before} replays before this one did not look" if before else ""
+            late = (
+                f". Up to {before} replays before this one did not look, and may have read the "
+                "gradients of then"
+                if before
+                else ""
+            )
             raise self._refused(self._described(found) + late)
         plan, setting, states = self._plan, self._setting, self._optimizer.state
         # Addresses take longer than identities.
