@@ -39,6 +39,22 @@ def test_nothing_is_recorded_where_nothing_is_profiled(optimizer, monkeypatch):
         optimizer.step()
 
 
+def test_the_hosts_warning_of_other_optimizers_costs_ours_nothing(optimizer, monkeypatch):
+    def fail(name, *_):
+        raise AssertionError(name)
+
+    model = torch_bf16.cast_model(nn.Linear(2, 2))
+    handle = torch_bf16.warn_unconverted(model, "Convert it.")
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", fail)
+    try:
+        optimizer.step()
+        other = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None)
+        with other, pytest.raises(AssertionError, match=NAME):
+            optimizer.step()
+    finally:
+        handle.remove()
+
+
 def test_a_torch_without_the_flag_records_always(optimizer, monkeypatch):
     monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
     entered = []

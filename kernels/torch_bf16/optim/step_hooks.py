@@ -10,7 +10,10 @@ import torch
 from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["hooked"]
+__all__ = ["FOR_OTHERS", "hooked"]
+
+FOR_OTHERS = "_bf16_for_others"
+"""An attribute of hooks on all optimizers that do nothing at the steps of ours."""
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +38,8 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
             or getattr(profiler, "_is_profiler_enabled", True)
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
+            # The hosts' warning of optimizers that were not converted is such a hook.
+            or any(not hasattr(each, FOR_OTHERS) for each in _global_optimizer_pre_hooks.values())
             or _global_optimizer_post_hooks
         ):
             return by_torch(self, *args, **kwargs)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_bf16.argument_checks import check_module
 
 from .optimizer import BF16Optimizer
+from .step_hooks import FOR_OTHERS
 
 __all__ = ["warn_unconverted", "wraps_converted"]
 
@@ -60,6 +61,7 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
                 stacklevel=3,
             )
 
+    setattr(before_step, FOR_OTHERS, True)
     # Not by the hook itself: torch is going through all of them then.
     for model_then, handle in _hooks[:]:
         if model_then() is None:
