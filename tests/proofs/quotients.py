@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from ptx.arithmetic import F32, F64, U32
+from ptx.arithmetic import F32, F64, U32, rcp, rsqrt
 from ptx.inline import run
 
 from torch_bf16.backends.triton.ieee import DIV_PTX, SQRT_PTX
@@ -32,19 +32,6 @@ from torch_bf16.backends.triton.ieee import DIV_PTX, SQRT_PTX
 # turns into 3 / 2**24 of B, and the rounding of a remainder of 25 bits into as much again.
 HARDEST = 8
 SLAB = 1 << 19
-
-
-def rcp(b):
-    """The nearest reciprocal; subnormals are flushed, as ``.ftz`` says."""
-    return _flushed((1 / _flushed(b).astype(F64)).astype(F32))
-
-
-def rsqrt(x):
-    return _flushed((1 / np.sqrt(_flushed(x).astype(F64))).astype(F32))
-
-
-def _flushed(x):
-    return np.where(abs(x) < F32(2.0**-126), np.copysign(F32(0), x), x)
 
 
 def near(function, ulps):

@@ -30,12 +30,8 @@ _FORMS = re.compile(
     | cvt\.rn\.f(32|64)\.[su](8|16|32|64) | cvt\.rn\.f32\.f64 | cvt\.f64\.f32""",
     re.VERBOSE,
 )
-_WIDER = {
-    np.int16: np.int32, np.uint16: U32, np.int32: np.int64, np.uint32: U64,
-}  # fmt: skip
-_ORDERED = {
-    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-}  # fmt: skip
+_WIDER = {np.int16: np.int32, np.uint16: U32, np.int32: np.int64, np.uint32: U64}
+_ORDERED = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 def fma(a, b, c):
@@ -52,27 +48,35 @@ def fma(a, b, c):
         return np.where(odd, np.nextafter(total, toward), total).astype(F32)
 
 
+def rcp(b):
+    """The nearest reciprocal; subnormals are flushed, as ``.ftz`` says."""
+    return _flushed((1 / _flushed(b).astype(F64)).astype(F32))
+
+
+def rsqrt(x):
+    """The nearest reciprocal of the root, flushed alike."""
+    return _flushed((1 / np.sqrt(_flushed(x).astype(F64))).astype(F32))
+
+
+def _flushed(x):
+    return np.where(abs(x) < F32(2.0**-126), np.copysign(F32(0), x), x)
+
+
 @functools.cache
-def signature(name):
-    """(type of the result, types of the operands) of an instruction, as NumPy's."""
+def operand_types(name):
+    """The types of an instruction's operands, as NumPy's."""
     assert _FORMS.fullmatch(name), f"{name} is not computed here"
     operation, *rest = name.split(".")
-    kind = TYPES.get(rest[-1])
-    if operation == "cvt":
-        return TYPES[rest[-2]], [kind]
-    if operation == "setp":
-        more = [np.bool_] if len(rest) == 3 else []
-        return np.bool_, [kind, kind, *more]
-    if operation == "selp":
-        return kind, [kind, kind, np.bool_]
+    kind = TYPES.get(rest[-1], U64)
+    if operation in ("setp", "selp"):
+        return [kind, kind, np.bool_]
     if operation in ("shl", "shr"):
-        return kind, [kind, U32]
+        return [kind, U32]
     if operation in ("mul", "mad") and rest[0] == "wide":
-        wide = _WIDER[kind]
-        return wide, [kind, kind, wide]
+        return [kind, kind, _WIDER[kind]]
     if operation == "bfe":
-        return kind, [kind, U32, U32]
-    return kind, [kind] * 3
+        return [kind, U32, U32]
+    return [kind] * 3
 
 
 def compute(name, values, approximations):
@@ -80,7 +84,7 @@ def compute(name, values, approximations):
 
     Args:
         name: the instruction.
-        values: of its operands, of the types of :func:`signature`.
+        values: of its operands, of the types of :func:`operand_types`.
         approximations: functions for ``rcp`` and ``rsqrt``, whose last bits a GPU decides.
     """
     operation, *rest = name.split(".")

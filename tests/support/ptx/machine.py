@@ -14,26 +14,13 @@ import re
 import numpy as np
 import torch
 
-from .arithmetic import F32, TYPES, U32, U64, compute
+from .arithmetic import TYPES, U32, U64, compute, rcp, rsqrt
 from .memory import Global, Shared
 from .program import Program
 from .registers import Registers
 
 # Programs that run at once: their lanes' registers fit a processor's cache.
 _AT_ONCE = 48
-
-
-def approximations():
-    """The nearest ones; subnormals are flushed, as ``.ftz`` says."""
-    return {
-        "rcp": lambda b: _flushed(1 / _flushed(b).astype(np.float64)),
-        "rsqrt": lambda x: _flushed(1 / np.sqrt(_flushed(x).astype(np.float64))),
-    }
-
-
-def _flushed(x):
-    x = x.astype(F32)
-    return np.where(np.abs(x) < F32(2.0**-126), np.copysign(F32(0), x), x)
 
 
 def install(architecture):
@@ -100,7 +87,8 @@ class Lanes:
             "%ctaid.x": (self._numbers // threads).astype(U32),
             **known,
         }
-        self._registers = Registers(self._n, self._known, approximations())
+        approximations = {"rcp": rcp, "rsqrt": rsqrt}
+        self._registers = Registers(self._n, self._known, approximations)
 
     def run(self):
         """Until all have returned."""

@@ -1,7 +1,7 @@
 """PTX as a list of instructions: what Triton hands to NVIDIA's assembler, or inline text."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _COMMENT = re.compile(r"//[^\n]*")
 _SKIPPED = re.compile(r"\s+|[{}]|\.loc[^\n]*\n|\.(?:reg|pragma)[^;]*;")
@@ -87,4 +87,4 @@ def _with_target(number: int, each: Instruction, labels: list[tuple[str, int]]) 
     places = [place for name, place in labels if name == each.operands[0]]
     # Inline text brings the same label each time, and jumps forward.
     target = places[0] if len(places) == 1 else min(p for p in places if p > number)
-    return Instruction(each.name, each.operands, each.guard, each.negated, target)
+    return replace(each, target=target)

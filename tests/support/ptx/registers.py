@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from .arithmetic import F32, TYPES, U32, U64, compute, signature
+from .arithmetic import F32, TYPES, U32, U64, compute, operand_types
 
 _WIDTHS = {"%p": np.bool_, "%rs": np.uint16, "%r": U32, "%rd": U64}
 
@@ -28,14 +28,13 @@ class Registers:
         if each.name.startswith("mov") and "{" in "".join(each.operands):
             self._repack(each.name, each.operands, lanes)
             return
-        _, kinds = signature(each.name)
-        to, *operands = each.operands
+        kinds, (to, *operands) = operand_types(each.name), each.operands
         values = [self.value(text, kind) for text, kind in zip(operands, kinds, strict=False)]
         self.write(to, compute(each.name, values, self._approximations), lanes)
 
     def value(self, text, kind):
         """An operand as numbers of a type; longer registers give their lower part."""
-        kind = np.dtype(kind if kind is not None else U64)
+        kind = np.dtype(kind)
         if (register := self._bits.get(text)) is not None:
             if register.dtype == kind:
                 return register
