@@ -266,7 +266,7 @@ def test_fewer_looks_still_refuse_another_optimizer(recorded, change, message):
     recorded(unlooked, change, message)
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5, "64", None])
+@pytest.mark.parametrize("number", [0, -1, 1.5, "64", None, True])
 def test_looks_need_a_number_of_replays(number):
     optimizer = torch_bf16.AdamW([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match=f"check_every={number!r} must be an integer"):

@@ -7,16 +7,20 @@ import torch
 
 __all__ = ["capturing", "record"]
 
+_NOTHING = contextlib.nullcontext()
+
 
 def capturing(devices: Iterable[torch.device]) -> bool:
     """Whether a CUDA graph is being captured on the current stream of one of these devices."""
     if not torch.cuda.is_initialized():
         return False
-    here = torch.cuda.current_device()
-    for device in {each for each in devices if each.type == "cuda"}:
+    here, ask = torch.cuda.current_device(), torch.cuda.is_current_stream_capturing
+    for device in set(devices):
+        if device.type != "cuda":
+            continue
         # To enter a device takes longer than to ask.
-        with contextlib.nullcontext() if device.index == here else torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
+        with _NOTHING if device.index == here else torch.cuda.device(device):
+            if ask():
                 return True
     return False
 

@@ -291,6 +291,7 @@ class ReleasedSteps:
         # As plans have them.
         taken.sort(key=lambda each: self._order[id(each)])
         if self._setting is None:
+            optimizer._check_step()
             self._setting = optimizer._setting()
         bound = self._options.max_norm
         inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))

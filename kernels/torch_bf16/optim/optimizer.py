@@ -48,8 +48,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     Attributes:
         recipe: how numbers are stored; loading a state dict takes over its noise seed.
-        backend: name of the backend, at first the recipe's where none was given; None for what the
-            environment says, else the best that works.
+        backend: its name, at first the recipe's; None for the environment's, else the best one.
         observers: told of each update before and after it happens; copies start without them.
     """
 
@@ -151,13 +150,10 @@ class BF16Optimizer(torch.optim.Optimizer):
             how many parameters were updated; the steps of those are counted and of no others.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        engine, groups = self._engine, self.param_groups
+        engine = self._engine
         if engine.host is not None:
-            engine.select(groups)
-        # Here and not in _update, which released gradients call once for each parameter.
-        with suffix_errors(UNTOUCHED):
-            for number, group in enumerate(groups):
-                self._check_options(group, number)
+            engine.select(self.param_groups)
+        self._check_step()
         setting, inputs = self._setting(), StepInputs()
         parameters = setting.parameters
         if engine.release is not None:
@@ -187,10 +183,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         inputs: StepInputs,
         observers: Sequence[Observer] = (),
     ) -> Plan | None:
-        """Take the step of those parameters that have a gradient; the plan to give the next time.
-
-        Without a plan all of them have one.
-        """
+        """Step the parameters that have a gradient: without a plan, all. Returns the next plan."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
         if not fits:
             parameters = with_gradients(parameters)
@@ -314,8 +307,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             NotImplementedError: an option of the group is not supported.
         """
         super().add_param_group(param_group)
+        number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            number, group = len(self.param_groups) - 1, self.param_groups[-1]
             self._check_options(group, number)
             check_group(group, number)
             resolve_peak_lr(group, number, self.decouples_decay(group))
@@ -325,6 +318,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         # torch's constructor adds the first groups, before there is an engine.
         if (engine := engine_of(self)) is not None:
             engine.hook_parameters()
+            engine.setting = None
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.
@@ -392,6 +386,12 @@ class BF16Optimizer(torch.optim.Optimizer):
         """A parameter's state as this optimizer keeps it; see :func:`.complete_state`."""
         rule = self.rule_for(group, shard.parameter)
         return complete_state(state, shard, rule, self.recipe, label, changes)
+
+    def _check_step(self) -> None:
+        """Refuse a step of options that no rule has; once, also where gradients are released."""
+        with suffix_errors(UNTOUCHED):
+            for number, group in enumerate(self.param_groups):
+                self._check_options(group, number)
 
     def _setting(self) -> Setting:
         """What a plan follows from beside memory; the same object as long as it is the same."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, cuda_graphs, fetch
-from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ITERATE, Rule, State
@@ -147,7 +146,8 @@ class _ScheduleFree(BF16Optimizer):
                     f"cycle_momentum=False. {outcome}"
                 )
 
-    def _setting(self) -> Setting:
+    def _check_step(self) -> None:
+        super()._check_step()
         self._check_shares("Nothing was updated")
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
@@ -162,7 +162,6 @@ class _ScheduleFree(BF16Optimizer):
                 "its parameter groups count on the host, and replays would repeat this step's "
                 "share of the average. Use optimizer.graphed(), which counts"
             )
-        return super()._setting()
 
     def _count(self, inputs: StepInputs) -> None:
         super()._count(inputs)
