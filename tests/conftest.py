@@ -1,7 +1,6 @@
 """One thread per test process: pytest-xdist already fills the cores, and threads of two processes
 that compete for one core wait for each other at every operation, which is many times slower."""
 
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -85,28 +84,6 @@ def ranks(tmp_path_factory):
     pool = Ranks(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def filled_once(tmp_path_factory):
-    """``filled_once(name, fill)``: a folder that the first of all test processes fills.
-
-    A fixture of a module is made anew on every worker that gets one of its tests.
-    """
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-
-    def folder_of(name, fill):
-        folder = base / name
-        with (base / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                folder.mkdir()
-                fill(folder)
-        return folder
-
-    return folder_of
 
 
 @pytest.fixture
