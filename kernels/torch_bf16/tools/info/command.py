@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-import torch_bf16
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends.certificates import folder
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.foreign.optimizer import BUCKET_BYTES
-from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.record import describe, hardware, versions
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
 from torch_bf16.tools.output import add_json_argument, write_json
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
@@ -88,7 +87,7 @@ def record() -> dict[str, Any]:
             }
             for name, each in RECIPES.items()
         ],
-        "optimizers": _optimizers(),
+        "optimizers": sorted(OPTIMIZERS),
         "backends": {str(device): _backends(device) for device in devices()},
         "proofs": {
             "folder": None if place is None else str(place),
@@ -97,12 +96,6 @@ def record() -> dict[str, Any]:
         },
         "obstacles": [asdict(each) for each in obstacles()],
     }
-
-
-def _optimizers() -> list[str]:
-    public = (getattr(torch_bf16, name) for name in torch_bf16.__all__)
-    classes = {each for each in public if isinstance(each, type)} - {BF16Optimizer}
-    return sorted(each.__name__ for each in classes if issubclass(each, BF16Optimizer))
 
 
 def _backends(device: torch.device) -> dict[str, Any]:
