@@ -7,6 +7,7 @@ python examples/fabric.py --precision bf16-stochastic
 from __future__ import annotations
 
 import argparse
+import os
 
 import lightning
 import torch
@@ -24,7 +25,8 @@ def main(arguments: list[str] | None = None) -> float:
     args = parser.parse_args(arguments)
 
     fabric = lightning.Fabric(precision=args.precision)
-    fabric.launch()
+    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched already
+        fabric.launch()
     fabric.seed_everything(0)
     corpus = load_corpus(args.corpus_bytes)
     shape = {"batch_size": args.batch_size, "context": args.context}

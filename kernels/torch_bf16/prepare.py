@@ -40,7 +40,8 @@ def prepare(
     """Cast a model and convert its optimizer by the same recipe, both in place.
 
     Does what :func:`cast_model` and :func:`convert` do in two calls; the objects stay the same.
-    Call it before DDP or FSDP1 wraps the model, before or after ``fully_shard``.
+    Call it before DDP or FSDP1 wraps the model, but after ``fully_shard``, which replaces the
+    parameters that an optimizer holds.
 
     Args:
         model: cast to bf16; its parameters' names key the rounding noise.

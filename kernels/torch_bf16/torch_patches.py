@@ -81,7 +81,7 @@ PATCHES: dict[str, TorchPatch] = {
         "a write through p.data, which raises no version, drops the remainders of the numbers "
         "that it changes",
         "numbers written through p.data keep the remainders of the old ones, up to half a bf16 "
-        "unit off; write under torch.no_grad(), p.copy_(...), instead",
+        "spacing off; write under torch.no_grad(), p.copy_(...), instead",
         "torch_bf16.engine.data_writes",
     ),
 }

@@ -1,4 +1,4 @@
-"""accelerate.local_sgd averages weights every few steps, by less than a bf16 unit each time."""
+"""accelerate.local_sgd averages weights every few steps, by less than a bf16 spacing each time."""
 
 import local_sgd_on_ranks as on_ranks
 import pytest

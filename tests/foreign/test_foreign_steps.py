@@ -43,7 +43,7 @@ def test_with_exact_masters_it_is_the_fp32_run_bit_for_bit(name, bucket_bytes):
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", NEAREST], ids=["stochastic", "nearest"])
 def test_stochastic_weights_follow_where_nearest_ones_stall(recipe):
-    """500 steps of a 128th of a bf16 unit each; the mean may be off by five sigma."""
+    """500 steps of a 128th of a bf16 spacing each; the mean may be off by five sigma."""
     parameter = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = convert(Drift([parameter]), recipe)
     for _ in range(500):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from pages import blocks_of, run_page
 
 import accelerate_bf16
@@ -95,6 +96,14 @@ def test_a_quoted_message_is_one_of_ours(quote: str) -> None:
     pieces = [piece.strip() for piece in quote.split("...") if piece.strip()]
     assert pieces
     assert any(all(piece in text for piece in pieces) for text in messages()), quote
+
+
+def test_torch_says_what_is_quoted_as_its_message() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    (quote,) = re.findall(r"^#+ `(.*)` \(torch's\)$", text, flags=re.M)
+    model = torch_bf16.cast_model(torch.nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=quote):
+        model(torch.randn(2, 4))
 
 
 def test_messages_are_quoted() -> None:

@@ -87,6 +87,18 @@ def test_fabric_saves_bf16_weights(precision: str) -> None:
     assert saved["blocks.0.qkv.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_fabric_example_does_not_launch_what_fabric_run_has_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What that command sets for the processes that it starts.
+    for name, value in {"CLI_USED": "1", "PRECISION": MODES[0], "ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(f"LT_{name}", value)
+    assert math.isfinite(fabric.main([*TINY, "--steps=1"]))
+    saved = torch.load("fabric.ckpt", weights_only=False)["model"]
+    assert saved["blocks.0.qkv.weight"].dtype == torch.bfloat16
+
+
 def test_the_hugging_face_trainer_writes_on_from_what_it_saved() -> None:
     script = str(EXAMPLES / "hf_trainer.py")
     tiny = ["--max_steps=2", "--width=16", "--layers=1", "--corpus_bytes=200000", "--context=16"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_bf16 import RECIPES
-from torch_bf16.backends.certificates import source_hash
+from torch_bf16.backends.certificates import file_of, source_hash
 from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.tools import cli
 from torch_bf16.tools.info import command
@@ -38,6 +38,13 @@ def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkey
     assert f"  verdicts in {tmp_path}: 2 of this version, 1 failed\n" in out
     assert "  cpu: sgd_bf16 failed: weight has other bits than it must\n" in out
     assert "old_bf16" not in out
+    kept = file_of(["cpu", "sgd_bf16", *now])
+    met = out.partition("what a run would meet on this machine:\n")[2]
+    assert "  slow: the cpu backend is not used for sgd_bf16: weight has other bits" in met
+    assert f"delete {kept} to try it again\n" in met
+    kept.unlink()
+    cli.main(["info"])
+    assert "sgd_bf16" not in capsys.readouterr().out
     monkeypatch.setenv("TORCH_BF16_CACHE", "/dev/null/verdicts")
     cli.main(["info"])
     assert "no verdict can be kept: set TORCH_BF16_CACHE" in capsys.readouterr().out

@@ -46,6 +46,12 @@ def test_the_record_and_the_page_say_the_same(capsys, monkeypatch):
         assert each["instead"] in page
 
 
+def test_the_optimizers_are_those_of_their_page(capsys):
+    table = (ROOT / "docs/optimizers.md").read_text().partition("\n\n`")[0]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    assert info(capsys)["optimizers"] == sorted(named)
+
+
 def test_nothing_private_is_told(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret-token")
     monkeypatch.setenv("WANDB_API_KEY", "secret-key")

@@ -154,7 +154,7 @@ def exact_weights(
     """The fp32 weights of a model, to be blended with others and put back where the context ends.
 
     Averages of replicas (local SGD, DiLoCo), of checkpoints (soups) and of earlier weights
-    (lookahead) often move a weight by less than a bf16 unit: computed on ``p.data`` they are
+    (lookahead) often move a weight by less than a bf16 spacing: computed on ``p.data`` they are
     rounded, and the remainders of exact masters are lost. The context gives fp32 copies to compute
     them on, 4 bytes per parameter; :meth:`BF16Optimizer.exact_weight` copies one at a time.
 

@@ -20,7 +20,7 @@ except ImportError:
     # Without locks an attempt that is under way cannot be told from one that was killed.
     fcntl = None
 
-__all__ = ["folder", "kept", "verdict"]
+__all__ = ["file_of", "folder", "kept", "verdict"]
 
 _ATTEMPT = b"under way\n"
 
@@ -41,6 +41,13 @@ def folder() -> Path | None:
     return place if os.access(place, os.W_OK) else None
 
 
+def file_of(key: Sequence[str]) -> Path | None:
+    """Where the verdict on a key is kept; None if nowhere."""
+    place = folder()
+    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+    return None if place is None else place / f"{name}.json"
+
+
 def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None:
     """The fault that an attempt found once on this machine, or None where there was none.
 
@@ -50,11 +57,9 @@ def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None
         key: all that the verdict depends on.
         attempt: finds the fault; may end the process. What it raises is not a verdict.
     """
-    place = folder()
-    if place is None:
+    path = file_of(key)
+    if path is None:
         return attempt()
-    name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    path = place / f"{name}.json"
     known, fault = _read(path)
     if known:
         return fault

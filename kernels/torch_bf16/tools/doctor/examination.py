@@ -120,7 +120,7 @@ def examine(
             notes.append(
                 f"{path} lacks the exact masters of {lacking} weights, which the other checkpoint "
                 "has with its optimizer's state: their bf16 numbers were compared, so that only "
-                "moves of a bf16 unit show"
+                "moves of a bf16 spacing show"
             )
     return Examination(found, before is not None, _steps(before, after, states), notes)
 

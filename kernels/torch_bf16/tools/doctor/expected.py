@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_bf16.tools.weights import SavedTensor
 
 from .exact import CHUNK, Read, has_master, moment
-from .movement import half_units
+from .movement import half_spacings
 
 __all__ = ["Expected", "Rounding", "expected", "rounding"]
 
@@ -33,7 +33,7 @@ class Expected:
         update: root mean square of the update.
         survived: ``<s, d> / <d, d>`` of the update ``d`` and of ``s``, what rounding to nearest
             bf16 leaves of it.
-        below: share of the elements whose update is less than half a unit of bf16.
+        below: share of the elements whose update is less than half a bf16 spacing.
         lr: the group's learning rate, or its initial one where that has come down to 0.
         step: how many were taken.
     """
@@ -92,7 +92,7 @@ def expected(
         stored = (w + d).bfloat16().float() - w.bfloat16().float()
         both += float(stored.double() @ d.double())
         squares += float(d.double() @ d.double())
-        below += int((d.abs() < half_units(w)).sum())
+        below += int((d.abs() < half_spacings(w)).sum())
     if not squares:
         return None
     return Expected(math.sqrt(squares / numel), both / squares, below / numel, rate, step)

@@ -2,9 +2,9 @@
 
 Of what training does to weights, their size says nothing: in a run that loses no updates, small and
 large elements of a matrix go equally far on average, whatever of them is saved. Rounding to nearest
-lets an element move only where an update is at least half a unit of its last place, which grows
-with it: there the large ones stand still. Sizes are told apart by powers of two, within which bf16
-has one unit.
+lets an element move only where an update is at least half a bf16 spacing, which grows with it:
+there the large ones stand still. Sizes are told apart by powers of two, within which bf16 has one
+spacing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .exact import CHUNK
 
-__all__ = ["Movement", "half_units", "movement"]
+__all__ = ["Movement", "half_spacings", "movement"]
 
 _EXPONENTS = 256
 _BIAS, _MANTISSA = 127, 7
@@ -37,13 +37,13 @@ class Movement:
         numel: its elements.
         moved: those that are another number now.
         distance: sum of how far they went.
-        below: those that went less than half a unit of bf16.
+        below: those that went less than half a bf16 spacing.
         ones: those that are exactly 1.0 now.
         ones_before: those that were.
         nan: NaNs now.
         infinite: infinities now.
         rounded: whether all its numbers are numbers of bf16.
-        half_units: sum of half a unit of bf16 in the last place of each number now.
+        half_spacings: sum of half a bf16 spacing at each number now.
         counts: elements by the exponent that they had.
         distances: how far those of each exponent went, together.
     """
@@ -57,7 +57,7 @@ class Movement:
     nan: int = 0
     infinite: int = 0
     rounded: bool = True
-    half_units: float = 0.0
+    half_spacings: float = 0.0
     counts: Tensor = field(default_factory=lambda: torch.zeros(_EXPONENTS, dtype=torch.float64))
     distances: Tensor = field(default_factory=lambda: torch.zeros(_EXPONENTS, dtype=torch.float64))
 
@@ -68,8 +68,8 @@ class Movement:
 
     @property
     def half_unit(self) -> float:
-        """Half a unit of bf16 in the last place, on average over the elements."""
-        return self.half_units / self.numel if self.numel else 0.0
+        """Half a bf16 spacing, on average over the elements."""
+        return self.half_spacings / self.numel if self.numel else 0.0
 
     @property
     def reference(self) -> float | None:
@@ -87,7 +87,7 @@ class Movement:
 
     @property
     def finest(self) -> float:
-        """Half a unit of bf16 of the smallest element that there was."""
+        """Half a bf16 spacing of the smallest element that there was."""
         return float(_HALF[int(self.counts.nonzero()[0])])
 
     def survived(self, reference: float | None = None) -> float | None:
@@ -137,7 +137,7 @@ def movement(before: Read | None, after: Read, numel: int) -> Movement:
             found.infinite += int(y.isinf().count_nonzero())
         if found.rounded:
             found.rounded = not bool((y.view(torch.int32) & 0xFFFF).any())
-        found.half_units += float(half_units(y).nan_to_num_(0.0, 0.0, 0.0).sum())
+        found.half_spacings += float(half_spacings(y).nan_to_num_(0.0, 0.0, 0.0).sum())
         exponents = ((x.view(torch.int32) >> 23) & (_EXPONENTS - 1)).numpy()
         found.counts += torch.from_numpy(np.bincount(exponents, minlength=_EXPONENTS))
         if before is None:
@@ -148,15 +148,15 @@ def movement(before: Read | None, after: Read, numel: int) -> Movement:
             step.nan_to_num_(0.0, 0.0, 0.0)
         moved = int(step.count_nonzero())
         found.moved += moved
-        found.below += int((step < half_units(x)).count_nonzero()) - (stop - start - moved)
+        found.below += int((step < half_spacings(x)).count_nonzero()) - (stop - start - moved)
         by_size = torch.from_numpy(np.bincount(exponents, step.numpy(), minlength=_EXPONENTS))
         found.distances += by_size
         found.distance += float(by_size.sum())
     return found
 
 
-def half_units(x: Tensor) -> Tensor:
-    """Half a unit of bf16 in the last place of each number; fp32, never 0."""
+def half_spacings(x: Tensor) -> Tensor:
+    """Half a bf16 spacing at each number; fp32, never 0."""
     exponents = x.view(torch.int32) & 0x7F800000
     return exponents.sub_((_MANTISSA + 1) << 23).clamp_(min=1).view(torch.float32)
 

@@ -148,7 +148,8 @@ def _sentence(
         fine = all(not w.movement.rounded or w.movement.finest < least for w in weights)
         why = ", and not by rounding: it is frozen, or no gradient reaches it"
         if not fine:
-            why = f": it is frozen, or each update is below half a bf16 unit, {_half(weights):.2g}"
+            half = f"half a bf16 spacing, {_half(weights):.2g}"
+            why = f": it is frozen, or each update is below {half}"
         return f"{several} has not moved{during}{why}"
     if verdict == UNSEEN:
         return (
@@ -170,14 +171,14 @@ def _sentence(
         return (
             f"{several} {word}: {1 - moved / numel:.0%} of {numel:,} elements have not moved"
             f"{during}, and {lost:.0%} of the distance that small elements moved is missing"
-            f"{above}. Updates are below half a bf16 unit, {_half(weights):.2g} on average there"
+            f"{above}. Updates are below half a bf16 spacing, {_half(weights):.2g} on average there"
         )
     plans = [each.expected for each in weights if each.expected is not None]
     update = statistics.fmean(each.update for each in plans)
     below = sum(p.below * w.movement.numel for p, w in zip(plans, weights, strict=True)) / numel
     return (
         f"{several} {word}: {lost:.0%} of its next update would be lost. At lr {plans[0].lr:.3g} "
-        f"that is {update:.2g}, half a bf16 unit {_half(weights):.2g}: {below:.0%} of {numel:,} "
+        f"that is {update:.2g}, half a bf16 spacing {_half(weights):.2g}: {below:.0%} of {numel:,} "
         "elements would not change"
     )
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import folder, kept, source_hash
+from torch_bf16.backends.certificates import folder
 from torch_bf16.errors import BackendUnavailableError
-from torch_bf16.foreign.convert import CONVERTIBLE
 from torch_bf16.foreign.optimizer import BUCKET_BYTES
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.record import describe, hardware, versions
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
 from torch_bf16.tools.output import add_json_argument, write_json
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
 from .hosts import TESTED, hook, host_rows, needed
-from .obstacles import devices, disabled_patches, obstacles, variables
+from .obstacles import devices, disabled_patches, obstacles, variables, verdicts
 
 __all__ = ["add_info_arguments", "info"]
 
@@ -55,8 +55,7 @@ def info(options: argparse.Namespace) -> int:
 def record() -> dict[str, Any]:
     """All of it, ready for JSON; nothing in it names a user or a host."""
     works, why = hook()
-    # Faults of other versions are history.
-    now = [(key, fault) for key, fault in kept() if source_hash() in key]
+    now = verdicts()
     place = folder()
     return {
         "schema": 1,
@@ -88,7 +87,7 @@ def record() -> dict[str, Any]:
             }
             for name, each in RECIPES.items()
         ],
-        "optimizers": sorted(each.__name__ for each in CONVERTIBLE),
+        "optimizers": sorted(OPTIMIZERS),
         "backends": {str(device): _backends(device) for device in devices()},
         "proofs": {
             "folder": None if place is None else str(place),

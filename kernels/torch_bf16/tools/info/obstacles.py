@@ -14,7 +14,7 @@ import torch
 
 from torch_bf16.argument_checks import BACKENDS
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import folder
+from torch_bf16.backends.certificates import file_of, folder, kept, source_hash
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.formats import ROLES
 from torch_bf16.recipe import ACCUMULATIONS, RECIPES
@@ -22,7 +22,14 @@ from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
 from .hosts import hook, host_rows, is_older, needed
 
-__all__ = ["VARIABLES", "Obstacle", "disabled_patches", "obstacles", "variables"]
+__all__ = [
+    "VARIABLES",
+    "Obstacle",
+    "disabled_patches",
+    "obstacles",
+    "variables",
+    "verdicts",
+]
 
 VARIABLES = ("TORCH_BF16_", "BF16_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "TRITON_")
 _ALSO = (
@@ -59,9 +66,18 @@ class Obstacle:
 
 def obstacles() -> list[Obstacle]:
     """All that are known, what is refused first."""
-    found = [*_versions(), *_environment(), *_backends(), *_hardware(), *_caches(), *_forks()]
+    found = [
+        *(*_versions(), *_environment(), *_backends(), *_verdicts()),
+        *(*_hardware(), *_caches(), *_forks()),
+    ]
     order = ("refused", "slow", "note")
     return sorted(found, key=lambda each: order.index(each.kind))
+
+
+def verdicts() -> list[tuple[list[str], str | None]]:
+    """On the kernels of this version under this torch: those of others are history."""
+    now = {torch.__version__, source_hash()}
+    return [(key, fault) for key, fault in kept() if now <= set(key)]
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -159,6 +175,16 @@ def _backends() -> Iterator[Obstacle]:
             f"Triton needs Python.h, which is not in {sysconfig.get_path('include')}",
             "apt install python3-dev; until then steps are eager",
         )
+
+
+def _verdicts() -> Iterator[Obstacle]:
+    for key, fault in verdicts():
+        if fault is not None:
+            yield Obstacle(
+                "slow",
+                f"the {key[0]} backend is not used for {key[1]}: {fault}",
+                f"a slower one takes its place; delete {file_of(key)} to try it again",
+            )
 
 
 def _hardware() -> Iterator[Obstacle]:
