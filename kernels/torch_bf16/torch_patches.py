@@ -75,6 +75,13 @@ PATCHES: dict[str, TorchPatch] = {
         "which hardly moves, goes unnoticed",
         "torch_bf16.model.averaged_models",
     ),
+    "load_from_state_dict": TorchPatch(
+        "torch.nn.Module._load_from_state_dict",
+        "cast_model",
+        "exact masters start from the fp32 weights that a cast model loads, not from rounded ones",
+        "they start from the bf16 weights, unless fp32 weights are loaded before the cast",
+        "torch_bf16.model.loading",
+    ),
     "parameter_data": TorchPatch(
         "data of torch.nn.Parameter, and of DTensor's parameters",
         "the first step with weights='bf16+16' or 'bf16+8'",

@@ -106,6 +106,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     fill_gaps()
     name_weights_in_errors(model)
     watch_averages(model)
+    from .loading import watch_loading
+    watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():

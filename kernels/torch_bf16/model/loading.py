@@ -1,0 +1,86 @@
+"""fp32 weights that are loaded into a model which is bf16 already.
+
+``load_state_dict`` copies them into the bf16 parameters. What that takes from them is remembered as
+``cast_model`` remembers it, so that an exact master starts from the fp32 weights in either order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bf16.torch_patches import is_enabled
+
+from . import remainders
+from torch_bf16.model import casting
+
+__all__ = ["restore", "watch_loading"]
+
+_original: Any = nn.Module._load_from_state_dict
+
+
+def watch_loading() -> None:
+    """Let cast modules remember what bf16 takes from the fp32 weights that they load.
+
+    For the whole process, until :func:`restore`.
+    """
+    if nn.Module._load_from_state_dict is _original and is_enabled("load_from_state_dict"):
+        nn.Module._load_from_state_dict = functools.wraps(_original)(_load_from_state_dict)
+
+
+def restore() -> None:
+    """Let modules load as torch has it, until the next :func:`cast_model` with exact masters."""
+    nn.Module._load_from_state_dict = _original
+
+
+def _load_from_state_dict(
+    self: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    bits_of, errors = {}, len(error_msgs)
+    recipe = casting._recipes.get(self)
+    if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
+        for key, parameter in _given_in_fp32(self, state_dict, prefix):
+            visible, bits = remainders.split(state_dict[key].detach(), recipe)
+            if bits is not None:
+                # torch's rounding has other ties, for which the bits would be too long.
+                state_dict[key], bits_of[id(parameter)] = visible, bits
+    _original(
+        self,
+        state_dict,
+        prefix,
+        local_metadata,
+        strict,
+        missing_keys,
+        unexpected_keys,
+        error_msgs,
+    )
+    if bits_of and len(error_msgs) == errors:
+        remainders.remember(self, bits_of)
+
+
+def _given_in_fp32(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The keys of fp32 weights, and the bf16 parameters of a module itself that will take them."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if (
+            parameter is not None
+            and isinstance(value, Tensor)
+            and (parameter.dtype, value.dtype) == (torch.bfloat16, torch.float32)
+            and parameter.shape == value.shape
+            and not parameter.is_meta
+            and getattr(parameter, "placements", None) == getattr(value, "placements", None)
+        ):
+            yield prefix + name, parameter

@@ -1,0 +1,176 @@
+"""fp32 weights that a cast model loads keep what bf16 lacks of them, as those that are cast do."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import torch_bf16
+from torch_bf16.model import loading, remainders
+from torch_bf16.sharding import shard_of
+from torch_bf16.torch_patches import SWITCH
+
+RECIPES = {
+    "remainder": torch_bf16.get_recipe("bf16-fp32-master"),
+    "beside": torch_bf16.Recipe("beside", weights="bf16+fp32"),
+    "upper": torch_bf16.Recipe("upper", weights="bf16+8"),
+}
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    with torch.no_grad():
+        # Halfway between two bf16 numbers, where torch rounds to even and a master's upper half
+        # away from zero.
+        net[0].weight[:2] = torch.tensor(0x3F808000, dtype=torch.int32).view(torch.float32)
+        net[0].weight[2:4] = torch.tensor(0x3F818000, dtype=torch.int32).view(torch.float32)
+    return net
+
+
+def prepared(net, recipe, made=torch.optim.AdamW):
+    optimizer = made(net.parameters(), lr=1e-2)
+    torch_bf16.prepare(net, optimizer, recipe)
+    return optimizer
+
+
+def train(net, optimizer, steps=2):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(4, 8, generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            net(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def exact(net, optimizer):
+    return [optimizer.exact_weight(p).clone() for p in net.parameters()]
+
+
+def assert_equal(some, others):
+    for a, b in zip(some, others, strict=True):
+        assert torch.equal(a, b)
+
+
+def resumed(recipe, saved, load_first):
+    """A net and its optimizer that go on from a run of stock fp32."""
+    net, (weights, states) = network(3), saved
+    if load_first:
+        net.load_state_dict(weights)
+    optimizer = prepared(net, recipe)
+    if not load_first:
+        net.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    return net, optimizer
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_loading_after_the_cast_is_loading_before_it(recipe):
+    source = network().state_dict()
+    before, after = network(1), network(2)
+    before.load_state_dict(source)
+    ours = prepared(before, recipe)
+    theirs = prepared(after, recipe)
+    after.load_state_dict(source)
+    if recipe is RECIPES["remainder"]:
+        assert_equal(exact(after, theirs), source.values())
+    train(before, ours)
+    train(after, theirs)
+    assert_equal(exact(before, ours), exact(after, theirs))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_run_of_stock_fp32_goes_on_alike_in_either_order(recipe):
+    stock = network()
+    adamw = torch.optim.AdamW(stock.parameters(), lr=1e-2)
+    train(stock, adamw)
+    saved = stock.state_dict(), adamw.state_dict()
+    runs = [resumed(recipe, saved, load_first) for load_first in (True, False)]
+    if recipe is not RECIPES["upper"]:
+        assert_equal(exact(*runs[1]), stock.state_dict().values())
+    for run in runs:
+        train(*run)
+    assert_equal(exact(*runs[0]), exact(*runs[1]))
+
+
+def test_the_dictionary_that_was_given_keeps_its_numbers():
+    net, source = network(1), network().state_dict()
+    prepared(net, RECIPES["remainder"])
+    net.load_state_dict(source)
+    assert {each.dtype for each in source.values()} == {torch.float32}
+    assert_equal(source.values(), network().state_dict().values())
+
+
+def test_what_was_remembered_is_freed_by_the_first_step():
+    net = network(1)
+    optimizer = prepared(net, RECIPES["remainder"])
+    net.load_state_dict(network().state_dict())
+    train(net, optimizer, 1)
+    gc.collect()
+    assert all(remainders.remembered(shard_of(p)) is None for p in net.parameters())
+
+
+def test_what_does_not_fit_is_refused_by_torch_and_remembered_of_none():
+    net = network(1)
+    optimizer = prepared(net, RECIPES["remainder"])
+    before = exact(net, optimizer)
+    source = network().state_dict()
+    source["0.bias"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.bias"):
+        net.load_state_dict(source)
+    # torch has copied what fitted: rounded, as its module loads all or nothing for us.
+    found = exact(net, optimizer)
+    assert torch.equal(found[0], net[0].weight.float())
+    assert torch.equal(found[1], before[1])
+    assert torch.equal(found[-1], source["2.bias"])
+
+
+def test_a_write_after_loading_counts():
+    net = network(1)
+    optimizer = prepared(net, RECIPES["remainder"])
+    net.load_state_dict(network().state_dict())
+    with torch.no_grad():
+        net[0].weight.add_(1)
+    assert torch.equal(optimizer.exact_weight(net[0].weight), net[0].weight.float())
+
+
+def test_without_masters_torch_rounds():
+    net, source = network(1), network().state_dict()
+    prepared(net, "bf16-stochastic")
+    net.load_state_dict(source)
+    assert torch.equal(net[0].weight, source["0.weight"].bfloat16())
+    assert remainders.remembered(shard_of(net[0].weight)) is None
+
+
+def test_assigned_weights_are_those_that_were_given():
+    net, source = network(1), network().state_dict()
+    torch_bf16.cast_model(net, RECIPES["remainder"])
+    net.load_state_dict(source, assign=True)
+    assert net[0].weight.data_ptr() == source["0.weight"].data_ptr()
+
+
+def test_without_the_patch_masters_start_from_bf16(monkeypatch):
+    """What the table of patches says of it is true."""
+    loading.restore()
+    monkeypatch.setenv(SWITCH, "load_from_state_dict")
+    net, source = network(1), network().state_dict()
+    optimizer = prepared(net, RECIPES["remainder"])
+    net.load_state_dict(source)
+    assert torch.equal(optimizer.exact_weight(net[2].weight), source["2.weight"].bfloat16().float())
+
+
+def test_shards_load_their_part(one_rank):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    net, source = network(1), network().state_dict()
+    for each in (net[0], net[1], net[2], net):
+        fully_shard(each, mesh=one_rank)
+    optimizer = prepared(net, RECIPES["remainder"])
+    set_model_state_dict(net, source, options=StateDictOptions(full_state_dict=True))
+    found = [each.full_tensor() for each in exact(net, optimizer)]
+    assert_equal(found, network().state_dict().values())
