@@ -19,6 +19,7 @@ from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Shard
 
+from . import data_writes
 from .batch import alike
 from .directions import Directions
 from .guard import Guard, StepGradients
@@ -164,6 +165,7 @@ class Plan:
         """Tell autograd of the step that kernels have taken, and remember what it made of them."""
         active = self._active()
         self._versions.note_step(active.with_remainder, active.parameters)
+        data_writes.renew(active.parameters)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
-from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.engine import Engine, Observer
 from torch_bf16.engine.names import ParameterNames
@@ -119,7 +118,6 @@ class ForeignOptimizer(BF16Optimizer):
         for observer in observers:
             observer.before_update(members, inputs.multiplier)
         OwnStep(self, members).take(float(inputs.multiplier))
-        data_writes.renew(parameters)
         for observer in observers:
             observer.after_update()
 
@@ -132,7 +130,6 @@ class ForeignOptimizer(BF16Optimizer):
         members = self._take_part([p for p in parameters if self.state.get(p)])
         invalidate_remainders((e.state, e.weights) for e in members if e.written)
         OwnStep(self, members).rewrite(method)
-        data_writes.renew(parameters)
 
     def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
         self.recipe = get_recipe(self.recipe)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import StepInputs, cuda_graphs
-from torch_bf16.engine import data_writes
 from torch_bf16.engine.direction import Direction
 from torch_bf16.engine.engine import Engine, Observer, engine_of
 from torch_bf16.engine.member import Member
@@ -203,11 +202,12 @@ class BF16Optimizer(torch.optim.Optimizer):
                 observer.before_update(plan.taking_part(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, inputs)
-        if scalars is not None:
-            plan.run(scalars, inputs)
-        # The kernels write through addresses, which autograd does not see.
-        plan.note_step()
-        data_writes.renew(parameters)
+        try:
+            if scalars is not None:
+                plan.run(scalars, inputs)
+        finally:
+            # Of an interrupted step, too: its own writes are no one else's.
+            plan.note_step()
         for observer in observers:
             observer.after_update()
         return plan
