@@ -233,3 +233,14 @@ def test_a_pickled_muon_keeps_what_its_adamw_groups_start_from():
     twin.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "use_muon": False})
     assert (twin.param_groups[1]["betas"], twin.param_groups[1]["eps"]) == ((0.8, 0.9), 1e-6)
     assert twin.param_groups[0].keys().isdisjoint({"adamw_betas", "adamw_eps"})
+
+
+def test_a_lazy_vector_is_refused_by_name_where_it_has_got_its_shape():
+    model = torch.nn.LazyLinear(3)
+    optimizer = torch_bf16.Muon(model.named_parameters(), lr=1e-3)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"'bias' .* has shape \(3,\), and Muon .*Nothing was upd"):
+        optimizer.step()
+    model.bias.grad = None
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 1

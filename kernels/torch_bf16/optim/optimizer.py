@@ -309,9 +309,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            self._check_options(group, number)
-            check_group(group, number)
-            resolve_peak_lr(group, number, self.decouples_decay(group))
+            self._check_group(group, number)
         except Exception:
             self.param_groups.pop()
             raise
@@ -374,6 +372,12 @@ class BF16Optimizer(torch.optim.Optimizer):
     def label(self, group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype."""
         return self._engine.names.label(self.param_groups, group, position)
+
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        """Refuse a group that comes, before anything is hooked."""
+        self._check_options(group, number)
+        check_group(group, number)
+        resolve_peak_lr(group, number, self.decouples_decay(group))
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Refuse options that no rule has."""

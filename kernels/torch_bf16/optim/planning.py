@@ -105,7 +105,8 @@ def make_plan(
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
         member = Member(shard, number, rule, formats, state, dtype, snapshot)
         if rule.stage_states:
-            member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
+            with prefix_errors(lambda label=label: label):
+                member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:
         _check_cast(optimizer, members)
