@@ -65,11 +65,8 @@ class ReleasedSteps:
         self._options = options
         self.by_last_step = options.max_norm is not None and options.norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
-        self._gathering = Gathering(self._take)
         self._passes = Passes(_Pass, self._end)
-        self._alone: dict[Tensor, Group] = {}
-        self._buckets: dict[tuple[int, ...], Group] = {}
-        self._left = Group()
+        self._make_groups()
         # By id; the parameters are hooked.
         self._order: dict[int, int] = {}
         self._exchanged: set[int] = set()
@@ -187,18 +184,26 @@ class ReleasedSteps:
             # DDP has copied it.
             parameter.grad = None
 
+    def _make_groups(self) -> None:
+        self._gathering = Gathering(self._take)
+        self._alone: dict[Tensor, Group] = {}
+        self._buckets: dict[tuple[int, ...], Group] = {}
+        self._left = Group()
+
     def _unhook_strangers(self) -> list[Tensor]:
         """Leave alone what is in no group any more; returns what is, in order."""
         optimizer: Any = self._optimizer()
         every = [p for group in optimizer.param_groups for p in group["params"]]
         self._order = {id(parameter): number for number, parameter in enumerate(every)}
-        self._unhook([each for each in self._hooks if id(each) not in self._order])
+        if strangers := [each for each in self._hooks if id(each) not in self._order]:
+            self._unhook(strangers)
+            # They keep their members alive.
+            self._make_groups()
         return every
 
     def _unhook(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
             self._hooks.pop(parameter).remove()
-            self._alone.pop(parameter, None)
             released.pop(parameter, None)
 
     def _look_around(self, *_: Any) -> None:

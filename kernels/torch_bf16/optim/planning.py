@@ -219,12 +219,18 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
     _check_reduced(optimizer)
+    snapshots = optimizer._engine.snapshots
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
-        optimizer._engine.snapshots[each.parameter] = each.snapshot
+        snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state)
         remainders.forget(each.shard)
-    remainders.forget_empty(p for group in optimizer.param_groups for p in group["params"])
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    remainders.forget_empty(every)
+    # A snapshot keeps its parameter alive. Hosts show groups in turn: states outlast that.
+    known = {*map(id, every), *map(id, optimizer.state)}
+    for parameter in [p for p in snapshots if id(p) not in known]:
+        del snapshots[parameter]
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:
