@@ -29,6 +29,7 @@ class Member:
         rule: the group's rule.
         formats: of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
+        keys: of what the rule uses of it; what else is there is the user's.
         gradient: dtype of its gradients, bfloat16 or float32.
         snapshot: what the optimizer remembers of it.
         direction: computes what the rule takes in place of the gradient; None if that is the
@@ -41,6 +42,7 @@ class Member:
     rule: Rule
     formats: tuple[Format, ...]
     state: dict[str, Any]
+    keys: tuple[str, ...]
     gradient: torch.dtype
     snapshot: Snapshot
     direction: Direction | None = None

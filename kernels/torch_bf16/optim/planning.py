@@ -24,6 +24,7 @@ from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
+from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
@@ -103,7 +104,8 @@ def make_plan(
             snapshot.version = shard.version()
         formats = formats_of(shard, rule, optimizer.recipe)
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
-        member = Member(shard, number, rule, formats, state, dtype, snapshot)
+        keys = tuple(key for key in state if key in keys_of(rule))
+        member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
         if rule.stage_states:
             with prefix_errors(lambda label=label: label):
                 member.direction, member.steps = optimizer.direction_of(member), int(state["step"])

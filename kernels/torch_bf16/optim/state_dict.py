@@ -15,6 +15,7 @@ from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
 from torch_bf16.states import schema
+from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import from_view, gatherable, to_view
 
@@ -237,6 +238,11 @@ def _read(
                         "its parameters, and load the weights, then the state dict"
                     )
                 state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
+                used = keys_of(optimizer.rule_for(options, parameter))
+                for key in state.keys() - used:
+                    if isinstance(state[key], Tensor):
+                        # As torch does; what is used has a home of its own.
+                        state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
 
 
