@@ -93,24 +93,7 @@ def without_overwritten(optimizer: BF16Optimizer) -> States:
 
 def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
-    places = (
-        (number, position)
-        for number, group in enumerate(optimizer.param_groups)
-        for position, each in enumerate(group["params"])
-        if each is parameter
-    )
-    number, position = next(places, (None, None))
-    if number is None or position is None:
-        raise ValueError(
-            f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in "
-            f"no group of this {type(optimizer).__name__}; write it as it is, parameter.copy_(...)"
-        )
-    if value.shape != parameter.shape or value.dtype != torch.float32:
-        raise ValueError(
-            f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
-            f"{optimizer.label(number, position)}; it takes float32 of the parameter's shape. "
-            "Nothing was changed"
-        )
+    number, position = _checked(optimizer, parameter, value)
     reshard([parameter])
     if parameter.dtype != torch.bfloat16:
         parameter.copy_(value)
@@ -147,6 +130,25 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     snapshot.data = data_writes.DataWatch.of(shard, state)
 
 
+def _checked(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:
+    """Group and position of a parameter that ``value`` can be written to."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, each in enumerate(group["params"]):
+            if each is not parameter:
+                continue
+            if value.shape != parameter.shape or value.dtype != torch.float32:
+                raise ValueError(
+                    f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
+                    f"{optimizer.label(number, position)}; it takes float32 of the parameter's "
+                    "shape. Nothing was changed"
+                )
+            return number, position
+    raise ValueError(
+        f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in no "
+        f"group of this {type(optimizer).__name__}; write it as it is, parameter.copy_(...)"
+    )
+
+
 @contextmanager
 def exact_weights(
     model: nn.Module, *optimizers: torch.optim.Optimizer
@@ -170,7 +172,7 @@ def exact_weights(
 
     Raises:
         ValueError: an optimizer is not one of this package, or a new value does not fit its
-            parameter; those before it in the model's order have then been written.
+            parameter; nothing has been changed.
 
     Example:
         >>> others = {name: p.detach().float() for name, p in model.named_parameters()}
@@ -189,6 +191,15 @@ def exact_weights(
             for name, p in named.items()
         }
         yield weights
+        # All of them before the first one is written.
+        for name, parameter in named.items():
+            if parameter in owners:
+                _checked(owners[parameter], parameter, weights[name])
+            elif weights[name].shape != parameter.shape:
+                raise ValueError(
+                    f"exact_weights was given shape {tuple(weights[name].shape)} for {name!r}, "
+                    f"which has shape {tuple(parameter.shape)}. Nothing was changed"
+                )
         for name, parameter in named.items():
             if parameter in owners:
                 owners[parameter].set_exact_weight(parameter, weights[name])
