@@ -1,4 +1,4 @@
-"""What a state holds that the rule does not use: the user's own entries, and a momentum that is off."""
+"""What a state holds that the rule does not use: the user's entries, a momentum that is off."""
 
 import pickle
 
@@ -65,7 +65,7 @@ def test_momentum_that_is_off_for_a_while_goes_on_from_where_it_was(recipe, save
 
 
 def test_an_entry_of_another_format_is_not_kept():
-    optimizer, p = begun(torch_bf16.AdamW, recipe=torch_bf16.Recipe(exp_avg="int8"))
+    optimizer, _ = begun(torch_bf16.AdamW, recipe=torch_bf16.Recipe(exp_avg="int8"))
     saved = optimizer.state_dict()
     other = torch_bf16.AdamW([nn.Parameter(torch.ones(4, 4).to(BF16)) for _ in range(2)], lr=0.1)
     other.load_state_dict(saved)

@@ -206,13 +206,15 @@ def test_one_value_that_does_not_fit_leaves_all_weights_as_they_were(name):
     model, optimizer = make("bf16-fp32-master")
     model.extra = nn.Parameter(torch.ones(3))
     before = [p.detach().clone() for p in model.parameters()]
-    with (
-        pytest.raises(ValueError, match=r"of shape \(2,\).*Nothing was changed|shape \(2,\) for 'ex"),
-        torch_bf16.exact_weights(model, optimizer) as weights,
-    ):
-        for each in weights:
-            weights[each] = 2 * weights[each]
-        weights[name] = weights[name][:2]
+
+    def put_back():
+        with torch_bf16.exact_weights(model, optimizer) as weights:
+            for each in weights:
+                weights[each] = 2 * weights[each]
+            weights[name] = weights[name][:2]
+
+    with pytest.raises(ValueError, match=r"shape \(2,\) for .*Nothing was changed"):
+        put_back()
     assert all(map(torch.equal, model.parameters(), before))
 
 

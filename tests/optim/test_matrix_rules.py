@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16.engine import directions
+from torch_bf16.optim import adafactor, muon
 from torch_bf16.optim.newton_schulz import orthogonalise
 
 STEPS = 60
@@ -244,3 +245,41 @@ def test_a_lazy_vector_is_refused_by_name_where_it_has_got_its_shape():
     model.bias.grad = None
     optimizer.step()
     assert optimizer.state[model.weight]["step"] == 1
+
+
+def fail(*_):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_adafactor_changes_no_state_before_its_directions_are_solved(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8,), (8, 4))]
+    optimizer = torch_bf16.Adafactor(parameters, lr=1e-2)
+
+    def give():
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+
+    give()
+    optimizer.step()
+    before = [v.clone() for state in optimizer.state.values() for v in state.values()]
+    give()
+    with monkeypatch.context() as patch:
+        patch.setattr(adafactor._Relative, "_factor", fail)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Nothing was updated$"):
+            optimizer.step()
+    after = [v for state in optimizer.state.values() for v in state.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_step_of_muon_that_fails_says_which_state_has_its_gradients(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(2)]
+    optimizer = torch_bf16.Muon(parameters, lr=1e-2)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    with monkeypatch.context() as patch:
+        patch.setattr(muon, "orthogonalise_each", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="updated, but momentum_buffer of 2 param"):
+            optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in parameters] == [0, 0]
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in parameters] == [1, 1]

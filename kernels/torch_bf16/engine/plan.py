@@ -111,7 +111,10 @@ class Plan:
         Those that have a gradient now take part.
         """
         shards = [each.shard for each in self.members]
-        keys, dtypes = [each.keys for each in self.members], [each.gradient for each in self.members]
+        keys, dtypes = (
+            [each.keys for each in self.members],
+            [each.gradient for each in self.members],
+        )
         self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(
@@ -257,7 +260,9 @@ class Plan:
                 source.count(np.concatenate(flags))
             for member in (part.rows[0].member for part in done if part.directed):
                 member.steps = int(member.state["step"])
-            _say_what_was_updated(error, {row.number for part in done for row in part.rows})
+            updated = {row.number for part in done for row in part.rows}
+            _say_what_was_updated(error, len(updated), self._directions.prepared)
+            self._directions.prepared.clear()
             raise
         for _, source, _ in active.sources:
             source.count()
@@ -324,8 +329,14 @@ def _carry_out(part: Part, done: set[Part], work: Callable[..., None], *given: A
         raise
 
 
-def _say_what_was_updated(error: BaseException, updated: set[int]) -> None:
+def _say_what_was_updated(error: BaseException, updated: int, prepared: Mapping[int, str]) -> None:
     if isinstance(error, Exception):
-        what = f"{len(updated)} parameters were updated and their steps counted, the others not"
+        what = f"{updated} parameters were updated and their steps counted, the others not"
+        what = what if updated else UNTOUCHED
+        for state in sorted({*prepared.values()}):
+            what += (
+                f", but {state} of {len(prepared)} parameters may hold this step's gradients "
+                "already: go on with the next ones, or load a state dict to repeat the step"
+            )
         said = f"{error}".rstrip(".") or type(error).__name__
-        error.args = (f"{said}. {what if updated else UNTOUCHED}",)
+        error.args = (f"{said}. {what}",)

@@ -168,6 +168,7 @@ class _Momentum:
     """The momentum of a parameter, and its matrices orthogonalised."""
 
     answer = None, torch.bfloat16
+    prepares = "momentum_buffer"
 
     def __init__(self, optimizer: Muon, member: Member) -> None:
         self._groups, self._group = optimizer.param_groups, member.group

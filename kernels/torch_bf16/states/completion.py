@@ -35,7 +35,7 @@ __all__ = ["complete_master", "complete_moment", "complete_state", "keys_of", "p
 
 @cache
 def keys_of(rule: Rule) -> frozenset[str]:
-    """All keys under which a state may hold what a rule uses, in any format; others are not ours."""
+    """All keys under which a state may hold what a rule uses, in any format."""
     formats = {each for role in ROLES.values() for each in role.values()}
     names = [each.name for each in (*rule.states, *rule.stage_states)]
     planes = {key for name in names for each in formats for key in each.plane_names(name)}
