@@ -247,6 +247,24 @@ def test_a_lazy_vector_is_refused_by_name_where_it_has_got_its_shape():
     assert optimizer.state[model.weight]["step"] == 1
 
 
+def test_a_step_number_that_was_written_is_the_one_of_the_step_size():
+    weight = torch.randn(8, 8)
+    moved = []
+    for kind in (torch.optim.Adafactor, torch_bf16.Adafactor):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(weight.clone())
+        optimizer = kind([p], lr=1.0)
+        for _ in range(30):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+        optimizer.state[p]["step"].zero_()
+        before = p.detach().clone()
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        moved.append(p.detach() - before)
+    assert torch.allclose(*moved, rtol=1e-4)
+
+
 def fail(*_):
     raise torch.OutOfMemoryError("out of memory")
 

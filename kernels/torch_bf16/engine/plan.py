@@ -279,6 +279,9 @@ class Plan:
         for part, rows in zip(active.parts, scalars, strict=True):
             if part.directed:
                 directed[part.rows[0].number] = part, rows
+                if rows.steps is not None:
+                    # Somebody may have written ``state["step"]``.
+                    part.rows[0].member.steps = int(rows.steps[0]) - 1
             else:
                 _carry_out(part, done, part.run, gradients, rows)
         if directed:
