@@ -122,6 +122,10 @@ class Guard:
             gradients = StepGradients(tensors, addresses)
         return gradients
 
+    def forget_gradients(self) -> None:
+        """Keep no gradient alive that a step has found and not read."""
+        self._gradients = None
+
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none but the plan's has a gradient, and they come in its order."""
         if parameters is not self._candidates and not all_same(self._candidates, [*parameters]):

@@ -169,6 +169,7 @@ class Plan:
         """Tell autograd of the step that kernels have taken, and remember what it made of them."""
         active = self._active()
         self._versions.note_step(active.with_remainder, active.parameters)
+        self._guard.forget_gradients()
         data_writes.renew(active.parameters)
 
     def obstacle_to_capture(self) -> str | None:
