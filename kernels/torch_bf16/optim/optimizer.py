@@ -396,6 +396,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(self.param_groups):
                 self._check_options(group, number)
+                if group.get(FULLY_DECOUPLED):
+                    resolve_peak_lr(group, number, self.decouples_decay(group))
 
     def _setting(self) -> Setting:
         """What a plan follows from beside memory; the same object as long as it is the same."""
