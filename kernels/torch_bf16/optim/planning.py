@@ -49,15 +49,17 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
     taking_part, engine = set(parameters), optimizer._engine
     # Then states may be anywhere, and are brought home.
     offloads = optimizer.recipe.offload != "none"
-    found, labels = [], {}
-    for number, group in enumerate(optimizer.param_groups):
+    found, labels, before = [], {}, 0
+    names, groups = engine.names, optimizer.param_groups
+    for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in taking_part:
                 continue
             if parameter in labels:
                 raise ValueError("a parameter is in the groups twice; remove one")
-            labels[parameter] = label = functools.partial(optimizer.label, number, position)
-            shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
+            place = groups, number, position, before
+            labels[parameter] = label = functools.partial(names.label, *place)
+            shard = shard_of(parameter, names.key(*place))
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     state = dict.get(optimizer.state, parameter, {})
@@ -66,6 +68,7 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
                 if parameter.grad is not None:
                     check_gradient(shard)
             found.append((shard, number, label))
+        before += len(group["params"])
     check_separate((shard for shard, _, _ in found), labels)
     check_replaced(optimizer, labels)
     return [(shard, number, label()) for shard, number, label in found]

@@ -217,13 +217,14 @@ def _read(
     saved_names = (header or {}).get("names") or []
     names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
-    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
+    pairs, before = zip(optimizer.param_groups, saved_groups, strict=True), 0
+    name, groups = optimizer._engine.names.label, optimizer.param_groups
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
         schema.check_hyperparameters(saved_group, group, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
-                parameter, label = group["params"][position], optimizer.label(number, position)
+                parameter, label = group["params"][position], name(groups, number, position, before)
                 shard, options = shard_of(parameter), {**group, **saved_group}
                 if header is None:
                     formats = [
@@ -244,6 +245,7 @@ def _read(
                         # As torch does; what is used has a home of its own.
                         state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
+        before += len(group["params"])
 
 
 def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
