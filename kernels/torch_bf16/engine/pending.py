@@ -97,8 +97,17 @@ class Pending:
             )
 
     def skip_where(self, found_inf: Tensor) -> None:
-        """Leave everything as it is where ``found_inf``, a tensor with one element, is not 0."""
-        self._found_inf = found_inf
+        """Leave everything as it is where ``found_inf`` is not 0.
+
+        Raises:
+            ValueError: it is not a tensor with one element.
+        """
+        if not isinstance(found_inf, Tensor) or found_inf.numel() != 1:
+            raise ValueError(
+                f"found_inf={found_inf!r} must be a tensor with one element, such as "
+                "torch.tensor(float(skip)): where it is not 0, the next step leaves all as it is"
+            )
+        self._found_inf = found_inf.reshape(()).float()
 
     def inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
         """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes."""

@@ -284,10 +284,11 @@ class BF16Optimizer(torch.optim.Optimizer):
             found_inf: tensor with one element.
 
         Raises:
+            ValueError: it is something else.
             NotImplementedError: gradients are released: the step is over already.
         """
         too_late = "cannot be skipped after it; remove() the release to decide about steps"
-        self._engine.tell_next_step(too_late).skip_where(found_inf.reshape(()).float())
+        self._engine.tell_next_step(too_late).skip_where(found_inf)
 
     @property
     def skipped_steps(self) -> int:
