@@ -1,4 +1,4 @@
-"""What is no number where one is needed is refused by what is needed, not by Python's own errors."""
+"""What is no number where one is needed is refused with what is needed."""
 
 import pytest
 import torch

@@ -18,6 +18,9 @@ from torch_bf16.sharding import all_same, gradients_of, version_of, versions_of
 __all__ = ["Pending", "check_capturable", "clip_coefficient"]
 
 
+_OF_SCALER = "grad_scale", "found_inf"
+
+
 class _Clipped:
     """The gradients that a clip was of, as they were then; it keeps none of them alive."""
 
@@ -93,7 +96,7 @@ class Pending:
                 "gradients were clipped and then replaced or written before a step read them, for "
                 "example by model.zero_grad(), p.grad = None or another backward(): this step "
                 "scales nothing and skips nothing. Clip after the last backward() before the step",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def skip_where(self, found_inf: Tensor) -> None:
@@ -109,8 +112,15 @@ class Pending:
             )
         self._found_inf = found_inf.reshape(()).float()
 
-    def inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
-        """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes."""
+    def inputs(self, optimizer: Any, parameters: Iterable[Tensor]) -> StepInputs:
+        """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes.
+
+        Args:
+            optimizer: whose step it is.
+            parameters: all that may have a gradient.
+        """
+        self.drop_if_stale(parameters)
+        grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         mine = self._found_inf
         if mine is not None and found_inf is not None:
             mine = mine + found_inf.to(mine.device, non_blocking=True)

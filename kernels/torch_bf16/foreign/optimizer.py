@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
 from torch_bf16.engine.encoder import Encoder
-from torch_bf16.engine.engine import Engine, Observer
+from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.versions import Snapshot
@@ -21,7 +21,7 @@ from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.exact_weights import invalidate_remainders, settle
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.planning import collect, keep_states
+from torch_bf16.optim.planning import collect, keep_states, with_gradients
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
@@ -99,14 +99,10 @@ class ForeignOptimizer(BF16Optimizer):
 
     @torch.no_grad()
     def _update(
-        self,
-        parameters: list[Tensor],
-        plan: Any,
-        setting: Any,
-        inputs: StepInputs,
-        observers: Sequence[Observer] = (),
+        self, parameters: list[Tensor], plan: Any, setting: Any, inputs: StepInputs
     ) -> None:
-        """Take the step of some parameters. There is no plan to keep."""
+        """Take the step of those that have a gradient. There is no plan to keep."""
+        parameters = with_gradients(parameters)
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         with suffix_errors(UNTOUCHED):
@@ -115,10 +111,10 @@ class ForeignOptimizer(BF16Optimizer):
         invalidate_remainders((each.state, each.weights) for each in members if each.written)
         if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
-        for observer in observers:
+        for observer in self.observers:
             observer.before_update(members, inputs.multiplier)
         OwnStep(self, members).take(float(inputs.multiplier))
-        for observer in observers:
+        for observer in self.observers:
             observer.after_update()
 
     @torch.no_grad()

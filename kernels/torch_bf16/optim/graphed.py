@@ -108,10 +108,7 @@ class GraphedStep:
             )
         if looks:
             self._check_tensors()
-        pending.drop_if_stale(self._setting.parameters)
-        inputs = pending.inputs(
-            getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        )
+        inputs = pending.inputs(optimizer, self._setting.parameters)
         settle(optimizer, self._setting.parameters)
         if looks and forget_overwritten(plan):
             plan.note_versions()

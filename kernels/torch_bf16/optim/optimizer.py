@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -158,13 +158,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         if engine.release is not None:
             engine.release.finish(with_gradients(parameters))
         else:
-            # A plan finds those that have a gradient as it compares them all.
-            if engine.plan is None:
-                parameters = with_gradients(parameters)
-            engine.pending.drop_if_stale(parameters)
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            inputs = engine.pending.inputs(scale, found_inf)
-            engine.plan = self._update(parameters, engine.plan, setting, inputs, self.observers)
+            inputs = engine.pending.inputs(self, parameters)
+            engine.plan = self._update(parameters, engine.plan, setting, inputs)
         self._count(inputs)
         engine.pending.reset()
         return loss
@@ -175,14 +170,9 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(
-        self,
-        parameters: list[Tensor],
-        plan: Plan | None,
-        setting: Setting,
-        inputs: StepInputs,
-        observers: Sequence[Observer] = (),
+        self, parameters: list[Tensor], plan: Plan | None, setting: Setting, inputs: StepInputs
     ) -> Plan | None:
-        """Step the parameters that have a gradient: without a plan, all. Returns the next plan."""
+        """Step the parameters that have a gradient. Returns the next plan."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
         if not fits:
             parameters = with_gradients(parameters)
@@ -197,7 +187,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 plan = make_plan(self, parameters, setting, plan)
             exact_weights.settle(self, parameters)
             exact_weights.forget_overwritten(plan)
-            for observer in observers:
+            for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
                 observer.before_update(plan.taking_part(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
@@ -208,7 +198,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         finally:
             # Of an interrupted step, too: its own writes are no one else's.
             plan.note_step()
-        for observer in observers:
+        for observer in self.observers:
             observer.after_update()
         return plan
 
