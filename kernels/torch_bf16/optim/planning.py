@@ -18,7 +18,7 @@ from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import prefix_errors
+from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
@@ -47,6 +47,8 @@ _logger = logging.getLogger("torch_bf16")
 def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Shard, int, str]]:
     """Shard, group and label of all that takes part, checked."""
     taking_part, engine = set(parameters), optimizer._engine
+    if not taking_part:
+        _check_in_model(optimizer)
     # Then states may be anywhere, and are brought home.
     offloads = optimizer.recipe.offload != "none"
     found, labels, before = [], {}, 0
@@ -236,6 +238,26 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     known = {*map(id, every), *map(id, optimizer.state)}
     for parameter in [p for p in snapshots if id(p) not in known]:
         del snapshots[parameter]
+
+
+def _check_in_model(optimizer: BF16Optimizer) -> None:
+    """Refuse a step without gradients where all are of parameters that have replaced its own.
+
+    Raises:
+        StateMismatchError: they are, so that nothing would be trained.
+    """
+    model = optimizer._engine.model()
+    if model is None:
+        return
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [*model.parameters()]
+    if own.isdisjoint(map(id, parameters)) and with_gradients(parameters):
+        raise StateMismatchError(
+            f"no parameter of this {type(optimizer).__name__} has a gradient, and none is one of "
+            f"the {type(model).__name__}'s any more, which have: they were replaced, as "
+            "fully_shard does, and no step would train the new ones. Make the optimizer of them, "
+            "and call prepare() or convert() after fully_shard()"
+        )
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:
