@@ -26,7 +26,7 @@ class Member:
     Attributes:
         shard: what this rank holds of it; bf16 or fp32.
         group: number of its parameter group.
-        rule: the group's rule.
+        rule: its rule.
         formats: of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
         keys: of what the rule uses of it; what else is there is the user's.

@@ -222,9 +222,9 @@ def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
             "time; take an ordinary step first"
         )
     engine = optimizer._engine
-    named = engine.data_writes_named
+    named = engine.warned_of_data_writes
     if found := data_writes.settle(parameters, optimizer.state, engine.snapshots, count=not named):
-        engine.data_writes_named = True
+        engine.warned_of_data_writes = True
         warnings.warn(
             f"{found} bf16 weights were written through p.data since the last step: where their "
             "numbers changed, training continues from the bf16 numbers, not from an fp32 master. "

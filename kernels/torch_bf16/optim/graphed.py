@@ -158,12 +158,9 @@ class GraphedStep:
     def _described(self, found: list[Any]) -> str:
         pairs = zip(found, self._gradients, strict=True)
         number = next(n for n, (now, then) in enumerate(pairs) if now is not then)
-        place, sizes = number, [len(group["params"]) for group in self._optimizer.param_groups]
-        group = 0
-        while place >= sizes[group]:
-            place -= sizes[group]
-            group += 1
-        label = self._optimizer.label(group, place)
+        groups = enumerate(self._optimizer.param_groups)
+        places = [(group, place) for group, each in groups for place in range(len(each["params"]))]
+        label = self._optimizer.label(*places[number])
         if found[number] is None:
             return (
                 f"{label} has no gradient any more. Keep gradients where they are by "

@@ -181,7 +181,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
             # The graph refers to the plan's tables as long as it lives.
-            self._engine.captured += [plan] if plan is not None else []
+            self._engine.captured.add(plan)
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)

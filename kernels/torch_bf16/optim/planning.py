@@ -263,9 +263,13 @@ def _check_in_model(optimizer: BF16Optimizer) -> None:
 def _check_reduced(optimizer: BF16Optimizer) -> None:
     """Warn once if gradients are not reduced as the recipe asks."""
     engine, way = optimizer._engine, optimizer.recipe.reduce
-    if way == "wrapper" or engine.reduces or not (dist.is_available() and dist.is_initialized()):
+    if (
+        way == "wrapper"
+        or engine.reduction_checked
+        or not (dist.is_available() and dist.is_initialized())
+    ):
         return
-    engine.reduces = True
+    engine.reduction_checked = True
     if dist.get_world_size() > 1:
         _logger.warning(
             "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "

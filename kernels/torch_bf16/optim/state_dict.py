@@ -47,7 +47,7 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
         # What it gives away are other tensors over the same memory.
-        _note(optimizer, was_seen)
+        _restore_seen(optimizer, was_seen)
         return view
 
     # Before the user's own post-hooks, which see what is saved, and after their pre-hooks.
@@ -67,8 +67,8 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
     return complete
 
 
-def _note(optimizer: Any, was_seen: bool) -> None:
-    """Have the states be as well known to others as they were."""
+def _restore_seen(optimizer: Any, was_seen: bool) -> None:
+    """Put ``seen`` back: torch's method has looked at the states, and given nothing away."""
     if isinstance(optimizer.state, States):
         optimizer.state.seen = was_seen
 
@@ -138,7 +138,7 @@ def load(
 
     def put(_: Any) -> None:
         dict.update(optimizer.state, loaded)
-        _note(optimizer, was_seen)
+        _restore_seen(optimizer, was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         optimizer.recipe = recipe
