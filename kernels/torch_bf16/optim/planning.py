@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
-from torch_bf16.rules import STORE
+from torch_bf16.rules import STORE, Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
@@ -136,22 +136,8 @@ def make_plan(
 
 
 def _rounds(optimizer: BF16Optimizer) -> list[Round]:
-    """In which ranks exchange what rules look at as a whole: of all parameters that there are.
-
-    Also where none of those that take part is one: FSDP1 leaves some ranks nothing of a parameter,
-    and no gradient.
-    """
-    every = []
-    for number, group in enumerate(optimizer.param_groups):
-        looking = optimizer.rule_of(group).stage_states
-        for position, parameter in enumerate(group["params"] if looking else ()):
-            rule = optimizer.rule_for(group, parameter)
-            shard = shard_of(parameter)
-            if shard.sharded:
-                with prefix_errors(functools.partial(optimizer.label, number, position)):
-                    shard.holders()
-                every.append((shard, rule))
-    return rounds_of(every)
+    """In which ranks exchange what rules look at as a whole: of all parameters that there are."""
+    return rounds_of([*_in_parts(optimizer, lambda rule: bool(rule.stage_states))])
 
 
 def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
@@ -160,19 +146,28 @@ def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
     But of those that take part alone where gradients are released: their steps are taken at times
     of their own.
     """
-    taking_part = {each.parameter for each in members}
-    found = []
+    only = None if optimizer._engine.release is None else {each.parameter for each in members}
+    found = _in_parts(optimizer, lambda rule: rule.statistic is not None, only)
+    return [shard for shard, _ in found]
+
+
+def _in_parts(
+    optimizer: BF16Optimizer, looks: Callable[[Rule], bool], only: Container[Tensor] | None = None
+) -> Iterator[tuple[Shard, Rule]]:
+    """What ranks hold parts of, of rules that look at whole tensors.
+
+    Also where it has no gradient here: FSDP1 leaves some ranks nothing of a parameter, and none.
+    """
     for number, group in enumerate(optimizer.param_groups):
-        summed = optimizer.rule_of(group).statistic is not None
-        for position, parameter in enumerate(group["params"] if summed else ()):
-            if optimizer._engine.release is not None and parameter not in taking_part:
+        looking = looks(optimizer.rule_of(group))
+        for position, parameter in enumerate(group["params"] if looking else ()):
+            if only is not None and parameter not in only:
                 continue
             shard = shard_of(parameter)
             if shard.sharded:
                 with prefix_errors(functools.partial(optimizer.label, number, position)):
                     shard.holders()
-                found.append(shard)
-    return found
+                yield shard, optimizer.rule_for(group, parameter)
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
