@@ -170,7 +170,7 @@ class Plan:
         active = self._active()
         self._versions.note_step(active.with_remainder, active.parameters)
         self._guard.forget_gradients()
-        data_writes.renew(active.parameters)
+        data_writes.note_step(active.parameters)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""

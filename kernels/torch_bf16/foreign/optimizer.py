@@ -19,8 +19,8 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
-from torch_bf16.optim.exact_weights import invalidate_remainders, settle
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.overwritten import drop_remainders
 from torch_bf16.optim.planning import collect, keep_states, with_gradients
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
@@ -107,8 +107,7 @@ class ForeignOptimizer(BF16Optimizer):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)
-        settle(self, parameters)
-        invalidate_remainders((each.state, each.weights) for each in members if each.written)
+        drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
         for observer in self.observers:
@@ -122,9 +121,8 @@ class ForeignOptimizer(BF16Optimizer):
         """Run the class's own ``train`` or ``eval``, by which it rewrites weights between steps."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         reshard(parameters)
-        settle(self, parameters)
         members = self._take_part([p for p in parameters if self.state.get(p)])
-        invalidate_remainders((e.state, e.weights) for e in members if e.written)
+        drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         OwnStep(self, members).rewrite(method)
 
     def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:

@@ -13,7 +13,7 @@ from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.sharding import gradients_of, no_torch_function
 
-from .exact_weights import forget_overwritten, settle
+from .overwritten import drop_remainders
 from .planning import make_plan, with_gradients
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class GraphedStep:
                 plan = engine.plan = make_plan(optimizer, parameters, setting, plan)
         if not plan.updated():
             raise self._refused("no parameter has a gradient. Call it after a backward()")
-        settle(optimizer, setting.parameters)
-        forget_overwritten(plan)
+        drop_remainders(optimizer, setting.parameters, plan.written)
         plan.note_versions()
         if why := plan.obstacle_to_capture():
             raise self._refused(why)
@@ -109,8 +108,8 @@ class GraphedStep:
         if looks:
             self._check_tensors()
         inputs = pending.inputs(optimizer, self._setting.parameters)
-        settle(optimizer, self._setting.parameters)
-        if looks and forget_overwritten(plan):
+        written = plan.written if looks else list
+        if drop_remainders(optimizer, self._setting.parameters, written):
             plan.note_versions()
         # Not around all of it: to enter no_grad takes a fifth of what a replay does.
         with torch.no_grad() if optimizer.observers else _NOTHING:
@@ -121,7 +120,7 @@ class GraphedStep:
                 self._recording.replay(inputs)
             for observer in optimizer.observers:
                 observer.after_update()
-        data_writes.renew(self._setting.parameters)
+        data_writes.note_step(self._setting.parameters)
         optimizer._count(inputs)
         pending.reset()
         self._count += 1

@@ -30,6 +30,7 @@ from torch_bf16.states.recoding import Changes
 from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
+from .overwritten import drop_remainders, states_without_remainders
 from .planning import check_recipe, make_plan, with_gradients
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
@@ -185,8 +186,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            exact_weights.settle(self, parameters)
-            exact_weights.forget_overwritten(plan)
+            drop_remainders(self, parameters, plan.written)
             for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
                 observer.before_update(plan.taking_part(), inputs.multiplier)
@@ -346,7 +346,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("recipe", "backend", "_engine")}
-        return super().__getstate__() | own | {"state": exact_weights.without_overwritten(self)}
+        return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

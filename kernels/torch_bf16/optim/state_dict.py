@@ -19,7 +19,7 @@ from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
 from torch_bf16.states.views import from_view, gatherable, to_view
 
-from .exact_weights import current
+from .overwritten import without_remainders
 from .validation import FULLY_DECOUPLED
 from .variants import VARIANTS
 
@@ -88,7 +88,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     )
             elif REMAINDERS & states.get(key, {}).keys():
                 state = state_dict["state"][key]
-                states[key] = to_view(current(optimizer, shard_of(parameter), state))
+                states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.remembered(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)
