@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = [
     "BACKENDS",
@@ -74,16 +75,22 @@ def check_ranges(**given: Any) -> None:
     """Refuse hyperparameters out of range.
 
     Args:
-        **given: ``betas``, a pair in [0, 1), and others, each a number that is at least 0.
+        **given: ``betas``, a pair in [0, 1), and others, each a number that is at least 0; tensors
+            with one element are numbers, too.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: one of them is out of range, or no number.
     """
     for name, value in given.items():
         if name == "betas":
-            fits = len(value) == 2 and all(0.0 <= beta < 1.0 for beta in value)
+            pair = isinstance(value, Sequence) and len(value) == 2 and all(map(_is_number, value))
+            fits = pair and all(0.0 <= beta < 1.0 for beta in value)
             wanted = "two numbers, each at least 0 and below 1"
         else:
-            fits, wanted = value >= 0.0, "a number of at least 0"
+            fits, wanted = _is_number(value) and value >= 0.0, "a number of at least 0"
         if not fits:
-            raise ValueError(f"{name}={value} must be {wanted}")
+            raise ValueError(f"{name}={value!r} must be {wanted}")
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)

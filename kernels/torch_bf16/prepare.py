@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -40,8 +41,8 @@ def prepare(
     """Cast a model and convert its optimizer by the same recipe, both in place.
 
     Does what :func:`cast_model` and :func:`convert` do in two calls; the objects stay the same.
-    Call it before DDP or FSDP1 wraps the model, but after ``fully_shard``, which replaces the
-    parameters that an optimizer holds.
+    Call it before DDP or FSDP1 wraps the model, and after ``fully_shard``, which replaces the
+    parameters: an optimizer that was made before it would train nothing.
 
     Args:
         model: cast to bf16; its parameters' names key the rounding noise.
@@ -111,6 +112,8 @@ def prepare(
         _check_same(recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
     cast_model(model, recipe)
     for each in optimizers:
+        if isinstance(each, BF16Optimizer):
+            each._engine.model = ref(model)
         if not isinstance(each, BF16Optimizer):
             options = own_step.get(id(each), {})
             convert(each, recipe, model=model, backend=backend, **options)

@@ -12,7 +12,7 @@ import torch_bf16
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.numerics import join16
-from torch_bf16.optim.exact_weights import settle
+from torch_bf16.optim.overwritten import drop_remainders
 
 BF16 = torch.bfloat16
 SIZE = (40, 50)
@@ -236,8 +236,8 @@ def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
     assert p.data is not None
     monkeypatch.setattr(cuda_graphs, "capturing", lambda devices: True)
     with pytest.raises(RuntimeError, match=r"p.data of its weights was asked for since"):
-        settle(optimizer, [p])
-    settle(its, [other])
+        drop_remainders(optimizer, [p], list)
+    drop_remainders(its, [other], list)
 
 
 def test_the_property_can_be_taken_away_and_comes_back_with_a_plan():

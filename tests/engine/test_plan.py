@@ -176,3 +176,24 @@ def test_a_copy_sees_a_weight_that_was_written_before_its_first_step():
         weight.fill_(1.0)
     assert torch.equal(twin.exact_weight(weight), torch.ones(weight.shape))
     assert twin._step_supports_amp_scaling
+
+
+class Unsliced(list):
+    """Groups whose predecessors nobody goes through for each parameter anew."""
+
+    def __getitem__(self, index):
+        assert not isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+def test_a_parameters_place_is_counted_once_for_all_groups():
+    parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    optimizer = torch_bf16.AdamW([{"params": [p]} for p in parameters])
+    optimizer.param_groups = Unsliced(optimizer.param_groups)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    names = optimizer._engine.names
+    assert names.known(optimizer.param_groups) == [[None], [None], [None]]
+    assert [names.key(optimizer.param_groups, n, 0, n) for n in range(3)] == ["#0", "#1", "#2"]

@@ -3,7 +3,9 @@
 The same with the Triton backend, which reads nothing there, stands in test_triton_prepare.py.
 """
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -41,6 +43,19 @@ def scaled_step(optimizer, scaler, seed, unscale=False, poison=None):
     if poison is None:
         assert all(map(torch.equal, before, (bits(p.grad) for p in parameters)))
     scaler.update()
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0], ids=["taken", "skipped"])
+def test_a_step_keeps_no_gradient_alive(found):
+    optimizer = make_optimizer("adamw", "master", "cpu", make_parameters().items())
+    for _ in range(2):
+        set_gradients(parameters_of(optimizer), 0)
+        references = [weakref.ref(p.grad) for p in parameters_of(optimizer)]
+        optimizer.skip_next_step_where(torch.tensor(found))
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert not any(each() is not None for each in references)
 
 
 @every_backend

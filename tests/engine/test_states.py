@@ -1,7 +1,9 @@
 """`optimizer.state` notices who looks into it; until then steps do not ask where states are."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -178,3 +180,29 @@ def test_copies_and_pickles_step_as_the_optimizer_does(copied):
     twin.step()
     for one, other in zip(parameters, mine, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_a_parameter_that_was_replaced_with_its_state_is_freed(recipe, released):
+    """As where a model grows, or is pruned, while it is trained."""
+    old, other = (nn.Parameter(torch.ones(n, 4, dtype=torch.bfloat16)) for n in (3, 2))
+    release = {"max_norm": None} if released else False
+    groups = [{"params": [old]}, {"params": [other]}]
+    optimizer = torch_bf16.AdamW(groups, recipe=recipe, release=release)
+
+    def train():
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        sum(p.float().sum() for p in every).backward()
+        optimizer.step()
+
+    train()
+    gone = weakref.ref(old)
+    del optimizer.state[old]
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(5, 4, dtype=torch.bfloat16))]
+    del old
+    train()
+    optimizer.zero_grad()
+    gc.collect()
+    assert len(optimizer._engine.snapshots) == 2
+    assert gone() is None

@@ -201,6 +201,23 @@ def test_what_cannot_be_put_back_is_refused():
         torch_bf16.exact_weights(model, plain).__enter__()
 
 
+@pytest.mark.parametrize("name", ["bias", "extra"])
+def test_one_value_that_does_not_fit_leaves_all_weights_as_they_were(name):
+    model, optimizer = make("bf16-fp32-master")
+    model.extra = nn.Parameter(torch.ones(3))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def put_back():
+        with torch_bf16.exact_weights(model, optimizer) as weights:
+            for each in weights:
+                weights[each] = 2 * weights[each]
+            weights[name] = weights[name][:2]
+
+    with pytest.raises(ValueError, match=r"shape \(2,\) for .*Nothing was changed"):
+        put_back()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def test_averaging_every_eight_steps_moves_as_far_as_in_fp32():
     """Local SGD of two replicas at 1e-5: by ``p.data`` 60 % of the movement were lost."""
 

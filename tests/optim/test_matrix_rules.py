@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_bf16
 from torch_bf16.engine import directions
+from torch_bf16.optim import adafactor, muon
 from torch_bf16.optim.newton_schulz import orthogonalise
 
 STEPS = 60
@@ -233,3 +234,70 @@ def test_a_pickled_muon_keeps_what_its_adamw_groups_start_from():
     twin.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "use_muon": False})
     assert (twin.param_groups[1]["betas"], twin.param_groups[1]["eps"]) == ((0.8, 0.9), 1e-6)
     assert twin.param_groups[0].keys().isdisjoint({"adamw_betas", "adamw_eps"})
+
+
+def test_a_lazy_vector_is_refused_by_name_where_it_has_got_its_shape():
+    model = torch.nn.LazyLinear(3)
+    optimizer = torch_bf16.Muon(model.named_parameters(), lr=1e-3)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"'bias' .* has shape \(3,\), and Muon .*Nothing was upd"):
+        optimizer.step()
+    model.bias.grad = None
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 1
+
+
+def test_a_step_number_that_was_written_is_the_one_of_the_step_size():
+    weight = torch.randn(8, 8)
+    moved = []
+    for kind in (torch.optim.Adafactor, torch_bf16.Adafactor):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(weight.clone())
+        optimizer = kind([p], lr=1.0)
+        for _ in range(30):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+        optimizer.state[p]["step"].zero_()
+        before = p.detach().clone()
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        moved.append(p.detach() - before)
+    assert torch.allclose(*moved, rtol=1e-4)
+
+
+def fail(*_):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_adafactor_changes_no_state_before_its_directions_are_solved(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8,), (8, 4))]
+    optimizer = torch_bf16.Adafactor(parameters, lr=1e-2)
+
+    def give():
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+
+    give()
+    optimizer.step()
+    before = [v.clone() for state in optimizer.state.values() for v in state.values()]
+    give()
+    with monkeypatch.context() as patch:
+        patch.setattr(adafactor._Relative, "_factor", fail)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Nothing was updated$"):
+            optimizer.step()
+    after = [v for state in optimizer.state.values() for v in state.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_step_of_muon_that_fails_says_which_state_has_its_gradients(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(2)]
+    optimizer = torch_bf16.Muon(parameters, lr=1e-2)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    with monkeypatch.context() as patch:
+        patch.setattr(muon, "orthogonalise_each", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="updated, but momentum_buffer of 2 param"):
+            optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in parameters] == [0, 0]
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in parameters] == [1, 1]

@@ -189,23 +189,6 @@ def test_a_change_of_mode_that_breaks_off_leaves_the_mode_of_before(recipe, mode
     assert all(map(torch.equal, weights(optimizer), before))
 
 
-@every_recipe
-def test_weights_loaded_in_eval_mode_are_taken_for_the_average(recipe):
-    optimizer = make(KINDS[0], recipe)
-    take_steps(optimizer, range(5))
-    optimizer.eval()
-    loaded = [torch.full_like(p, 0.5) for p in parameters_of(optimizer)]
-    with torch.no_grad():
-        for p, x in zip(parameters_of(optimizer), loaded, strict=True):
-            p.copy_(x)
-    optimizer.train()
-    for p, x in zip(parameters_of(optimizer), loaded, strict=True):
-        z = optimizer.state[p]["z"].float()
-        expected = x.float() + (z - x.float()) * (1.0 - 0.9)
-        assert torch.allclose(p.float(), expected, rtol=2**-8)
-        assert "y" not in optimizer.state[p]
-
-
 def test_a_step_that_is_skipped_is_not_counted_in_the_average():
     optimizer = make(KINDS[0], "stochastic")
     take_steps(optimizer, range(3))

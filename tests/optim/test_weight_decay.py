@@ -54,6 +54,22 @@ def test_a_peak_may_be_named_and_a_group_may_have_its_own():
     assert found == [0.5, None]
 
 
+def test_the_option_may_be_set_on_a_group_that_is_there():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    given = torch_bf16.AdamW(parameters[:1], lr=0.5, fully_decoupled_weight_decay=True)
+    later = torch_bf16.AdamW(parameters[1:], lr=0.5)
+    later.param_groups[0]["fully_decoupled_weight_decay"] = True
+    for optimizer, p in zip((given, later), parameters, strict=True):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert optimizer.param_groups[0]["fully_decoupled_weight_decay"] == 0.5
+    assert torch.equal(*parameters)
+    adam = torch_bf16.Adam(parameters, lr=0.5)
+    adam.param_groups[0]["fully_decoupled_weight_decay"] = True
+    with pytest.raises(ValueError, match=r"adds weight decay to the gradient.*Nothing was updated"):
+        adam.step()
+
+
 def test_a_converted_optimizer_keeps_the_option_of_its_groups():
     parameter = nn.Parameter(torch.ones(2))
     group = {"params": [parameter], "fully_decoupled_weight_decay": True}

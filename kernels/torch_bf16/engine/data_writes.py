@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from torch_bf16.sharding import Shard, is_dtensor, local, version_of
 from torch_bf16.torch_patches import is_enabled
 
-__all__ = ["REMAINDERS", "DataWatch", "renew", "restore", "settle", "touched"]
+__all__ = ["REMAINDERS", "DataWatch", "drop_remainders", "note_step", "restore", "touched"]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
 """Keys of a state whose bits mean nothing beside another weight."""
@@ -122,7 +122,7 @@ class DataWatch:
         return memory.view(torch.int16).to(torch.uint8) if memory.dtype == torch.bfloat16 else None
 
 
-def settle(
+def drop_remainders(
     parameters: Iterable[Tensor],
     states: dict[Tensor, Any],
     snapshots: Mapping[Tensor, Any],
@@ -158,7 +158,7 @@ def touched(parameters: Iterable[Tensor]) -> bool:
     return any(_watches.get(id(each)) in _touched for each in parameters) if _touched else False
 
 
-def renew(parameters: Iterable[Tensor]) -> None:
+def note_step(parameters: Iterable[Tensor]) -> None:
     """Note that a step has written these parameters."""
     for parameter in parameters if _touched else ():
         watch = _watches.get(id(parameter))

@@ -35,6 +35,8 @@ class Direction(Protocol):
         kind: directions of one kind and shape can be solved in one call.
         answer: how many numbers an answer has, which all ranks get, and their dtype. None means one
             number for each element of what was solved, of which each rank gets its own.
+        prepares: the state that :meth:`prepare` updates, which the step that fails later has then
+            changed; None where it changes none.
     """
 
     @property
@@ -43,8 +45,11 @@ class Direction(Protocol):
     @property
     def answer(self) -> tuple[int | None, torch.dtype]: ...
 
+    @property
+    def prepares(self) -> str | None: ...
+
     def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
-        """This rank's part of what is solved, contiguous; updates its part of the states."""
+        """This rank's part of what is solved, contiguous; see :attr:`prepares`."""
         ...
 
     def solve(

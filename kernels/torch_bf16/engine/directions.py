@@ -39,6 +39,10 @@ class Directions:
         members: of a plan, in its order.
         rounds: in which the sharded ones are exchanged; of parameters of this plan and of others.
         groups: other groups whose ranks wait for one another in a step, each with its device.
+
+    Attributes:
+        prepared: what a step that failed may have changed of members that it has not updated: the
+            name of the state, by the number of the member.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Directions:
         kinds = alike(alone, lambda each: (each.direction.kind, each.shard.shape))  # pyright: ignore
         here = (rounds_here([(each.shard, each.rule) for each in some]) for some in kinds)
         self._members = members
+        self.prepared: dict[int, str] = {}
         self._groups = {**groups, **{each.group: each.parameters[0][0].device for each in rounds}}
         self._rounds: list[tuple[Round, list[tuple[int, list[Unit]]]]] = []
         for each in chain(chain.from_iterable(here), rounds):
@@ -111,10 +116,13 @@ class Directions:
                     continue
                 # Without names for what is as large as a weight, which would outlive the round.
                 prepare, step = member.direction.prepare, member.steps + 1
+                if (state := member.direction.prepares) is not None:
+                    self.prepared[n] = state
                 requests.append(
                     _Request(n, member.direction, units, prepare(gradient, step, inputs))
                 )
             for found in _solved(round_, requests) if requests else ():
+                self.prepared.pop(found[0], None)
                 yield found
                 # Only now that it was followed, as ``state["step"]`` counts.
                 self._members[found[0]].steps += 1

@@ -18,7 +18,7 @@ __all__ = ["Encoder"]
 
 
 class Encoder:
-    """Encodes what an optimizer's own step computed; keeps its batches as long as planes stay."""
+    """Encodes fp32 numbers into planes; keeps its batches as long as planes stay."""
 
     def __init__(self) -> None:
         self._batches: dict[Any, Batch] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .member import Member
 from .names import ParameterNames
@@ -49,6 +49,10 @@ class Release(Protocol):
     def steps_next(self, parameter: Tensor) -> bool: ...
 
 
+def _no_model() -> None:
+    return None
+
+
 class Engine:
     """What one optimizer keeps between steps; copies keep names, the asked release and its norm.
 
@@ -67,22 +71,25 @@ class Engine:
         release_options: the constructor's argument, which copies repeat.
         last_norm: fp32 norm of the gradients of the last step, 0-d, if released gradients are
             clipped by it.
-        reduces: whether gradients are reduced as the recipe asks, or a warning has said that they
-            are not.
+        reduction_checked: whether gradients are reduced as the recipe asks, or a warning has said
+            that they are not.
         host: the name of a host that takes a step by several calls, each with some of the groups.
-        data_writes_named: whether a warning has said what a write through ``.data`` loses.
+        warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
+        model: a weak reference to the module whose parameters it was given, where that is known;
+            copies step for other parameters.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
         self.names = ParameterNames() if names is None else names
-        self.captured: list[Plan] = []
+        self.captured: set[Plan | None] = set()
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
         self.release_options: bool | Mapping[str, Any] = False
         self.last_norm: Tensor | None = None
-        self.reduces = False
+        self.reduction_checked = False
         self.host: str | None = None
-        self.data_writes_named = False
+        self.warned_of_data_writes = False
+        self.model: Callable[[], nn.Module | None] = _no_model
         self.invalidate()
 
     def tell_next_step(self, too_late: str) -> Pending:

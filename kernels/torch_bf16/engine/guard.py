@@ -56,6 +56,7 @@ class Guard:
     Args:
         shards: of parameters, most of which have gradients.
         states: the optimizer's state.
+        keys: of each parameter's state, what is used of it.
         dtypes: of the gradients.
 
     Attributes:
@@ -67,6 +68,7 @@ class Guard:
         self,
         shards: Sequence[Shard],
         states: dict[Tensor, Any],
+        keys: Sequence[tuple[str, ...]],
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self._shards, self._states = list(shards), states
@@ -79,10 +81,12 @@ class Guard:
                 _Block(
                     some,
                     [dict.__getitem__(states, each) for each in some],
-                    dtypes[first : first + _BLOCK],
+                    keys[here],
+                    dtypes[here],
                 )
                 for first in range(0, len(shards), _BLOCK)
-                for some in [self._parameters[first : first + _BLOCK]]
+                for here in [slice(first, first + _BLOCK)]
+                for some in [self._parameters[here]]
             ]
             self.taking_part = [each.grad is not None for each in self._parameters]
         # What the last look found, for the step that follows it and no longer.
@@ -117,6 +121,10 @@ class Guard:
                 addresses = _spread(Addresses.of(present), present, self.taking_part)
             gradients = StepGradients(tensors, addresses)
         return gradients
+
+    def forget_gradients(self) -> None:
+        """Keep no gradient alive that a step has found and not read."""
+        self._gradients = None
 
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none but the plan's has a gradient, and they come in its order."""
@@ -197,6 +205,7 @@ class _Block:
     Args:
         parameters: in order.
         states: of each.
+        keys: of what is used of each.
         dtypes: of their gradients.
     """
 
@@ -204,16 +213,17 @@ class _Block:
         self,
         parameters: list[Tensor],
         states: Sequence[Mapping[str, Any]],
+        keys: Sequence[tuple[str, ...]],
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        self.parameters, self._dtypes = parameters, list(dtypes)
-        self._keys = [tuple(each) for each in states]
-        self._planned_values = _values(states)
+        self.parameters, self._dtypes, self._keys = parameters, list(dtypes), keys
+        pairs = zip(states, keys, strict=True)
+        self._planned_values = [state[key] for state, some in pairs for key in some]
         # All that the states hold now, which may be more, or in another order.
-        self._values = [*self._planned_values, _END]
+        self._values = [*_values(states), _END]
         tensors = [isinstance(each, Tensor) for each in self._planned_values]
         # Whose state each tensor beside the parameters is.
-        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(states))
+        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(keys))
         self._owners = [*compress(owners, tensors)]
         self._many = Parameters(parameters, [*compress(self._planned_values, tensors)])
         contiguous = map(Tensor.is_contiguous, self._many.memory)

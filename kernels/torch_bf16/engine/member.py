@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard
+from torch_bf16.sharding import Shard, local
 
 from .direction import Direction
 from .versions import Snapshot
@@ -26,9 +26,10 @@ class Member:
     Attributes:
         shard: what this rank holds of it; bf16 or fp32.
         group: number of its parameter group.
-        rule: the group's rule.
+        rule: its rule.
         formats: of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
+        keys: of what the rule uses of it; what else is there is the user's.
         gradient: dtype of its gradients, bfloat16 or float32.
         snapshot: what the optimizer remembers of it.
         direction: computes what the rule takes in place of the gradient; None if that is the
@@ -41,6 +42,7 @@ class Member:
     rule: Rule
     formats: tuple[Format, ...]
     state: dict[str, Any]
+    keys: tuple[str, ...]
     gradient: torch.dtype
     snapshot: Snapshot
     direction: Direction | None = None
@@ -55,6 +57,11 @@ class Member:
     def has_remainder(self) -> bool:
         """Whether the state has a remainder of the weight, which means nothing beside another."""
         return bool(self.formats[0].remainders)
+
+    def drop_remainder(self) -> None:
+        """Let the weight be what the parameter says alone: something else has written that."""
+        for key in self.formats[0].remainders:
+            local(self.state[key]).zero_()
 
 
 def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:

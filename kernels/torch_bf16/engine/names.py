@@ -25,40 +25,63 @@ class ParameterNames:
         self.given = dict(given or {})
         self.whole: Whole | None = None
 
-    def key(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
-        """What keys a parameter's noise: its bare name, or its place among all of them."""
+    def key(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        group: int,
+        position: int,
+        before: int | None = None,
+    ) -> str:
+        """What keys a parameter's noise: its bare name, or its place among all of them.
+
+        Args:
+            groups: the optimizer's.
+            group: number of the parameter's.
+            position: in that.
+            before: how many parameters the groups before it have, if whoever asks has counted.
+        """
         known = self._known(groups, group, position)
         if known is not None:
-            return bare_name(known)
-        return f"#{sum(len(each['params']) for each in groups[:group]) + position}"
+            return known
+        if before is None:
+            before = sum(len(each["params"]) for each in groups[:group])
+        return f"#{before + position}"
 
     def known(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
         """The bare names of each group, None for a parameter that is known by its place alone."""
         return [
-            [
-                None if (key := self.key(groups, number, n)).startswith("#") else key
-                for n in range(len(group["params"]))
-            ]
+            [self._known(groups, number, position) for position in range(len(group["params"]))]
             for number, group in enumerate(groups)
         ]
 
-    def label(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
-        """How messages call a parameter: its name where known, its place, shape and dtype."""
+    def label(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        group: int,
+        position: int,
+        before: int | None = None,
+    ) -> str:
+        """How messages call a parameter: its name where known, its place, shape and dtype.
+
+        Args as for :meth:`key`.
+        """
         parameter: Tensor = groups[group]["params"][position]
         return (
-            f"parameter {self.key(groups, group, position)!r} (number {position} of group {group}, "
-            f"shape {tuple(parameter.shape)}, {parameter.dtype})"
+            f"parameter {self.key(groups, group, position, before)!r} (number {position} of group "
+            f"{group}, shape {tuple(parameter.shape)}, {parameter.dtype})"
         )
 
     def _known(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str | None:
+        """The bare name."""
         if is_flat(groups[group]["params"][position]):
             return None
+        name = None
         if self.whole is not None and (group, position) not in self.given:
             name = self.whole.name(groups[group]["params"][position])
-            if name is not None:
-                return name
-        names = groups[group].get("param_names")
-        return self.given.get((group, position)) if names is None else names[position]
+        if name is None:
+            names = groups[group].get("param_names")
+            name = self.given.get((group, position)) if names is None else names[position]
+        return None if name is None else bare_name(name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"given": self.given, "whole": None}

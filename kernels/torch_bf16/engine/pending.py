@@ -18,6 +18,9 @@ from torch_bf16.sharding import all_same, gradients_of, version_of, versions_of
 __all__ = ["Pending", "check_capturable", "clip_coefficient"]
 
 
+_OF_SCALER = "grad_scale", "found_inf"
+
+
 class _Clipped:
     """The gradients that a clip was of, as they were then; it keeps none of them alive."""
 
@@ -93,15 +96,31 @@ class Pending:
                 "gradients were clipped and then replaced or written before a step read them, for "
                 "example by model.zero_grad(), p.grad = None or another backward(): this step "
                 "scales nothing and skips nothing. Clip after the last backward() before the step",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def skip_where(self, found_inf: Tensor) -> None:
-        """Leave everything as it is where ``found_inf``, a tensor with one element, is not 0."""
-        self._found_inf = found_inf
+        """Leave everything as it is where ``found_inf`` is not 0.
 
-    def inputs(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> StepInputs:
-        """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes."""
+        Raises:
+            ValueError: it is not a tensor with one element.
+        """
+        if not isinstance(found_inf, Tensor) or found_inf.numel() != 1:
+            raise ValueError(
+                f"found_inf={found_inf!r} must be a tensor with one element, such as "
+                "torch.tensor(float(skip)): where it is not 0, the next step leaves all as it is"
+            )
+        self._found_inf = found_inf.reshape(()).float()
+
+    def inputs(self, optimizer: Any, parameters: Iterable[Tensor]) -> StepInputs:
+        """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes.
+
+        Args:
+            optimizer: whose step it is.
+            parameters: all that may have a gradient.
+        """
+        self.drop_if_stale(parameters)
+        grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
         mine = self._found_inf
         if mine is not None and found_inf is not None:
             mine = mine + found_inf.to(mine.device, non_blocking=True)

@@ -19,6 +19,7 @@ from torch_bf16.backends.host_scalars import evaluate
 from torch_bf16.errors import UNTOUCHED
 from torch_bf16.sharding import Shard
 
+from . import data_writes
 from .batch import alike
 from .directions import Directions
 from .guard import Guard, StepGradients
@@ -110,7 +111,11 @@ class Plan:
         Those that have a gradient now take part.
         """
         shards = [each.shard for each in self.members]
-        self._guard = Guard(shards, states, [each.gradient for each in self.members])
+        keys, dtypes = (
+            [each.keys for each in self.members],
+            [each.gradient for each in self.members],
+        )
+        self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(
         self,
@@ -164,6 +169,8 @@ class Plan:
         """Tell autograd of the step that kernels have taken, and remember what it made of them."""
         active = self._active()
         self._versions.note_step(active.with_remainder, active.parameters)
+        self._guard.forget_gradients()
+        data_writes.note_step(active.parameters)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""
@@ -254,7 +261,9 @@ class Plan:
                 source.count(np.concatenate(flags))
             for member in (part.rows[0].member for part in done if part.directed):
                 member.steps = int(member.state["step"])
-            _say_what_was_updated(error, {row.number for part in done for row in part.rows})
+            updated = {row.number for part in done for row in part.rows}
+            _say_what_was_updated(error, len(updated), self._directions.prepared)
+            self._directions.prepared.clear()
             raise
         for _, source, _ in active.sources:
             source.count()
@@ -271,6 +280,9 @@ class Plan:
         for part, rows in zip(active.parts, scalars, strict=True):
             if part.directed:
                 directed[part.rows[0].number] = part, rows
+                if rows.steps is not None:
+                    # Somebody may have written ``state["step"]``.
+                    part.rows[0].member.steps = int(rows.steps[0]) - 1
             else:
                 _carry_out(part, done, part.run, gradients, rows)
         if directed:
@@ -321,8 +333,14 @@ def _carry_out(part: Part, done: set[Part], work: Callable[..., None], *given: A
         raise
 
 
-def _say_what_was_updated(error: BaseException, updated: set[int]) -> None:
+def _say_what_was_updated(error: BaseException, updated: int, prepared: Mapping[int, str]) -> None:
     if isinstance(error, Exception):
-        what = f"{len(updated)} parameters were updated and their steps counted, the others not"
+        what = f"{updated} parameters were updated and their steps counted, the others not"
+        what = what if updated else UNTOUCHED
+        for state in sorted({*prepared.values()}):
+            what += (
+                f", but {state} of {len(prepared)} parameters may hold this step's gradients "
+                "already: go on with the next ones, or load a state dict to repeat the step"
+            )
         said = f"{error}".rstrip(".") or type(error).__name__
-        error.args = (f"{said}. {what if updated else UNTOUCHED}",)
+        error.args = (f"{said}. {what}",)

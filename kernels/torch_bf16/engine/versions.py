@@ -36,7 +36,7 @@ class Snapshot:
         dtype: of the parameter.
         shape: of the parameter.
         data: sees writes that raise no version.
-        writes: how often exact weights were put back, and after how many steps.
+        writes: after how many steps exact weights were last put back, and how often since.
     """
 
     _base: int
@@ -54,7 +54,7 @@ class Snapshot:
 
     @property
     def version(self) -> int:
-        """The shard's."""
+        """What the last step left as the parameter's version."""
         return self._base + self._raise * self._steps.count
 
     @version.setter

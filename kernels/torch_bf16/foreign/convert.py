@@ -162,6 +162,7 @@ def convert(
             converted._engine.traits = traits
         if model is not None:
             converted._engine.names.given = _names(optimizer, model)
+            converted._engine.model = ref(model)
         taken = _take_over(converted, fused=traits is None)
     except Exception:
         engine = engine_of(converted)

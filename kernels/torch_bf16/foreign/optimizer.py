@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from torch_bf16.backends import StepInputs, cuda_graphs
-from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
-from torch_bf16.engine.engine import Engine, Observer
+from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
-from torch_bf16.optim.exact_weights import invalidate_remainders, settle
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.planning import collect, keep_states
+from torch_bf16.optim.overwritten import drop_remainders
+from torch_bf16.optim.planning import collect, keep_states, with_gradients
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
@@ -100,27 +99,21 @@ class ForeignOptimizer(BF16Optimizer):
 
     @torch.no_grad()
     def _update(
-        self,
-        parameters: list[Tensor],
-        plan: Any,
-        setting: Any,
-        inputs: StepInputs,
-        observers: Sequence[Observer] = (),
+        self, parameters: list[Tensor], plan: Any, setting: Any, inputs: StepInputs
     ) -> None:
-        """Take the step of some parameters. There is no plan to keep."""
+        """Take the step of those that have a gradient. There is no plan to keep."""
+        parameters = with_gradients(parameters)
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)
-        settle(self, parameters)
-        invalidate_remainders((each.state, each.weights) for each in members if each.written)
+        drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
-        for observer in observers:
+        for observer in self.observers:
             observer.before_update(members, inputs.multiplier)
         OwnStep(self, members).take(float(inputs.multiplier))
-        data_writes.renew(parameters)
-        for observer in observers:
+        for observer in self.observers:
             observer.after_update()
 
     @torch.no_grad()
@@ -128,11 +121,9 @@ class ForeignOptimizer(BF16Optimizer):
         """Run the class's own ``train`` or ``eval``, by which it rewrites weights between steps."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         reshard(parameters)
-        settle(self, parameters)
         members = self._take_part([p for p in parameters if self.state.get(p)])
-        invalidate_remainders((e.state, e.weights) for e in members if e.written)
+        drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         OwnStep(self, members).rewrite(method)
-        data_writes.renew(parameters)
 
     def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
         self.recipe = get_recipe(self.recipe)

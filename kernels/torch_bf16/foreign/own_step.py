@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED
 from torch_bf16.states.views import COUNTER, MASTERS
 
@@ -159,6 +160,8 @@ class OwnStep:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
             each.snapshot.version = each.shard.version()
+        # At once: what fails later must not take these for writes of somebody else.
+        data_writes.note_step(each.parameter for each in bucket)
 
     def _finish(self) -> None:
         self._runner.finish()

@@ -65,11 +65,8 @@ class ReleasedSteps:
         self._options = options
         self.by_last_step = options.max_norm is not None and options.norm == "last_step"
         self._optimizer = weakref.ref(optimizer)
-        self._gathering = Gathering(self._take)
         self._passes = Passes(_Pass, self._end)
-        self._alone: dict[Tensor, Group] = {}
-        self._buckets: dict[tuple[int, ...], Group] = {}
-        self._left = Group()
+        self._make_groups()
         # By id; the parameters are hooked.
         self._order: dict[int, int] = {}
         self._exchanged: set[int] = set()
@@ -109,7 +106,7 @@ class ReleasedSteps:
         """Return to ordinary steps, after ``backward()``."""
         if self._module_hook is not None:
             self._module_hook.remove()
-        self._unhook()
+        self._unhook([*self._hooks])
         engine = self._engine
         if engine.release is self:
             engine.release, engine.release_options, engine.last_norm = None, False, None
@@ -140,7 +137,7 @@ class ReleasedSteps:
 
     def steps_next(self, parameter: Tensor) -> bool:
         """Whether the next gradient of a parameter may lead to its step."""
-        return self._arrived[id(parameter)] + 1 >= self._options.accumulation_steps
+        return self._arrived.get(id(parameter), 0) + 1 >= self._options.accumulation_steps
 
     def hook_parameters(self, *, anew: bool = False) -> None:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
@@ -150,12 +147,11 @@ class ReleasedSteps:
         """
         optimizer: Any = self._optimizer()
         if anew:
-            self._unhook()
+            self._unhook([*self._hooks])
         elif optimizer._engine.accumulation is not None:
             # Its hooks come first, as steps are of sums.
             optimizer._engine.accumulation.hook_parameters()
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        self._order = {id(parameter): number for number, parameter in enumerate(every)}
+        every = self._unhook_strangers()
         # Ranks would put others together than those with whom they exchange parts.
         self._exchanged = {
             id(parameter)
@@ -188,11 +184,27 @@ class ReleasedSteps:
             # DDP has copied it.
             parameter.grad = None
 
-    def _unhook(self) -> None:
-        for parameter, hook in self._hooks.items():
-            hook.remove()
+    def _make_groups(self) -> None:
+        self._gathering = Gathering(self._take)
+        self._alone: dict[Tensor, Group] = {}
+        self._buckets: dict[tuple[int, ...], Group] = {}
+        self._left = Group()
+
+    def _unhook_strangers(self) -> list[Tensor]:
+        """Leave alone what is in no group any more; returns what is, in order."""
+        optimizer: Any = self._optimizer()
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._order = {id(parameter): number for number, parameter in enumerate(every)}
+        if strangers := [each for each in self._hooks if id(each) not in self._order]:
+            self._unhook(strangers)
+            # They keep their members alive.
+            self._make_groups()
+        return every
+
+    def _unhook(self, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            self._hooks.pop(parameter).remove()
             released.pop(parameter, None)
-        self._hooks.clear()
 
     def _look_around(self, *_: Any) -> None:
         # Where DDP came later than the release.
@@ -229,6 +241,10 @@ class ReleasedSteps:
     def _arrive(self, parameter: Tensor) -> None:
         if self.abandoned:
             self.remove()
+            return
+        if not self._arrived:
+            self._unhook_strangers()
+        if id(parameter) not in self._order:
             return
         self._arrived[id(parameter)] += 1
         stepped = id(parameter) in self._stepped

@@ -89,7 +89,7 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             f"the {dist.get_world_size()} ranks: give it the model as DistributedDataParallel, "
             "fully_shard or FullyShardedDataParallel have wrapped it"
         )
-    engine.reduces = True
+    engine.reduction_checked = True
 
 
 def _register_fsdp2(module: Any, name: str) -> None:

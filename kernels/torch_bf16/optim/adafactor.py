@@ -89,6 +89,8 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
 class _Relative:
     """What matrices and vectors have in common: steps relative to the size of the weights."""
 
+    prepares = None
+
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
         self._groups, self._member = optimizer.param_groups, member
 
@@ -182,15 +184,17 @@ class _Vector(_Relative):
 
     def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
         weight, g = self._begin(step, inputs), gradient.float() * self._scale
-        kept = local(self._member.state["variance"])
-        v = kept.to(g.device).lerp_(g * g, self._share)
-        v = kept.copy_(v).to(g.device, copy=True)
+        # Kept in finish() alone: what fails before it has changed nothing.
+        self._v = local(self._member.state["variance"]).to(g.device).lerp(g * g, self._share)
+        v = self._v.clone()
         return v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g), weight
 
     def _solve(self, update: Tensor, weight: Tensor) -> Solution:
         return Solution(self._factor(weight, update).view(1))
 
     def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+        local(self._member.state["variance"]).copy_(self._v)
+        del self._v
         return prepared[0].mul_(answer.view(()))
 
 

@@ -206,6 +206,10 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return rules.NADAM
 
+    def _complete(self, state: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
+        own = {key: each for key, each in state.items() if key != "mu_product"}
+        return super()._complete(own, *arguments)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's own looks for it in every state.
         for own in state["state"].values():

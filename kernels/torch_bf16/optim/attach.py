@@ -20,6 +20,16 @@ from .optimizer import BF16Optimizer
 
 __all__ = ["attach"]
 
+# Options of a recipe, what they are without being asked for, and what DeepSpeed does itself.
+_WITHOUT_EFFECT = {
+    "accumulate": ("bf16_nearest", "adds micro-batches up by itself, in bf16"),
+    "reduce": ("wrapper", "reduces gradients by itself"),
+    "offload": (
+        "none",
+        "keeps states in host memory by zero_optimization.offload_optimizer of its configuration",
+    ),
+}
+
 
 def attach(engine: Any) -> None:
     """Tell the optimizer inside a DeepSpeed engine what its flat tensors are made of.
@@ -91,22 +101,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"recipe {recipe.name!r} has keep_fp32={recipe.keep_fp32}, and DeepSpeed casts every "
             "parameter to bf16. Leave keep_fp32 out; vectors are exact all the same"
         )
-    if recipe.accumulate != "bf16_nearest":
-        raise NotImplementedError(
-            f"accumulate={recipe.accumulate!r} of recipe {recipe.name!r} has no effect under "
-            "DeepSpeed, which adds micro-batches up by itself, in bf16. Leave accumulate out"
-        )
-    if recipe.reduce != "wrapper":
-        raise NotImplementedError(
-            f"reduce={recipe.reduce!r} of recipe {recipe.name!r} has no effect under DeepSpeed, "
-            "which reduces gradients by itself. Leave reduce out"
-        )
-    if recipe.offload != "none":
-        raise NotImplementedError(
-            f"offload={recipe.offload!r} of recipe {recipe.name!r} has no effect under DeepSpeed, "
-            "which keeps states in host memory by zero_optimization.offload_optimizer of its "
-            "configuration. Leave offload out"
-        )
+    for option, (without, why) in _WITHOUT_EFFECT.items():
+        if (asked := getattr(recipe, option)) != without:
+            raise NotImplementedError(
+                f"{option}={asked!r} of recipe {recipe.name!r} has no effect under DeepSpeed, "
+                f"which {why}. Leave {option} out"
+            )
     if optimizer._engine.release is not None:
         raise NotImplementedError(
             "gradients are released inside the backward pass, and DeepSpeed reduces them first. "

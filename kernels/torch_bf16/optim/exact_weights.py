@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,32 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.backends import cuda_graphs, fetch
+from torch_bf16.backends import fetch
 from torch_bf16.engine import data_writes
-from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.encoder import Encoder
-from torch_bf16.engine.plan import Plan
-from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.formats import Format
 from torch_bf16.model import remainders
-from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of
+from torch_bf16.sharding import local, reshard, same_memory, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
 from torch_bf16.states.views import COUNTER, masters_in
+
+from .overwritten import without_remainders
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = [
-    "current",
-    "exact_weights",
-    "forget_overwritten",
-    "invalidate_remainders",
-    "read",
-    "settle",
-    "without_overwritten",
-    "write",
-]
+__all__ = ["exact_weights", "read", "write"]
 
 
 def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
@@ -46,7 +34,8 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
         return parameter.detach()
     shard = shard_of(parameter)
     visible = shard.memory.contiguous()
-    state = current(optimizer, shard, dict.get(optimizer.state, parameter, {}))
+    state = dict.get(optimizer.state, parameter, {})
+    state = without_remainders(optimizer, shard, state)
     masters = masters_in({key: local(each) for key, each in state.items()})
     if not masters and (known := remainders.second_plane(shard, torch.int16)) is not None:
         masters = {"remainder16": known}
@@ -58,59 +47,9 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
     return shard.place(format_.decode(planes))
 
 
-def current(optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state without the remainder of a weight that something else has written since.
-
-    Args:
-        optimizer: whose state.
-        shard: of the parameter.
-        state: the parameter's, not changed.
-    """
-    snapshot = optimizer._engine.snapshots.get(shard.parameter)
-    stale: Tensor | None = None
-    if snapshot is not None:
-        watch = snapshot.data
-        if watch is not None and watch.knows(snapshot.version):
-            stale = watch.changed()
-        elif snapshot.version != shard.version():
-            stale = torch.ones((), dtype=torch.bool, device=shard.memory.device)
-    if stale is None:
-        return dict(state)
-    return {
-        key: shard.place(local(each).masked_fill(stale, 0)) if key in REMAINDERS else each
-        for key, each in state.items()
-    }
-
-
-def without_overwritten(optimizer: BF16Optimizer) -> States:
-    """All states as :func:`current` has them, for a copy, which knows of no writes before it."""
-    found = States(dict)
-    for key, state in dict.items(optimizer.state):
-        now = current(optimizer, shard_of(key), state) if isinstance(key, Tensor) else state
-        dict.__setitem__(found, key, now)
-    return found
-
-
 def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
-    places = (
-        (number, position)
-        for number, group in enumerate(optimizer.param_groups)
-        for position, each in enumerate(group["params"])
-        if each is parameter
-    )
-    number, position = next(places, (None, None))
-    if number is None or position is None:
-        raise ValueError(
-            f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in "
-            f"no group of this {type(optimizer).__name__}; write it as it is, parameter.copy_(...)"
-        )
-    if value.shape != parameter.shape or value.dtype != torch.float32:
-        raise ValueError(
-            f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
-            f"{optimizer.label(number, position)}; it takes float32 of the parameter's shape. "
-            "Nothing was changed"
-        )
+    number, position = _checked(optimizer, parameter, value)
     reshard([parameter])
     if parameter.dtype != torch.bfloat16:
         parameter.copy_(value)
@@ -143,8 +82,27 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     # The kernels write through addresses, which autograd does not see.
     torch.autograd.graph.increment_version(parameter)
     snapshot.version = shard.version()
-    data_writes.renew([parameter])
+    data_writes.note_step([parameter])
     snapshot.data = data_writes.DataWatch.of(shard, state)
+
+
+def _checked(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:
+    """Group and position of a parameter that ``value`` can be written to."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, each in enumerate(group["params"]):
+            if each is not parameter:
+                continue
+            if value.shape != parameter.shape or value.dtype != torch.float32:
+                raise ValueError(
+                    f"set_exact_weight was given {value.dtype} of shape {tuple(value.shape)} for "
+                    f"{optimizer.label(number, position)}; it takes float32 of the parameter's "
+                    "shape. Nothing was changed"
+                )
+            return number, position
+    raise ValueError(
+        f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in no "
+        f"group of this {type(optimizer).__name__}; write it as it is, parameter.copy_(...)"
+    )
 
 
 @contextmanager
@@ -170,7 +128,7 @@ def exact_weights(
 
     Raises:
         ValueError: an optimizer is not one of this package, or a new value does not fit its
-            parameter; those before it in the model's order have then been written.
+            parameter; nothing has been changed.
 
     Example:
         >>> others = {name: p.detach().float() for name, p in model.named_parameters()}
@@ -189,57 +147,20 @@ def exact_weights(
             for name, p in named.items()
         }
         yield weights
+        # All of them before the first one is written.
+        for name, parameter in named.items():
+            if parameter in owners:
+                _checked(owners[parameter], parameter, weights[name])
+            elif weights[name].shape != parameter.shape:
+                raise ValueError(
+                    f"exact_weights was given shape {tuple(weights[name].shape)} for {name!r}, "
+                    f"which has shape {tuple(parameter.shape)}. Nothing was changed"
+                )
         for name, parameter in named.items():
             if parameter in owners:
                 owners[parameter].set_exact_weight(parameter, weights[name])
             elif not same_memory(weights[name], parameter):
                 parameter.copy_(weights[name])
-
-
-def settle(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Let no remainders stay beside weights that were written through ``.data``, and say so once.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
-    """
-    if not data_writes.touched(parameters):
-        return
-    if cuda_graphs.capturing(each.device for each in parameters):
-        raise RuntimeError(
-            f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: p.data of "
-            "its weights was asked for since the last step, and replays would look for writes each "
-            "time; take an ordinary step first"
-        )
-    engine = optimizer._engine
-    named = engine.data_writes_named
-    if found := data_writes.settle(parameters, optimizer.state, engine.snapshots, count=not named):
-        engine.data_writes_named = True
-        warnings.warn(
-            f"{found} bf16 weights were written through p.data since the last step: where their "
-            "numbers changed, training continues from the bf16 numbers, not from an fp32 master. "
-            "To average or blend weights, compute with fp32 ones: with torch_bf16.exact_weights("
-            "model, optimizer) as weights: ... (this is said only once)",
-            stacklevel=4,
-        )
-
-
-def invalidate_remainders(written: Iterable[tuple[Mapping[str, Any], Format]]) -> None:
-    """Drop the remainders of weights that something else has written since the last step.
-
-    Args:
-        written: state and format of each such weight.
-    """
-    for state, format_ in written:
-        for key in format_.remainders:
-            local(state[key]).zero_()
-
-
-def forget_overwritten(plan: Plan) -> bool:
-    """The same for those of a plan that take part; whether there were any."""
-    written = plan.written()
-    if written:
-        invalidate_remainders((each.state, each.formats[0]) for each in written)
-    return bool(written)
 
 
 def _unwrapped(optimizer: Any) -> BF16Optimizer:

@@ -13,7 +13,7 @@ from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.sharding import gradients_of, no_torch_function
 
-from .exact_weights import forget_overwritten, settle
+from .overwritten import drop_remainders
 from .planning import make_plan, with_gradients
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class GraphedStep:
                 plan = engine.plan = make_plan(optimizer, parameters, setting, plan)
         if not plan.updated():
             raise self._refused("no parameter has a gradient. Call it after a backward()")
-        settle(optimizer, setting.parameters)
-        forget_overwritten(plan)
+        drop_remainders(optimizer, setting.parameters, plan.written)
         plan.note_versions()
         if why := plan.obstacle_to_capture():
             raise self._refused(why)
@@ -108,12 +107,9 @@ class GraphedStep:
             )
         if looks:
             self._check_tensors()
-        pending.drop_if_stale(self._setting.parameters)
-        inputs = pending.inputs(
-            getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        )
-        settle(optimizer, self._setting.parameters)
-        if looks and forget_overwritten(plan):
+        inputs = pending.inputs(optimizer, self._setting.parameters)
+        written = plan.written if looks else list
+        if drop_remainders(optimizer, self._setting.parameters, written):
             plan.note_versions()
         # Not around all of it: to enter no_grad takes a fifth of what a replay does.
         with torch.no_grad() if optimizer.observers else _NOTHING:
@@ -124,7 +120,7 @@ class GraphedStep:
                 self._recording.replay(inputs)
             for observer in optimizer.observers:
                 observer.after_update()
-        data_writes.renew(self._setting.parameters)
+        data_writes.note_step(self._setting.parameters)
         optimizer._count(inputs)
         pending.reset()
         self._count += 1
@@ -161,12 +157,9 @@ class GraphedStep:
     def _described(self, found: list[Any]) -> str:
         pairs = zip(found, self._gradients, strict=True)
         number = next(n for n, (now, then) in enumerate(pairs) if now is not then)
-        place, sizes = number, [len(group["params"]) for group in self._optimizer.param_groups]
-        group = 0
-        while place >= sizes[group]:
-            place -= sizes[group]
-            group += 1
-        label = self._optimizer.label(group, place)
+        groups = enumerate(self._optimizer.param_groups)
+        places = [(group, place) for group, each in groups for place in range(len(each["params"]))]
+        label = self._optimizer.label(*places[number])
         if found[number] is None:
             return (
                 f"{label} has no gradient any more. Keep gradients where they are by "

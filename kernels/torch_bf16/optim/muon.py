@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, fetch
 from torch_bf16.engine.batch import Batch, Job
 from torch_bf16.engine.direction import Direction, Solution
 from torch_bf16.engine.member import Member
+from torch_bf16.errors import prefix_errors
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ADAMW, AVERAGE, FIRST_MOMENT, MUON, Rule
 from torch_bf16.sharding import Span, local, shard_of
@@ -26,6 +28,15 @@ __all__ = ["Muon"]
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # torch has it since 2.9.
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
+
+
+def _check_shape(shape: Sequence[int]) -> None:
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            f"has shape {tuple(shape)}, and Muon steps matrices and stacks of them. Put it into a "
+            "group with use_muon=False, which AdamW steps: torch_bf16.param_groups(model, "
+            "muon=True)"
+        )
 
 
 def _shape_factor(adjustment: str | None, shape: tuple[int, ...]) -> float:
@@ -131,26 +142,25 @@ class Muon(BF16Optimizer, _TorchMuon):
             eps = self.defaults.get("adamw_eps", 1e-8)
             param_group = {"betas": betas, "eps": eps, **param_group}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         # torch puts every default into every group, and these are only for AdamW's.
         for name in ("adamw_betas", "adamw_eps"):
-            group.pop(name, None)
+            self.param_groups[-1].pop(name, None)
+
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        super()._check_group(group, number)
         names = group.get("param_names")
         for position, parameter in enumerate(group["params"]):
-            shape = shard_of(parameter).shape
-            if group.get("use_muon", True) and len(shape) not in (2, 3):
-                self.param_groups.pop()
+            if group.get("use_muon", True) and not is_lazy(parameter):
                 name = names[position] if names else f"number {position}"
-                raise ValueError(
-                    f"Muon steps matrices and stacks of them, and parameter {name} of group "
-                    f"{len(self.param_groups)} has shape {tuple(shape)}. Put it into a group with "
-                    "use_muon=False, which AdamW steps: torch_bf16.param_groups(model, muon=True)"
-                )
+                with prefix_errors(lambda name=name: f"parameter {name} of group {number}"):
+                    _check_shape(shard_of(parameter).shape)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         return MUON if group.get("use_muon", True) else ADAMW
 
     def direction_of(self, member: Member) -> Direction:
+        # A lazy one had no shape when it came.
+        _check_shape(member.shard.shape)
         return _Momentum(self, member)
 
 
@@ -158,6 +168,7 @@ class _Momentum:
     """The momentum of a parameter, and its matrices orthogonalised."""
 
     answer = None, torch.bfloat16
+    prepares = "momentum_buffer"
 
     def __init__(self, optimizer: Muon, member: Member) -> None:
         self._groups, self._group = optimizer.param_groups, member.group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import StepInputs, cuda_graphs
-from torch_bf16.engine import data_writes
 from torch_bf16.engine.direction import Direction
 from torch_bf16.engine.engine import Engine, Observer, engine_of
 from torch_bf16.engine.member import Member
@@ -31,6 +30,7 @@ from torch_bf16.states.recoding import Changes
 from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
+from .overwritten import drop_remainders, states_without_remainders
 from .planning import check_recipe, make_plan, with_gradients
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
@@ -159,13 +159,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         if engine.release is not None:
             engine.release.finish(with_gradients(parameters))
         else:
-            # A plan finds those that have a gradient as it compares them all.
-            if engine.plan is None:
-                parameters = with_gradients(parameters)
-            engine.pending.drop_if_stale(parameters)
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            inputs = engine.pending.inputs(scale, found_inf)
-            engine.plan = self._update(parameters, engine.plan, setting, inputs, self.observers)
+            inputs = engine.pending.inputs(self, parameters)
+            engine.plan = self._update(parameters, engine.plan, setting, inputs)
         self._count(inputs)
         engine.pending.reset()
         return loss
@@ -176,14 +171,9 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(
-        self,
-        parameters: list[Tensor],
-        plan: Plan | None,
-        setting: Setting,
-        inputs: StepInputs,
-        observers: Sequence[Observer] = (),
+        self, parameters: list[Tensor], plan: Plan | None, setting: Setting, inputs: StepInputs
     ) -> Plan | None:
-        """Step the parameters that have a gradient: without a plan, all. Returns the next plan."""
+        """Step the parameters that have a gradient. Returns the next plan."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
         if not fits:
             parameters = with_gradients(parameters)
@@ -192,23 +182,23 @@ class BF16Optimizer(torch.optim.Optimizer):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
             # The graph refers to the plan's tables as long as it lives.
-            self._engine.captured += [plan] if plan is not None else []
+            self._engine.captured.add(plan)
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            exact_weights.settle(self, parameters)
-            exact_weights.forget_overwritten(plan)
-            for observer in observers:
+            drop_remainders(self, parameters, plan.written)
+            for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
                 observer.before_update(plan.taking_part(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, inputs)
-        if scalars is not None:
-            plan.run(scalars, inputs)
-        # The kernels write through addresses, which autograd does not see.
-        plan.note_step()
-        data_writes.renew(parameters)
-        for observer in observers:
+        try:
+            if scalars is not None:
+                plan.run(scalars, inputs)
+        finally:
+            # Of an interrupted step, too: its own writes are no one else's.
+            plan.note_step()
+        for observer in self.observers:
             observer.after_update()
         return plan
 
@@ -284,10 +274,11 @@ class BF16Optimizer(torch.optim.Optimizer):
             found_inf: tensor with one element.
 
         Raises:
+            ValueError: it is something else.
             NotImplementedError: gradients are released: the step is over already.
         """
         too_late = "cannot be skipped after it; remove() the release to decide about steps"
-        self._engine.tell_next_step(too_late).skip_where(found_inf.reshape(()).float())
+        self._engine.tell_next_step(too_late).skip_where(found_inf)
 
     @property
     def skipped_steps(self) -> int:
@@ -309,9 +300,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:
-            self._check_options(group, number)
-            check_group(group, number)
-            resolve_peak_lr(group, number, self.decouples_decay(group))
+            self._check_group(group, number)
         except Exception:
             self.param_groups.pop()
             raise
@@ -357,7 +346,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("recipe", "backend", "_engine")}
-        return super().__getstate__() | own | {"state": exact_weights.without_overwritten(self)}
+        return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -374,6 +363,12 @@ class BF16Optimizer(torch.optim.Optimizer):
     def label(self, group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype."""
         return self._engine.names.label(self.param_groups, group, position)
+
+    def _check_group(self, group: dict[str, Any], number: int) -> None:
+        """Refuse a group that comes, before anything is hooked."""
+        self._check_options(group, number)
+        check_group(group, number)
+        resolve_peak_lr(group, number, self.decouples_decay(group))
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Refuse options that no rule has."""
@@ -392,6 +387,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(self.param_groups):
                 self._check_options(group, number)
+                if group.get(FULLY_DECOUPLED):
+                    resolve_peak_lr(group, number, self.decouples_decay(group))
 
     def _setting(self) -> Setting:
         """What a plan follows from beside memory; the same object as long as it is the same."""

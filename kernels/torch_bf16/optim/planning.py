@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,13 @@ from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import prefix_errors
+from torch_bf16.errors import StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
-from torch_bf16.rules import STORE
+from torch_bf16.rules import STORE, Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
+from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import MASTERS
 
@@ -46,17 +47,21 @@ _logger = logging.getLogger("torch_bf16")
 def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Shard, int, str]]:
     """Shard, group and label of all that takes part, checked."""
     taking_part, engine = set(parameters), optimizer._engine
+    if not taking_part:
+        _check_in_model(optimizer)
     # Then states may be anywhere, and are brought home.
     offloads = optimizer.recipe.offload != "none"
-    found, labels = [], {}
-    for number, group in enumerate(optimizer.param_groups):
+    found, labels, before = [], {}, 0
+    names, groups = engine.names, optimizer.param_groups
+    for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in taking_part:
                 continue
             if parameter in labels:
                 raise ValueError("a parameter is in the groups twice; remove one")
-            labels[parameter] = label = functools.partial(optimizer.label, number, position)
-            shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
+            place = groups, number, position, before
+            labels[parameter] = label = functools.partial(names.label, *place)
+            shard = shard_of(parameter, names.key(*place))
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     state = dict.get(optimizer.state, parameter, {})
@@ -65,6 +70,7 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
                 if parameter.grad is not None:
                     check_gradient(shard)
             found.append((shard, number, label))
+        before += len(group["params"])
     check_separate((shard for shard, _, _ in found), labels)
     check_replaced(optimizer, labels)
     return [(shard, number, label()) for shard, number, label in found]
@@ -103,9 +109,11 @@ def make_plan(
             snapshot.version = shard.version()
         formats = formats_of(shard, rule, optimizer.recipe)
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
-        member = Member(shard, number, rule, formats, state, dtype, snapshot)
+        keys = tuple(key for key in state if key in keys_of(rule))
+        member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
         if rule.stage_states:
-            member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
+            with prefix_errors(lambda label=label: label):
+                member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:
         _check_cast(optimizer, members)
@@ -128,22 +136,8 @@ def make_plan(
 
 
 def _rounds(optimizer: BF16Optimizer) -> list[Round]:
-    """In which ranks exchange what rules look at as a whole: of all parameters that there are.
-
-    Also where none of those that take part is one: FSDP1 leaves some ranks nothing of a parameter,
-    and no gradient.
-    """
-    every = []
-    for number, group in enumerate(optimizer.param_groups):
-        looking = optimizer.rule_of(group).stage_states
-        for position, parameter in enumerate(group["params"] if looking else ()):
-            rule = optimizer.rule_for(group, parameter)
-            shard = shard_of(parameter)
-            if shard.sharded:
-                with prefix_errors(functools.partial(optimizer.label, number, position)):
-                    shard.holders()
-                every.append((shard, rule))
-    return rounds_of(every)
+    """In which ranks exchange what rules look at as a whole: of all parameters that there are."""
+    return rounds_of([*_in_parts(optimizer, lambda rule: bool(rule.stage_states))])
 
 
 def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
@@ -152,19 +146,28 @@ def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
     But of those that take part alone where gradients are released: their steps are taken at times
     of their own.
     """
-    taking_part = {each.parameter for each in members}
-    found = []
+    only = None if optimizer._engine.release is None else {each.parameter for each in members}
+    found = _in_parts(optimizer, lambda rule: rule.statistic is not None, only)
+    return [shard for shard, _ in found]
+
+
+def _in_parts(
+    optimizer: BF16Optimizer, looks: Callable[[Rule], bool], only: Container[Tensor] | None = None
+) -> Iterator[tuple[Shard, Rule]]:
+    """What ranks hold parts of, of rules that look at whole tensors.
+
+    Also where it has no gradient here: FSDP1 leaves some ranks nothing of a parameter, and none.
+    """
     for number, group in enumerate(optimizer.param_groups):
-        summed = optimizer.rule_of(group).statistic is not None
-        for position, parameter in enumerate(group["params"] if summed else ()):
-            if optimizer._engine.release is not None and parameter not in taking_part:
+        looking = looks(optimizer.rule_of(group))
+        for position, parameter in enumerate(group["params"] if looking else ()):
+            if only is not None and parameter not in only:
                 continue
             shard = shard_of(parameter)
             if shard.sharded:
                 with prefix_errors(functools.partial(optimizer.label, number, position)):
                     shard.holders()
-                found.append(shard)
-    return found
+                yield shard, optimizer.rule_for(group, parameter)
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
@@ -218,20 +221,50 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
     _check_reduced(optimizer)
+    snapshots = optimizer._engine.snapshots
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
-        optimizer._engine.snapshots[each.parameter] = each.snapshot
+        snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state)
         remainders.forget(each.shard)
-    remainders.forget_empty(p for group in optimizer.param_groups for p in group["params"])
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    remainders.forget_empty(every)
+    # A snapshot keeps its parameter alive. Hosts show groups in turn: states outlast that.
+    known = {*map(id, every), *map(id, optimizer.state)}
+    for parameter in [p for p in snapshots if id(p) not in known]:
+        del snapshots[parameter]
+
+
+def _check_in_model(optimizer: BF16Optimizer) -> None:
+    """Refuse a step without gradients where all are of parameters that have replaced its own.
+
+    Raises:
+        StateMismatchError: they are, so that nothing would be trained.
+    """
+    model = optimizer._engine.model()
+    if model is None:
+        return
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [*model.parameters()]
+    if own.isdisjoint(map(id, parameters)) and with_gradients(parameters):
+        raise StateMismatchError(
+            f"no parameter of this {type(optimizer).__name__} has a gradient, and none is one of "
+            f"the {type(model).__name__}'s any more, which have: they were replaced, as "
+            "fully_shard does, and no step would train the new ones. Make the optimizer of them, "
+            "and call prepare() or convert() after fully_shard()"
+        )
 
 
 def _check_reduced(optimizer: BF16Optimizer) -> None:
     """Warn once if gradients are not reduced as the recipe asks."""
     engine, way = optimizer._engine, optimizer.recipe.reduce
-    if way == "wrapper" or engine.reduces or not (dist.is_available() and dist.is_initialized()):
+    if (
+        way == "wrapper"
+        or engine.reduction_checked
+        or not (dist.is_available() and dist.is_initialized())
+    ):
         return
-    engine.reduces = True
+    engine.reduction_checked = True
     if dist.get_world_size() > 1:
         _logger.warning(
             "reduce=%r of recipe %r has no effect yet: call torch_bf16.reduce_gradients(model, "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, cuda_graphs, fetch
-from torch_bf16.engine.versions import Snapshot
+from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ITERATE, Rule, State
 from torch_bf16.rules.schedule_free import average_weight, interpolation
@@ -58,8 +58,8 @@ class _ScheduleFree(BF16Optimizer):
     def train(self, mode: bool = True) -> None:
         """Let the weights be ``y``, at which gradients are taken; nothing where they are.
 
-        Those that :meth:`eval` put aside come back to the bit. Where something else wrote a weight
-        in between, a checkpoint, say, that is taken for the average, as in the package.
+        Those that :meth:`eval` put aside come back to the bit. Numbers that something else wrote in
+        between, a checkpoint, say, are taken for the average, as in the package.
 
         Args:
             mode: False for :meth:`eval`.
@@ -97,15 +97,17 @@ class _ScheduleFree(BF16Optimizer):
 
     def _swap(self, parameter: Tensor, beta1: float, mode: bool) -> None:
         shard, state = shard_of(parameter), dict.get(self.state, parameter, {})
-        snapshot = self._engine.snapshots.setdefault(parameter, Snapshot.of(shard))
+        format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
         now = local(self.exact_weight(parameter)).contiguous()
         z = fetch([local(state["z"])], now.device)[0].float()
-        aside = state.pop("y", None)
-        if mode and aside is not None and snapshot.version == shard.version():
-            value = local(aside).to(now.device).float()
-        else:
-            value = now + (z - now) * (1.0 - beta1 if mode else 1.0 - 1.0 / beta1)
-        format_ = self.recipe.format_of("weights", shard.shape, parameter.dtype)
+        value = now + (z - now) * (1.0 - beta1 if mode else 1.0 - 1.0 / beta1)
+        aside = state.get("y")
+        if mode and aside is not None:
+            y = local(aside).to(now.device).float()
+            average = y + (z - y) * (1.0 - 1.0 / beta1)
+            # What an interrupt found written is y already.
+            unwritten = _stands_for(now, average, parameter.dtype, format_) | (now == y)
+            value = torch.where(unwritten, y, value)
         if not mode:
             kept = self.recipe.format_of(ITERATE, shard.shape, parameter.dtype)
             aside = Home.of(shard, self.recipe).put(now.to(kept.planes[0].dtype, copy=True))
@@ -114,10 +116,12 @@ class _ScheduleFree(BF16Optimizer):
             self.set_exact_weight(parameter, shard.place(value))
         else:
             local(parameter).copy_(value)
-        if not mode:
-            dict.get(self.state, parameter, {})["y"] = aside
-        # By which train() sees whether something else wrote it since.
-        snapshot.version = shard.version()
+        # Only now, as the write may fail; it may also have made another dict of the state.
+        state = dict.get(self.state, parameter, {})
+        if mode:
+            state.pop("y", None)
+        else:
+            state["y"] = aside
 
     def _complete(
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
@@ -173,6 +177,16 @@ class _ScheduleFree(BF16Optimizer):
             group["weight_sum"] += weight
             group["k"] += 1
         self._shares = [(group, interpolation(group)) for group in self.param_groups]
+
+
+def _stands_for(now: Tensor, x: Tensor, dtype: torch.dtype, format_: Format) -> Tensor:
+    """Which weights, decoded, are what encoding ``x`` makes: either of two, where it draws."""
+    if len(format_.planes) == 1:
+        x = x.to(dtype).float()
+    kept_bits = 8 * sum(plane.dtype.itemsize for plane in format_.planes)
+    unit = 1 << max(0, 32 - kept_bits)
+    distance = now.view(torch.int32) - x.view(torch.int32)
+    return ((distance < unit) & (distance > -unit)) | (now.isnan() & x.isnan())
 
 
 def _share_name(group: Mapping[str, Any]) -> str:

@@ -15,10 +15,11 @@ from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
 from torch_bf16.states import schema
+from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
-from torch_bf16.states.views import from_view, gatherable, to_view
+from torch_bf16.states.views import from_view, gatherable, is_stand_in, to_view
 
-from .exact_weights import current
+from .overwritten import without_remainders
 from .validation import FULLY_DECOUPLED
 from .variants import VARIANTS
 
@@ -46,7 +47,7 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
         # What it gives away are other tensors over the same memory.
-        _note(optimizer, was_seen)
+        _restore_seen(optimizer, was_seen)
         return view
 
     # Before the user's own post-hooks, which see what is saved, and after their pre-hooks.
@@ -66,8 +67,8 @@ def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) ->
     return complete
 
 
-def _note(optimizer: Any, was_seen: bool) -> None:
-    """Have the states be as well known to others as they were."""
+def _restore_seen(optimizer: Any, was_seen: bool) -> None:
+    """Put ``seen`` back: torch's method has looked at the states, and given nothing away."""
     if isinstance(optimizer.state, States):
         optimizer.state.seen = was_seen
 
@@ -87,7 +88,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                     )
             elif REMAINDERS & states.get(key, {}).keys():
                 state = state_dict["state"][key]
-                states[key] = to_view(current(optimizer, shard_of(parameter), state))
+                states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.remembered(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)
@@ -137,7 +138,7 @@ def load(
 
     def put(_: Any) -> None:
         dict.update(optimizer.state, loaded)
-        _note(optimizer, was_seen)
+        _restore_seen(optimizer, was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         optimizer.recipe = recipe
@@ -216,13 +217,14 @@ def _read(
     saved_names = (header or {}).get("names") or []
     names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
-    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
+    pairs, before = zip(optimizer.param_groups, saved_groups, strict=True), 0
+    name, groups = optimizer._engine.names.label, optimizer.param_groups
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
         schema.check_hyperparameters(saved_group, group, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
-                parameter, label = group["params"][position], optimizer.label(number, position)
+                parameter, label = group["params"][position], name(groups, number, position, before)
                 shard, options = shard_of(parameter), {**group, **saved_group}
                 if header is None:
                     formats = [
@@ -237,7 +239,15 @@ def _read(
                         "its parameters, and load the weights, then the state dict"
                     )
                 state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
+                used = keys_of(optimizer.rule_for(options, parameter))
+                for key in state.keys() - used:
+                    if is_stand_in(state[key]):
+                        del state[key]
+                    elif isinstance(state[key], Tensor):
+                        # As torch does; what is used has a home of its own.
+                        state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
+        before += len(group["params"])
 
 
 def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ the rule's states (``exp_avg`` ...), and the planes of the weight beyond the par
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_bf16.errors import StateMismatchError, prefix_errors
-from torch_bf16.formats import FP32, INT8, Format
+from torch_bf16.formats import FP32, INT8, ROLES, Format
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule, State
@@ -25,11 +26,20 @@ from torch_bf16.sharding import whole as gathered
 
 from .home import Home
 from .recoding import Changes, recode, recode_weight, stored_format
-from .views import masters_in
+from .views import COUNTER, MASTERS, masters_in
 
-__all__ = ["complete_master", "complete_moment", "complete_state", "place_states"]
+__all__ = ["complete_master", "complete_moment", "complete_state", "keys_of", "place_states"]
 
 (_SCALE,) = (plane for plane in INT8.planes if plane.suffix)
+
+
+@cache
+def keys_of(rule: Rule) -> frozenset[str]:
+    """All keys under which a state may hold what a rule uses, in any format."""
+    formats = {each for role in ROLES.values() for each in role.values()}
+    names = [each.name for each in (*rule.states, *rule.stage_states)]
+    planes = {key for name in names for each in formats for key in each.plane_names(name)}
+    return frozenset({"step", COUNTER, *MASTERS, *planes})
 
 
 def complete_state(
@@ -55,15 +65,17 @@ def complete_state(
 
     Returns:
         A new dict; beside a sharded parameter its tensors are placed like it, and ``state`` may
-        have them placed in another way or whole. Keys of ``state`` that the rule does not have are
-        dropped.
+        have them placed in another way or whole. What the rule does not use stays as it is, as in
+        torch: a momentum that is off for a while, or the user's own entries.
 
     Raises:
         StateMismatchError: a tensor has another shape or dtype, or an exact master belongs to a
             parameter that is fp32 now.
     """
     factors = {each.name for each in rule.stage_states if each.shape is not None}
-    source, state = state, _take_states(state, shard, factors, label)
+    others = {k: v for k, v in state.items() if k not in keys_of(rule)}
+    source = {k: v for k, v in state.items() if k not in others}
+    state = _take_states(source, shard, factors, label)
     with prefix_errors(lambda: label):
         home = Home.of(shard, recipe)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
@@ -88,7 +100,7 @@ def complete_state(
         for each in rule.stage_states
         if each.name in factors
     }
-    return place_states(complete, source, shard) | whole
+    return others | place_states(complete, source, shard) | whole
 
 
 def complete_moment(

@@ -1,0 +1,111 @@
+"""Weights that something else has written: the remainder of a master means nothing beside them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.engine import data_writes
+from torch_bf16.engine.data_writes import REMAINDERS
+from torch_bf16.engine.states import States
+from torch_bf16.sharding import Shard, local, shard_of
+
+if TYPE_CHECKING:
+    from .optimizer import BF16Optimizer
+
+__all__ = ["drop_remainders", "states_without_remainders", "without_remainders"]
+
+
+class _Written(Protocol):
+    def drop_remainder(self) -> None: ...
+
+
+def drop_remainders(
+    optimizer: BF16Optimizer,
+    parameters: Sequence[Tensor],
+    written: Callable[[], Sequence[_Written]],
+) -> bool:
+    """Drop the remainders of what something else has written since the last step.
+
+    Args:
+        optimizer: whose states are written.
+        parameters: that are about to take a step.
+        written: those of them that have another version than the last step left. Asked only when
+            what is known number by number, of writes through ``.data``, counts as settled.
+
+    Returns:
+        Whether ``written()`` named any.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
+    """
+    _drop_where_data_was_written(optimizer, parameters)
+    found = written()
+    for each in found:
+        each.drop_remainder()
+    return bool(found)
+
+
+def without_remainders(
+    optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A parameter's state without the remainder of a weight that something else has written since.
+
+    Args:
+        optimizer: whose state.
+        shard: of the parameter.
+        state: the parameter's, not changed.
+    """
+    snapshot = optimizer._engine.snapshots.get(shard.parameter)
+    stale: Tensor | None = None
+    if snapshot is not None:
+        watch = snapshot.data
+        if watch is not None and watch.knows(snapshot.version):
+            stale = watch.changed()
+        elif snapshot.version != shard.version():
+            stale = torch.ones((), dtype=torch.bool, device=shard.memory.device)
+    if stale is None:
+        return dict(state)
+    return {
+        key: shard.place(local(each).masked_fill(stale, 0)) if key in REMAINDERS else each
+        for key, each in state.items()
+    }
+
+
+def states_without_remainders(optimizer: BF16Optimizer) -> States:
+    """All states as :func:`without_remainders` has them: a copy knows of no writes before it."""
+    found = States(dict)
+    for key, state in dict.items(optimizer.state):
+        if isinstance(key, Tensor):
+            state = without_remainders(optimizer, shard_of(key), state)
+        dict.__setitem__(found, key, state)
+    return found
+
+
+def _drop_where_data_was_written(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+    if not data_writes.touched(parameters):
+        return
+    if cuda_graphs.capturing(each.device for each in parameters):
+        raise RuntimeError(
+            f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: p.data of "
+            "its weights was asked for since the last step, and replays would look for writes each "
+            "time; take an ordinary step first"
+        )
+    engine = optimizer._engine
+    warned = engine.warned_of_data_writes
+    if found := data_writes.drop_remainders(
+        parameters, optimizer.state, engine.snapshots, count=not warned
+    ):
+        engine.warned_of_data_writes = True
+        warnings.warn(
+            f"{found} bf16 weights were written through p.data since the last step: where their "
+            "numbers changed, training continues from the bf16 numbers, not from an fp32 master. "
+            "To average or blend weights, compute with fp32 ones: with torch_bf16.exact_weights("
+            "model, optimizer) as weights: ... (this is said only once)",
+            stacklevel=5,
+        )

@@ -1,0 +1,63 @@
+"""A model whose parameters were replaced after prepare() had seen them, as fully_shard does."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torch_bf16
+from torch_bf16 import StateMismatchError
+
+REFUSED = (
+    r"no parameter of this \w+ has a gradient, .*were replaced, as fully_shard does.*"
+    r"call prepare\(\) or convert\(\) after fully_shard\(\)\. Nothing was updated"
+)
+
+
+def shard_after_prepare():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    with pytest.raises(StateMismatchError, match=REFUSED):
+        optimizer.step()
+    ours = torch_bf16.AdamW(model.parameters(), lr=0.1)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    ours.step()
+    assert not any(map(torch.equal, (p.full_tensor() for p in model.parameters()), before))
+
+
+def test_fully_shard_after_prepare_is_refused_by_the_step(ranks):
+    ranks(1, shard_after_prepare)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop, torch_bf16.AdamW])
+def test_a_step_that_would_train_nothing_is_refused(kind):
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    old = model.weight, model.bias
+    model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in old)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    # A copy steps for parameters of its own.
+    copy.deepcopy(optimizer).step()
+    with pytest.raises(StateMismatchError, match=REFUSED):
+        optimizer.step()
+    model.weight, model.bias = old
+    model.bias.grad = torch.ones_like(model.bias)
+    optimizer.step()
+    assert len(optimizer.state) == 1
+
+
+def test_a_step_without_any_gradient_is_none():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    optimizer.step()
+    model.weight.requires_grad_(False)
+    optimizer.step()
+    assert not optimizer.state
