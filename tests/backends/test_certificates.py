@@ -348,6 +348,27 @@ def test_what_made_the_device_unusable_is_not_tried_again(fresh, monkeypatch):
     assert "unusable until the process ends" in certificate.fault_of(_Failing(), VARIANT)
 
 
+def test_an_earlier_error_of_the_device_blames_no_backend(fresh, monkeypatch):
+    def synchronize(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(certificate, "_is_lost", lambda device: True)
+    elsewhere = dataclasses.replace(VARIANT, device=torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        certificate.fault_of(_Failing(), elsewhere)
+    assert certificate._known == {}
+    assert list(fresh.iterdir()) == []
+
+
+def test_each_model_of_gpu_gets_a_verdict_of_its_own(monkeypatch):
+    eager, found = choose(CPU, "eager"), []
+    for name in ("H100", "T4"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found.append(eager.fingerprint(torch.device("cuda", 0)))
+    assert found[0] != found[1]
+
+
 def _raise_memory(bucket):
     raise torch.OutOfMemoryError("out of memory")
 

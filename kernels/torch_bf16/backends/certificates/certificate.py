@@ -116,7 +116,11 @@ def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
 
     Raises:
         _NotRun: it failed otherwise, and how.
+        RuntimeError: the device was lost before.
     """
+    if device.type == "cuda":
+        # A kernel that failed earlier, such as a loss's, is not to be blamed on the one tried here.
+        torch.cuda.synchronize(device)
     try:
         with _undisturbed(device):
             return trial()
