@@ -24,7 +24,7 @@ def fault_in(rule, number, plant=None):
         patch.setattr(certificate, "expected", lambda variant: digests)
         if plant:
             plant(patch)
-        return certificate._fault(backends._BACKENDS["triton"], variant)
+        return certificate._load(backends._BACKENDS["triton"], variant)()
 
 
 @pytest.mark.parametrize(("rule", "number"), [("adamw", 3), ("store", 4)])

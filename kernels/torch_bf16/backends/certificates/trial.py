@@ -7,7 +7,7 @@ numbers are subnormals, zeros of both signs, infinities, NaN and the largest one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,10 +143,10 @@ class Trial:
         ]
         return cls(variant, planes, gradients, runs, scalars)
 
-    def run(
+    def load(
         self, backend: Backend, device: torch.device, beside: bool = False
-    ) -> list[list[np.ndarray]]:
-        """The planes after the steps of a backend, :func:`settled`.
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        """A backend's kernel, compiled: what takes the steps and gives the planes, settled.
 
         Args:
             backend: what takes them.
@@ -172,13 +172,24 @@ class Trial:
         names = [f"p{number}" for number in range(len(planes))]
         bucket = Bucket.of(variant, planes, self.runs, names, SEED)
         kernel = backend.load(bucket)
-        for each in self.scalars:
-            inputs = KernelInputs(gradients, each)
-            if bucket.totals is not None:
-                bucket.totals.sums.zero_()
-                kernel.measure(inputs)
-            kernel(inputs)
-        return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
+        kernel.compile(len(self.scalars[0].table[0]))
+
+        def run() -> list[list[np.ndarray]]:
+            for each in self.scalars:
+                inputs = KernelInputs(gradients, each)
+                if bucket.totals is not None:
+                    bucket.totals.sums.zero_()
+                    kernel.measure(inputs)
+                kernel(inputs)
+            return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
+
+        return run
+
+    def run(
+        self, backend: Backend, device: torch.device, beside: bool = False
+    ) -> list[list[np.ndarray]]:
+        """The planes after the steps of a backend; arguments as for :meth:`load`."""
+        return self.load(backend, device, beside)()
 
 
 def _scalars(rule: Rule, step: int) -> ScalarRows:
