@@ -6,13 +6,10 @@ oracle. Ranks need not agree: backends that pass have the same bits.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,8 +21,9 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.eager import EagerBackend
 from torch_bf16.backends.host_scalars import HostScalars, evaluate
 from torch_bf16.backends.inputs import StepInputs
+from torch_bf16.backends.sources import source_hash
 
-from .digests import FILE, expected, key_of
+from .digests import expected, key_of
 from .sums import wrong_sum
 from .trial import GROUP, Trial, digests_of, names_of
 from .verdicts import verdict
@@ -93,19 +91,6 @@ def _tried(
                 # Another process may find what was missing here.
                 _known[key] = f"it cannot be compiled or run ({error})"
     return _known[key]
-
-
-@functools.cache
-def source_hash() -> str:
-    """Of all that a step's bits follow from."""
-    digest = hashlib.blake2b(digest_size=8)
-    package = Path(__file__).parents[2]
-    for room in ("backends", "formats", "numerics", "rules"):
-        for source in sorted((package / room).rglob("*.py")):
-            digest.update(source.read_bytes())
-    # A verdict is also about what it was compared with.
-    digest.update(FILE.read_bytes())
-    return digest.hexdigest()
 
 
 def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:

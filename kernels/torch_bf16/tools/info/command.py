@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import folder, kept, source_hash
+from torch_bf16.backends.certificates import folder, kept
+from torch_bf16.backends.sources import source_hash
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.foreign.convert import CONVERTIBLE
 from torch_bf16.foreign.optimizer import BUCKET_BYTES
