@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_bf16.backends.host_scalars import evaluate, sign_of
+from torch_bf16.backends.host_scalars import evaluate, naming_group, sign_of
 from torch_bf16.backends.inputs import ScalarRows, StepInputs
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import all_same
@@ -177,11 +177,8 @@ class DeviceScalars:
         values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
         for number in self._present:
             group = groups[number]
-            try:
+            with naming_group(group, number):
                 values += (*self._rule.options(group), sign_of(group))
-            except (LookupError, TypeError, ValueError):
-                evaluate(self._rule, group, number, 1)
-                raise
         width = (len(values) - _OF_STEP) // len(self._present)
         # The same Python numbers have the same values; a tensor or an array may have been written.
         if not all_same(values, self._inputs):
@@ -244,11 +241,8 @@ class DeviceScalars:
         options: dict[int, list[float | int]] = {}
         for place, number in enumerate(self._present):
             first = _OF_STEP + place * width
-            try:
+            with naming_group(groups[number], number):
                 options[number] = [*map(self._encode_value, values[first : first + width])]
-            except (TypeError, ValueError):
-                evaluate(self._rule, groups[number], number, 1)
-                raise
         for number in self._used:
             key += options.get(number) or [0.0] * width
         if key == self._key:
