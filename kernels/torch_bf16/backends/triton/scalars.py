@@ -34,8 +34,8 @@ __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 # The low two bits of an address say what is there; 0 is for a value that is not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
 _OF_STEP = 3
-# Less than any row: takes a counter out of the step.
-_ABSENT = -(2**31)
+# A row of the values.
+_VALUE = np.dtype([("address", np.int64), ("number", np.float64)])
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 """How ``prepare`` is compiled, for every device."""
@@ -64,8 +64,8 @@ def prepare(
 ):
     """Compute a row of scalars for each step counter, and count the step.
 
-    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, and
-        less by 2^31 where the counter takes no part in the step; the values; ``steps``, fp32
+    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, all its
+        bits inverted where the counter takes no part in the step; the values; ``steps``, fp32
         ``[n]``, the counters.
     Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 where
         it is skipped or takes no part; ``steps``, where it is neither.
@@ -75,7 +75,7 @@ def prepare(
     counter = tl.program_id(0).to(tl.int64)
     first = tl.load(rows_ptr + counter)
     absent = first < 0
-    first = tl.where(absent, first + 2147483648, first)
+    first = tl.where(absent, ~first, first)
     options = ()
     for i in tl.static_range(N_OPTIONS):
         options = options + (_value(values_ptr, first + i),)
@@ -139,8 +139,8 @@ class DeviceScalars:
         self._present = self._used
         self._values, self._rows = Table(device), Table(device)
         self._inputs: list[Any] = []
-        self._key: list[Any] = []
-        self._encoded = np.empty((0, 2), np.int64)
+        self._encoded: list[tuple[int, float]] = []
+        self._table = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
         self._made: tuple[Tensor, Callable[..., None], list[ScalarRows]] | None = None
         self._tables: tuple[Tensor, ...] = ()
@@ -187,9 +187,9 @@ class DeviceScalars:
             self._inputs = values if constant else []
         table, _, scalars = self._made or self._make(width - 1)
         if self._places is None:
-            absent = np.where(self._counted, 0, _ABSENT)
-            self._places = (_OF_STEP + self._place * width + absent).astype(np.int64)
-        rows, table_of_values = self._rows.of(self._places), self._values.of(self._encoded)
+            first = _OF_STEP + self._place * width
+            self._places = np.where(self._counted, first, ~first).astype(np.int64)
+        rows, table_of_values = self._rows.of(self._places), self._values.of(self._table)
         self._tables = rows, table_of_values, self._counter, table
         return scalars
 
@@ -237,34 +237,34 @@ class DeviceScalars:
         """
         self._converted = []
         of_step = zip(values[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
-        key = [self._encode_value(value, default) for value, default in of_step]
-        options: dict[int, list[float | int]] = {}
+        encoded = [self._encode_value(value, default) for value, default in of_step]
+        options: dict[int, list[tuple[int, float]]] = {}
         for place, number in enumerate(self._present):
             first = _OF_STEP + place * width
             with naming_group(groups[number], number):
                 options[number] = [*map(self._encode_value, values[first : first + width])]
         for number in self._used:
-            key += options.get(number) or [0.0] * width
-        if key == self._key:
+            encoded += options.get(number) or [(0, 0.0)] * width
+        if encoded == self._encoded:
             return
-        if key[_OF_STEP:] != self._key[_OF_STEP:]:
-            for number, numbers in options.items():
-                if all(isinstance(each, float) for each in numbers):
+        if encoded[_OF_STEP:] != self._encoded[_OF_STEP:]:
+            for number, its in options.items():
+                if not any(address for address, _ in its):
                     evaluate(self._rule, groups[number], number, 1)
-        self._encoded, self._key = _encoded(key), key
+        self._table, self._encoded = np.array(encoded, _VALUE).view((np.int64, 2)), encoded
 
-    def _encode_value(self, value: Any, default: float = 0.0) -> float | int:
-        """A number as a float, a tensor on the device as its address and kind."""
+    def _encode_value(self, value: Any, default: float = 0.0) -> tuple[int, float]:
+        """A row of the values: a tensor on the device by its address and kind, else the number."""
         if value is None:
-            return default
+            return 0, default
         if not isinstance(value, Tensor) or (value.is_cpu and self._device.type != "cpu"):
-            return float(value)
+            return 0, float(value)
         if value.numel() != 1:
             raise ValueError(f"{value.numel()} numbers where one is needed")
         if value.dtype not in _KINDS or value.device != self._device:
             value = value.to(self._device, torch.float64, non_blocking=True)
             self._converted.append(value)
-        return value.data_ptr() | _KINDS[value.dtype]
+        return value.data_ptr() | _KINDS[value.dtype], 0.0
 
     def _make(self, n_options: int) -> tuple[Tensor, Callable[..., None], list[ScalarRows]]:
         constants = prepare_constants(self._rule, n_options)
@@ -275,9 +275,3 @@ class DeviceScalars:
         launch = launcher(prepare, tables, len(table), constants, OPTIONS, self._device)
         self._made = table, launch, made
         return self._made
-
-
-def _encoded(key: Sequence[float | int]) -> np.ndarray:
-    numbers = np.array([each if isinstance(each, float) else 0.0 for each in key], np.float64)
-    addresses = np.array([0 if isinstance(each, float) else each for each in key], np.int64)
-    return np.stack([addresses, numbers.view(np.int64)], axis=1)
