@@ -44,8 +44,8 @@ class TritonKernel:
         self._programs, self._chunks = len(chunks), upload(chunks, self._device)
         self._tensors = upload(self._rows, self._device)
         self._tensors_with_bases, self._gradients = Table(self._device), Table(self._device)
-        self._host = np.empty((0, 2), np.int64)
-        self._known: tuple[np.ndarray, np.ndarray] | None = None
+        self._gradient_rows = np.empty((0, 2), np.int64)
+        self._made_from: tuple[np.ndarray, np.ndarray] | None = None
         self._tables: tuple[Tensor, ...] = ()
         self._launch: Callable[..., None] | None = None
         self._sum: Callable[..., None] | None = None
@@ -106,11 +106,15 @@ class TritonKernel:
 
     def _gradient_table(self, addresses: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The table ``gradients``: the same array for the same two."""
-        if self._known is None or self._known[0] is not addresses or self._known[1] is not rows:
-            self._host = np.empty((len(rows), 2), np.int64)
-            self._host[:, 0], self._host[:, 1] = addresses, rows
-            self._known = addresses, rows
-        return self._host
+        if (
+            self._made_from is None
+            or self._made_from[0] is not addresses
+            or self._made_from[1] is not rows
+        ):
+            self._gradient_rows = np.empty((len(rows), 2), np.int64)
+            self._gradient_rows[:, 0], self._gradient_rows[:, 1] = addresses, rows
+            self._made_from = addresses, rows
+        return self._gradient_rows
 
     def _tensors_of(self, bases: np.ndarray) -> Tensor:
         """The table ``tensors`` with other words of noise."""

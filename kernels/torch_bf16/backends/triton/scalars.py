@@ -126,27 +126,28 @@ class DeviceScalars:
         counters = {id(step): step for step in steps}
         rows = {key: row for row, key in enumerate(counters)}
         rows_of = np.array([rows[id(step)] for step in steps], np.int64)
-        self._row_of, self._rows_of = rows_of, np.split(rows_of, np.cumsum(sizes)[:-1])
+        self._counter_of_tensor = rows_of
+        self._counters_of_bucket = np.split(rows_of, np.cumsum(sizes)[:-1])
         numbers = [float(step) for step in counters.values()]
-        self._counter = upload(np.array(numbers, np.float32), device)
-        views = self._counter.unbind()
+        self._counters = upload(np.array(numbers, np.float32), device)
+        views = self._counters.unbind()
         self.steps = [views[row] for row in rows_of.tolist()]
         group_of = dict(zip(rows_of.tolist(), groups, strict=True))
-        used, self._place = np.unique(
+        used, self._group_of_counter = np.unique(
             [group_of[row] for row in range(len(rows))], return_inverse=True
         )
-        self._used: list[int] = used.tolist()
-        self._present = self._used
-        self._values, self._rows = Table(device), Table(device)
+        self._groups: list[int] = used.tolist()
+        self._groups_taking_part = self._groups
+        self._values_on_device, self._first_values_on_device = Table(device), Table(device)
         self._inputs: list[Any] = []
         self._encoded: list[tuple[int, float]] = []
-        self._table = np.empty((0, 2), np.int64)
+        self._values = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
         self._made: tuple[Tensor, Callable[..., None], list[ScalarRows]] | None = None
         self._tables: tuple[Tensor, ...] = ()
         self._taking_part: np.ndarray | None = None
         self._counted = np.ones(len(rows), bool)
-        self._places: np.ndarray | None = None
+        self._first_values: np.ndarray | None = None
 
     def set(
         self,
@@ -175,22 +176,23 @@ class DeviceScalars:
         """
         self._select(taking_part)
         values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
-        for number in self._present:
+        for number in self._groups_taking_part:
             group = groups[number]
             with naming_group(group, number):
                 values += (*self._rule.options(group), sign_of(group))
-        width = (len(values) - _OF_STEP) // len(self._present)
+        width = (len(values) - _OF_STEP) // len(self._groups_taking_part)
         # The same Python numbers have the same values; a tensor or an array may have been written.
         if not all_same(values, self._inputs):
             self._encode(groups, values, width)
             constant = all(isinstance(each, float | int | None) for each in values)
             self._inputs = values if constant else []
         table, _, scalars = self._made or self._make(width - 1)
-        if self._places is None:
-            first = _OF_STEP + self._place * width
-            self._places = np.where(self._counted, first, ~first).astype(np.int64)
-        rows, table_of_values = self._rows.of(self._places), self._values.of(self._table)
-        self._tables = rows, table_of_values, self._counter, table
+        if self._first_values is None:
+            first = _OF_STEP + self._group_of_counter * width
+            self._first_values = np.where(self._counted, first, ~first).astype(np.int64)
+        first_values = self._first_values_on_device.of(self._first_values)
+        values_there = self._values_on_device.of(self._values)
+        self._tables = first_values, values_there, self._counters, table
         return scalars
 
     def launch(self) -> None:
@@ -207,20 +209,22 @@ class DeviceScalars:
         if updated is None or self._made is None:
             return
         undone = np.ones(len(self._counted), np.float32)
-        undone[self._row_of[updated]] = 0.0
+        undone[self._counter_of_tensor[updated]] = 0.0
         # The last column is 1 where a counter was not raised.
         raised = 1.0 - self._made[0][:, -1]
-        self._counter.sub_(raised * upload(undone, self._device))
+        self._counters.sub_(raised * upload(undone, self._device))
 
     def _select(self, taking_part: np.ndarray | None) -> None:
         """Let the counters of some tensors take part in the steps from now on."""
         if taking_part is not self._taking_part:
             self._taking_part = taking_part
-            counted = self._row_of if taking_part is None else self._row_of[taking_part]
+            of_tensor = self._counter_of_tensor
+            counted = of_tensor if taking_part is None else of_tensor[taking_part]
             self._counted = np.zeros(len(self._counted), bool)
             self._counted[counted] = True
-            self._present = [self._used[n] for n in np.unique(self._place[self._counted])]
-            self._places = None
+            places = np.unique(self._group_of_counter[self._counted])
+            self._groups_taking_part = [self._groups[place] for place in places]
+            self._first_values = None
 
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
@@ -239,11 +243,11 @@ class DeviceScalars:
         of_step = zip(values[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
         encoded = [self._encode_value(value, default) for value, default in of_step]
         options: dict[int, list[tuple[int, float]]] = {}
-        for place, number in enumerate(self._present):
+        for place, number in enumerate(self._groups_taking_part):
             first = _OF_STEP + place * width
             with naming_group(groups[number], number):
                 options[number] = [*map(self._encode_value, values[first : first + width])]
-        for number in self._used:
+        for number in self._groups:
             encoded += options.get(number) or [(0, 0.0)] * width
         if encoded == self._encoded:
             return
@@ -251,7 +255,7 @@ class DeviceScalars:
             for number, its in options.items():
                 if not any(address for address, _ in its):
                     evaluate(self._rule, groups[number], number, 1)
-        self._table, self._encoded = np.array(encoded, _VALUE).view((np.int64, 2)), encoded
+        self._values, self._encoded = np.array(encoded, _VALUE).view((np.int64, 2)), encoded
 
     def _encode_value(self, value: Any, default: float = 0.0) -> tuple[int, float]:
         """A row of the values: a tensor on the device by its address and kind, else the number."""
@@ -268,9 +272,9 @@ class DeviceScalars:
 
     def _make(self, n_options: int) -> tuple[Tensor, Callable[..., None], list[ScalarRows]]:
         constants = prepare_constants(self._rule, n_options)
-        shape = (len(self._place), constants["N_SCALARS"] + 2)
+        shape = (len(self._group_of_counter), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        made = [ScalarRows(None, each, table) for each in self._rows_of]
+        made = [ScalarRows(None, each, table) for each in self._counters_of_bucket]
         tables = torch.int64, torch.int64, torch.float32, torch.float32
         launch = launcher(prepare, tables, len(table), constants, OPTIONS, self._device)
         self._made = table, launch, made
