@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -282,6 +283,17 @@ def test_each_model_of_gpu_gets_a_verdict_of_its_own(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         found.append(eager.fingerprint(torch.device("cuda", 0)))
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(("hip", "chip"), [(None, "sm_89"), ("7.0", "gfx942:sramecc+")])
+def test_a_verdict_of_triton_is_of_an_architecture(monkeypatch, hip, chip):
+    pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs triton")
+    # torch's builds for CUDA have the name of the device there.
+    architecture = chip if hip else "NVIDIA L4"
+    found = SimpleNamespace(name="NVIDIA L4", major=8, minor=9, gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert chip in backends._BACKENDS["triton"].fingerprint(torch.device("cuda", 0))
 
 
 def _raise_memory(bucket):

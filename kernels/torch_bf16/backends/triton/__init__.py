@@ -73,7 +73,8 @@ class TritonBackend:
         if device.type == "cpu":
             return [triton.__version__, "interpreter"]
         found = torch.cuda.get_device_properties(device)
-        chip = getattr(found, "gcnArchName", f"sm_{found.major}{found.minor}")
+        # Builds for CUDA have the first attribute, too: it is the name.
+        chip = found.gcnArchName if torch.version.hip else f"sm_{found.major}{found.minor}"
         return [triton.__version__, found.name, chip, _driver()]
 
     def load(self, bucket: Bucket) -> Kernel:
