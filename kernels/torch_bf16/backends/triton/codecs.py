@@ -129,9 +129,13 @@ def _in_blocks(x):
 
 
 @triton.jit
+def _times(x, of_blocks):
+    return (_in_blocks(x) * of_blocks[:, None]).reshape(x.shape[0])
+
+
+@triton.jit
 def _from_codes(code, scale, UNIT: tl.constexpr):
-    square = code * tl.abs(code) * UNIT
-    return (_in_blocks(square) * scale[:, None]).reshape(code.shape[0])
+    return _times(code * tl.abs(code) * UNIT, scale)
 
 
 @triton.jit
@@ -147,11 +151,6 @@ def _scales(x):
 @triton.jit
 def _per_scale(scale, TOP: tl.constexpr):
     return div(tl.full(scale.shape, TOP, tl.float32), scale, False)
-
-
-@triton.jit
-def _times(x, of_blocks):
-    return (_in_blocks(x) * of_blocks[:, None]).reshape(x.shape[0])
 
 
 @triton.jit
