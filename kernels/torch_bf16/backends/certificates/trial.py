@@ -62,6 +62,7 @@ _BITS: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
 }
 _NAN: dict[Any, int] = {np.uint16: 0x7FC0, np.uint32: 0x7FC00000}
+_INFINITY: dict[Any, int] = {np.uint16: 0x7F80, np.uint32: 0x7F800000}
 
 
 class _Group(dict[str, Any]):
@@ -218,16 +219,14 @@ def settled(
     found: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
     for numbers in planes:
         columns = iter(found)
-        for number in numbers:
-            for plane in number:
-                if plane.dtype == np.int16 or (plane.dtype == np.int8 and plane is not number[0]):
+        for each, number in zip(formats, numbers, strict=True):
+            for plane, bits in zip(each.planes, number, strict=True):
+                if plane.suffix in each.remainders:
                     # What a weight lacks that is NaN depends on which NaN it is.
-                    plane = np.where(_is_nan(number[0]), plane.dtype.type(0), plane)
-                elif plane.dtype.type in _NAN:
-                    plane = np.where(
-                        _is_nan(plane), plane.dtype.type(_NAN[plane.dtype.type]), plane
-                    )
-                next(columns).append(plane)
+                    bits = np.where(_is_nan(number[0]), bits.dtype.type(0), bits)
+                elif plane.dtype.is_floating_point:
+                    bits = np.where(_is_nan(bits), bits.dtype.type(_NAN[bits.dtype.type]), bits)
+                next(columns).append(bits)
     return found
 
 
@@ -288,6 +287,4 @@ def _upper(x: np.ndarray) -> np.ndarray:
 
 def _is_nan(bits: np.ndarray) -> np.ndarray:
     magnitude = 0x7FFF if bits.dtype == np.uint16 else 0x7FFFFFFF
-    return bits & magnitude > _NAN[bits.dtype.type] - (
-        0x40 if bits.dtype == np.uint16 else 0x400000
-    )
+    return bits & magnitude > _INFINITY[bits.dtype.type]
