@@ -111,7 +111,8 @@ def test_training_goes_on_in_another_backend_with_the_right_bits(
         assert torch.equal(trained(), want)
     (record,) = caplog.records
     assert "is not used for adamw_bf16_stochastic" in record.getMessage()
-    assert "Please report" in record.getMessage()
+    # A compiler that is missing is no fault of a kernel.
+    assert ("please report" in record.getMessage()) == isinstance(wrong, Planted)
 
 
 def test_only_the_variant_that_fails_goes_elsewhere(monkeypatch):

@@ -111,11 +111,12 @@ def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
     """What a trial found, an end of the device among it; errors as of :func:`_finished`."""
     try:
-        return _finished(device, trial)
+        fault = _finished(device, trial)
     except _NotRun as error:
-        if _is_lost(device):
-            return f"it made the device unusable until the process ends ({error})"
-        raise
+        if not _is_lost(device):
+            raise
+        fault = f"it made the device unusable until the process ends ({error})"
+    return fault and f"{fault}; please report this, with what `python -m torch_bf16 info` prints"
 
 
 def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:

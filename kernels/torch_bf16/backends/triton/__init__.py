@@ -23,7 +23,7 @@ from torch_bf16.backends.bucket import Bucket
 __all__ = ["TritonBackend"]
 
 # Second moments become subnormal. 3.5 flushes their roots on NVIDIA's GPUs (triton#8557), where
-# `arithmetic` has PTX instead; 3.6 makes NaN of them on AMD's (triton#8697).
+# `ieee` has PTX instead; 3.6 makes NaN of them on AMD's (triton#8697).
 _NEEDED, _NEEDED_ON_ROCM = (3, 5), (3, 7)
 
 
