@@ -60,20 +60,18 @@ def load_plane(
     """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
     if SHARED > 1:
         return load_plane(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
-    elif not WHOLE:
-        elements = start + tl.arange(0, BLOCK)
-        pointers = _pointer(address, _dtype(SIZE), False) + elements
-        plane = tl.load(pointers, mask=elements < stop, other=0)
-        return plane if SIZE == 4 else plane.to(tl.uint32) << (32 - 8 * SIZE)
-    elif SIZE == 1:
-        plane = tl.load(_pointer(address, tl.uint8, True) + start + tl.arange(0, BLOCK))
-        return plane.to(tl.uint32) << 24
-    elif SIZE == 4:
-        return tl.load(_pointer(address, tl.float32, True) + start + tl.arange(0, BLOCK))
-    else:
+    elif WHOLE and SIZE == 2:
         # In pairs, because 16-bit registers cost a move for every second element.
         pairs = tl.load(_pointer(address, tl.uint32, True) + start // 2 + tl.arange(0, BLOCK // 2))
         return tl.join(pairs << 16, pairs & 0xFFFF0000).reshape(BLOCK)
+    else:
+        elements = start + tl.arange(0, BLOCK)
+        pointers = _pointer(address, _dtype(SIZE), WHOLE) + elements
+        if WHOLE:
+            plane = tl.load(pointers)
+        else:
+            plane = tl.load(pointers, mask=elements < stop, other=0)
+        return plane if SIZE == 4 else plane.to(tl.uint32) << (32 - 8 * SIZE)
 
 
 @triton.jit
