@@ -1,4 +1,4 @@
-"""Tensors cut into pieces of memory, as kernels that only read them take them."""
+"""Tensors cut into pieces, each of which one turn of a kernel takes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["READ_DTYPES", "pieces"]
+__all__ = ["READ_DTYPES", "cut", "pieces"]
 
 READ_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def cut(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each piece: its tensor, and the number of its first element there, int64 both.
+
+    Args:
+        numels: of each tensor.
+        size: elements of a piece, but for the last one of a tensor.
+    """
+    counts = -(-numels // size)
+    tensors = np.repeat(np.arange(len(numels)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    return tensors, (np.arange(len(tensors)) - first) * size
 
 
 def pieces(tensors: Sequence[Tensor], size: int) -> np.ndarray | None:
@@ -35,9 +48,6 @@ def pieces(tensors: Sequence[Tensor], size: int) -> np.ndarray | None:
     numels = np.array([*map(Tensor.numel, tensors)], np.int64)
     if numels[addresses == 0].any():
         return None
-    counts = -(-numels // size)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (np.arange(len(first)) - first) * size
-    left = np.repeat(numels, counts) - starts
-    places = np.repeat(addresses, counts) + starts * tensors[0].itemsize
-    return np.stack([places, np.minimum(left, size)], axis=1)
+    which, starts = cut(numels, size)
+    places = addresses[which] + starts * tensors[0].itemsize
+    return np.stack([places, np.minimum(numels[which] - starts, size)], axis=1)

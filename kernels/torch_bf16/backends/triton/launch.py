@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from torch_bf16.backends.bucket import Bucket, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
+from torch_bf16.backends.pieces import cut
 
 from .kernel import CHUNK, constants, noise_streams, options, step
 from .launcher import launcher
@@ -138,25 +139,20 @@ def _architecture(device: torch.device) -> int | str:
 
 
 def _chunks(bucket: Bucket) -> np.ndarray:
-    n_chunks = -(-np.asarray(bucket.numels) // CHUNK)
-    first = np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
-    tensors = np.repeat(np.arange(len(n_chunks)), n_chunks)
-    return np.stack([tensors, np.arange(len(tensors)) - first], axis=1).astype(np.int32)
+    tensors, starts = cut(bucket.numels, CHUNK)
+    return np.stack([tensors, starts // CHUNK], axis=1).astype(np.int32)
 
 
 def _rows(bucket: Bucket) -> np.ndarray:
     """The table ``tensors``."""
     variant = bucket.variant
-    addresses = [
-        [plane.data_ptr() for planes in each for plane in planes] for each in bucket.planes
-    ]
     sizes = np.stack([bucket.numels, bucket.offsets], axis=1)
     runs = np.stack([bucket.widths, bucket.pitches], axis=1)[:, : 2 * variant.strided]
     words, totals = _words(variant, bucket.bases), np.empty((len(sizes), 0), np.int64)
     if bucket.totals is not None:
         places = bucket.totals.sums.data_ptr() + 8 * bucket.totals.places
         totals = np.stack([places, bucket.totals.counts], axis=1)
-    return np.concatenate([sizes, words, np.array(addresses, np.int64), totals, runs], axis=1)
+    return np.concatenate([sizes, words, bucket.addresses, totals, runs], axis=1)
 
 
 def _words(variant: Variant, bases: np.ndarray) -> np.ndarray:
