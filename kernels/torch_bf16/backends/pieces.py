@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["READ_DTYPES", "cut", "pieces"]
+__all__ = ["READ_DTYPES", "cut", "places"]
 
 READ_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -26,12 +26,11 @@ def cut(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     return tensors, (np.arange(len(tensors)) - first) * size
 
 
-def pieces(tensors: Sequence[Tensor], size: int) -> np.ndarray | None:
-    """Address and number of elements of each piece, int64 ``[n, 2]``, tensor after tensor.
+def places(tensors: Sequence[Tensor]) -> np.ndarray | None:
+    """Address and number of elements of each tensor, int64 ``[n, 2]``.
 
     Args:
         tensors: of one dtype, on one device.
-        size: elements of a piece, but for the last one of a tensor.
 
     Returns:
         None where one of them is neither bf16 nor fp32, not contiguous, or has no memory of its
@@ -44,10 +43,6 @@ def pieces(tensors: Sequence[Tensor], size: int) -> np.ndarray | None:
         or not all(map(Tensor.is_contiguous, tensors))
     ):
         return None
-    addresses = np.array([*map(Tensor.data_ptr, tensors)], np.int64)
-    numels = np.array([*map(Tensor.numel, tensors)], np.int64)
-    if numels[addresses == 0].any():
-        return None
-    which, starts = cut(numels, size)
-    places = addresses[which] + starts * tensors[0].itemsize
-    return np.stack([places, np.minimum(numels[which] - starts, size)], axis=1)
+    found = np.array([*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)], np.int64)
+    addresses, numels = found = found.reshape(2, -1)
+    return None if numels[addresses == 0].any() else np.ascontiguousarray(found.T)

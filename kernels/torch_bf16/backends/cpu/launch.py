@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.inputs import KernelInputs
-from torch_bf16.backends.pieces import cut, pieces
+from torch_bf16.backends.pieces import cut, places
 from torch_bf16.backends.totals import with_factors
 
 from . import squares as sums_of_squares
@@ -89,11 +89,15 @@ class CpuKernel:
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`."""
-    table = pieces(tensors, sums_of_squares.PIECE)
-    if table is None:
+    found, size = places(tensors), sums_of_squares.PIECE
+    if found is None:
         return None
+    addresses, numels = found.T
+    which, starts = cut(numels, size)
+    places_of_pieces = addresses[which] + starts * tensors[0].itemsize
+    table = np.stack([places_of_pieces, np.minimum(numels[which] - starts, size)], axis=1)
     sums = np.empty(len(table))
-    useful = -(-int(table[:, 1].sum()) // _WORTH_A_THREAD)
+    useful = -(-int(numels.sum()) // _WORTH_A_THREAD)
     job = new_job(sums_of_squares.KINDS, [table, sums], len(table))
     threads.run(sums_of_squares.compile_squares(tensors[0].dtype), job, useful)
     return torch.tensor(sums.sum(), dtype=torch.float64, device="cpu")
