@@ -5,10 +5,11 @@ import gc
 import multiprocessing
 import os
 import re
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from gpu_marks import hide_gpus
+from gpu_marks import asked_for, hide_gpus
 from interpreter_speed import patch_language_once
 from ranks import Ranks
 
@@ -17,7 +18,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_configure(config):
     """Host tests must not wander onto a GPU: before anything asks torch for one."""
-    hide_gpus(config.getoption("markexpr"), os.environ)
+    expression = config.getoption("markexpr")
+    hide_gpus(expression, os.environ)
+    if asked_for(expression) and not hasattr(config, "workerinput"):
+        # A test that breaks the device must leave no verdict; compiled kernels are kept elsewhere.
+        # Workers of pytest-xdist inherit the folder.
+        folder = tempfile.TemporaryDirectory()
+        os.environ["TORCH_BF16_CACHE"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_finish():

@@ -1,6 +1,7 @@
 """Kernels that other processes compiled and left in Numba's cache."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,8 @@ import numba
 import numpy as np
 import pytest
 
+from torch_bf16.backends import sources
+from torch_bf16.backends.cpu.compiler import named_by_sources
 from torch_bf16.backends.cpu.job import compile_job, new_job, unpack
 
 # Both rules have the same states, scalars and codecs: only the names of their parts differ.
@@ -38,6 +41,31 @@ def test_kernels_cached_by_several_processes_are_not_taken_for_one_another(tmp_p
     cached = [file.name for file in tmp_path.rglob("*.nbi")]
     assert sum("run_adam_bf16_stochastic" in name for name in cached) == 1
     assert sum("run_adamw_bf16_stochastic" in name for name in cached) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("numerics/counter_rng.py", True),
+        ("formats/blocks.py", True),
+        ("rules/adam.py", True),
+        ("backends/bucket.py", True),
+        ("backends/cpu/codecs.py", True),
+        ("backends/triton/codecs.py", False),
+    ],
+)
+def test_a_kernel_from_other_sources_has_another_name(file, counts, monkeypatch, tmp_path):
+    copy = tmp_path / "package"
+    shutil.copytree(sources._PACKAGE, copy)
+    monkeypatch.setattr(sources, "_PACKAGE", copy)
+    sources.source_hash.cache_clear()
+    before = named_by_sources("run"), sources.source_hash()
+    with (copy / file).open("a") as source:
+        source.write("# changed")
+    sources.source_hash.cache_clear()
+    after = named_by_sources("run"), sources.source_hash()
+    sources.source_hash.cache_clear()
+    assert [a != b for a, b in zip(before, after, strict=True)] == [counts, True]
 
 
 KINDS = ((np.int64, 1),)

@@ -24,7 +24,7 @@ def fault_in(rule, number, plant=None):
         patch.setattr(certificate, "expected", lambda variant: digests)
         if plant:
             plant(patch)
-        return certificate._fault(backends._BACKENDS["triton"], variant)
+        return certificate._load(backends._BACKENDS["triton"], variant)()
 
 
 @pytest.mark.parametrize(("rule", "number"), [("adamw", 3), ("store", 4)])
@@ -33,21 +33,21 @@ def test_the_kernels_pass(interpreted, rule, number):
 
 
 def in_load(patch):
-    from torch_bf16.backends.triton import kernel
+    from torch_bf16.backends.triton import chunks
 
-    load = kernel.load_plane
+    load = chunks.load_plane
 
     def beside(at, i, n, size, *rest):
         return load(at + size, i, n, size, *rest)
 
-    patch.setattr(kernel, "load_plane", beside)
+    patch.setattr(chunks, "load_plane", beside)
 
 
 def in_store(patch):
     from torch_bf16.backends.triton import kernel
 
-    store = kernel._store
-    patch.setattr(kernel, "_store", lambda at, i, stop, *rest: store(at, i, stop - 1, *rest))
+    store = kernel.store_plane
+    patch.setattr(kernel, "store_plane", lambda at, i, stop, *rest: store(at, i, stop - 1, *rest))
 
 
 def in_noise(patch):

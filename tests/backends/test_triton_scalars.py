@@ -264,6 +264,20 @@ def test_a_bad_option_raises_before_anything_is_launched(interpreted):
     interpreted(a_bad_option_raises)
 
 
+def a_number_out_of_range_raises(backend):
+    parameter = torch.nn.Parameter(torch.ones(4, 4).bfloat16())
+    optimizer = torch_bf16.SGDScheduleFree([parameter], lr=0.01, r=4000.0, backend=backend)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(ValueError, match="no step follows from the options of group 0"):
+        optimizer.step()
+
+
+def test_a_number_out_of_range_raises_what_it_does_on_the_host(interpreted):
+    a_number_out_of_range_raises("eager")
+    interpreted(a_number_out_of_range_raises, "triton")
+
+
 def numbers_go_up_when_they_change():
     from torch_bf16.backends.triton import tables
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import torch_bf16
+from torch_bf16.backends import cuda_graphs
+from torch_bf16.engine.recording import Recording
 
 BF16 = torch.bfloat16
 
@@ -42,6 +44,19 @@ def test_hyperparameters_count_also_in_a_group_that_replaced_another():
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.0}
     optimizer.step()
     assert all(map(torch.equal, parameters, before))
+
+
+def test_no_graph_is_captured_on_a_device_where_nothing_has_a_gradient(monkeypatch):
+    """torch warns of empty graphs."""
+    optimizer, (first, *_) = trained()
+    captured = []
+    monkeypatch.setattr(cuda_graphs, "record", lambda launch, device: captured.append(device))
+    plan = optimizer._engine.plan
+    # Stands for parts of the plan that are elsewhere.
+    plan.devices = {first.device, torch.device("cuda", 1)}
+    monkeypatch.setattr(Recording, "_bring", lambda self, inputs: None)
+    plan.record(optimizer.param_groups)
+    assert captured == [first.device]
 
 
 def fill(state):

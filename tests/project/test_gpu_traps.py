@@ -1,6 +1,7 @@
 """What would turn the gpu tests red for the wrong reason, tried with stubs."""
 
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -64,6 +65,25 @@ def test_a_run_of_the_gpu_tests_sees_what_its_caller_shows():
     environment = {"CUDA_VISIBLE_DEVICES": "1"}
     gpu.hide_gpus("gpu", environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_a_run_of_the_gpu_tests_leaves_no_verdict(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import os, pathlib, pytest\n\n@pytest.mark.gpu\ndef test_it():\n"
+        "    pathlib.Path('seen').write_text(os.environ['TORCH_BF16_CACHE'])\n"
+    )
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n1"]
+    options = ["-c", str(tests.parent / "pyproject.toml"), "-p", "conftest", "--rootdir", "."]
+    subprocess.run(
+        [*command, *options, "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tests), "TORCH_BF16_CACHE": str(tmp_path)},
+        check=True,
+    )
+    seen = Path((tmp_path / "seen").read_text())
+    assert seen != tmp_path
+    assert not seen.exists()
 
 
 @pytest.fixture

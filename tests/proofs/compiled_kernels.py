@@ -54,7 +54,9 @@ def fault(rule: str, number: int) -> str | None:
         return steps.run("", [*steps.all_checks().values()][number], device).fault
     variant = variants(rule)[number]
     trial = certificate.Trial.of(variant)
-    return certificate._other_bits(backend, trial) or certificate._other_scalars(backend, variant)
+    return (
+        certificate._load_kernels(backend, trial)() or certificate._load_scalars(backend, variant)()
+    )
 
 
 def main() -> int:

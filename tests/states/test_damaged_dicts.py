@@ -62,3 +62,43 @@ def test_it_is_refused_and_nothing_changes(what, how):
     assert after["param_groups"] == before["param_groups"]
     for key, value in before["state"][0].items():
         assert torch.equal(after["state"][0][key], value)
+
+
+CLASSES = [
+    each
+    for each in vars(torch_bf16).values()
+    if isinstance(each, type)
+    and issubclass(each, torch_bf16.BF16Optimizer)
+    and each is not torch_bf16.BF16Optimizer
+]
+
+
+def stepped(make):
+    p = nn.Parameter(torch.ones(4, 4).bfloat16())
+    optimizer = make([("w", p)], lr=0.01, backend="eager")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("make", CLASSES, ids=lambda each: each.__name__)
+def test_what_a_group_lacks_is_refused_or_the_next_step_does_without(make):
+    saved = stepped(make).state_dict()
+    for name in saved["param_groups"][0].keys() - {"params", "param_names"}:
+        lacking = copy.deepcopy(saved)
+        del lacking["param_groups"][0][name]
+        optimizer = stepped(make)
+        try:
+            optimizer.load_state_dict(lacking)
+        except torch_bf16.StateMismatchError as error:
+            assert f"has no {name}: it was saved from another class" in str(error)  # noqa: PT017
+        else:
+            optimizer.step()
+
+
+def test_what_a_user_or_a_scheduler_adds_to_a_group_may_be_missing():
+    optimizer = make()
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0].update(initial_lr=1e-3, lr_scale=0.5)
+    optimizer.load_state_dict(saved)
+    optimizer.step()

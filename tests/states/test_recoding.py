@@ -8,7 +8,7 @@ import torch
 from optimizer_cases import RECIPES, make_optimizer, make_parameters, parameters_of, take_steps
 
 import torch_bf16
-from torch_bf16.formats import BF16_NEAREST, BF16_PLUS_16, BF16_PLUS_FP32, FP32, ROLES, get_format
+from torch_bf16.formats import BF16_NEAREST, BF16_PLUS_16, BF16_PLUS_FP32, FP32, ROLES
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.states.recoding import (
     Changes,
@@ -213,7 +213,7 @@ def test_changes_are_counted_by_kind():
     changes = Changes()
     for lost in (2, 0):
         changes.add("exp_avg", FP32, BF16_NEAREST, 1000, lost)
-    changes.add("weights", BF16_PLUS_16, get_format("bf16+fp32"), 5, 0)
+    changes.add("weights", BF16_PLUS_16, BF16_PLUS_FP32, 5, 0)
     assert changes.lost == 2
     assert str(changes) == (
         "exp_avg fp32 -> bf16_nearest: 2 of 2,000 numbers rounded; "

@@ -8,7 +8,7 @@ import torch
 from every_rule import RULES
 
 from torch_bf16.backends import Bucket, KernelInputs, ScalarRows, Totals, Variant
-from torch_bf16.formats import FORMATS, get_format
+from torch_bf16.formats import FORMATS
 from torch_bf16.numerics.counter_rng import stream_base, tensor_key
 
 SIZES = (0, 1, 3, 4097)
@@ -113,7 +113,7 @@ def make_case(
     sizes = sizes or sizes_of(layout)
     rule = RULES[rule_name]
     names = LAYOUTS[layout] + LAYOUTS[layout][-1:]
-    formats = tuple(get_format(name) for name in names[: 1 + len(rule.states)])
+    formats = tuple(FORMATS[name] for name in names[: 1 + len(rule.states)])
     rng = np.random.default_rng(3)
     planes, gradients = [], []
     for size in sizes:

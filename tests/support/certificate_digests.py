@@ -8,7 +8,7 @@ from every_rule import RULES
 
 from torch_bf16.backends import Variant
 from torch_bf16.backends.certificates.trial import GROUP, SEED, STEPS, Trial, digests_of, settled
-from torch_bf16.formats import FORMATS, get_format
+from torch_bf16.formats import FORMATS
 from torch_bf16.rules import EXACT, FIRST_MOMENT, ITERATE, SECOND_MOMENT
 
 _OF_ONE_NUMBER = ("accumulate", "average", "store")
@@ -24,14 +24,14 @@ def variants(rule_name):
     rule = RULES[rule_name]
     names = []
     for weight, first, second in (LAYOUTS[each] for each in _NAMED):
-        iterate = weight if len(get_format(weight).planes) == 1 else "fp32"
+        iterate = weight if len(FORMATS[weight].planes) == 1 else "fp32"
         of_role = {FIRST_MOMENT: first, SECOND_MOMENT: second, EXACT: "fp32", ITERATE: iterate}
         names.append((weight, *(of_role[state.role] for state in rule.states)))
     if rule_name in _OF_ONE_NUMBER:
         names = [(each,) for each in FORMATS]
     found = {}
     for layout in names:
-        formats = tuple(get_format(each) for each in layout)
+        formats = tuple(FORMATS[each] for each in layout)
         for gradient in (torch.bfloat16, torch.float32):
             for strided in (False, True):
                 variant = Variant(rule, formats, gradient, torch.device("cpu"), strided)

@@ -14,9 +14,14 @@ REASON = "needs a CUDA or ROCm device, and pytest -m gpu"
 SANITIZER_SECONDS = 240
 
 
+def asked_for(expression: str) -> bool:
+    """Whether a run is one of the gpu tests, by ``-m gpu``."""
+    return "gpu" in expression and "not gpu" not in expression
+
+
 def hide_gpus(expression: str, environment: MutableMapping[str, str]) -> None:
-    """Let a run that does not ask for the gpu tests, by ``-m gpu``, see no GPU."""
-    if "gpu" not in expression or "not gpu" in expression:
+    """Let a run that does not ask for the gpu tests see no GPU."""
+    if not asked_for(expression):
         environment.update(dict.fromkeys(HIDE, ""))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from torch_bf16 import AdamW
 from torch_bf16.backends.eager import EagerBackend
+from torch_bf16.backends.host_scalars import HostScalars
 
 
 def _shifted(x):
@@ -117,13 +118,51 @@ class Planted(EagerBackend):
 PLACES = ("load", "rule", "rounding", "noise", "store", "scalar", "constant")
 
 
-class Deadly(EagerBackend):
-    """A backend whose kernels end the process, as an illegal access does."""
+class Deadly(Planted):
+    """A backend that ends the process when it compiles a kernel or, as by an illegal access, runs
+    it."""
 
-    name = "cpu"
+    def fingerprint(self, device):
+        return []
 
     def load(self, bucket):
-        os.kill(os.getpid(), signal.SIGKILL)
+        kernel = super().load(bucket)
+
+        def die(*given):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.place == "compile":
+            kernel.compile = die
+        if self.place != "run":
+            return kernel
+        die.compile, die.measure = kernel.compile, die
+        return die
+
+
+class Failing:
+    """A backend that cannot compile."""
+
+    name, capturable, scalars = "cpu", False, HostScalars
+
+    def unavailable(self, device):
+        return None
+
+    def fingerprint(self, device):
+        return []
+
+    def load(self, bucket):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+
+class Breaking(Planted):
+    """A backend whose kernels the device does not survive."""
+
+    def load(self, bucket):
+        def run(inputs):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        run.compile = super().load(bucket).compile
+        return run
 
 
 def trained(backend=None, steps=3):

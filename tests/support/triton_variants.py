@@ -118,14 +118,11 @@ def compiled_prepare(rule, target):
 
 def compiled_squares(size, target):
     """The kernel that adds up squares of elements of so many bytes."""
-    signature = {
-        "table_ptr": "*i64",
-        "sums_ptr": "*fp64",
-        "SIZE": "constexpr",
-        "BLOCK": "constexpr",
-    }
+    fixed = squares.squares_constants({2: torch.bfloat16, 4: torch.float32}[size])
+    tables = {"pieces_ptr": "*i32", "tensors_ptr": "*i64", "sums_ptr": "*fp64"}
+    signature = {**tables, **dict.fromkeys(fixed, "constexpr")}
     return compile(
-        ASTSource(squares.squares_of_pieces, signature, {"SIZE": size, "BLOCK": squares.BLOCK}),
+        ASTSource(squares.squares_of_pieces, signature, fixed),
         target=TARGETS[target],
         options=squares.OPTIONS,
     )

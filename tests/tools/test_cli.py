@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from torch_bf16 import RECIPES
-from torch_bf16.backends.certificates import file_of, source_hash
+from torch_bf16.backends.certificates import file_of
 from torch_bf16.backends.certificates.verdicts import verdict
+from torch_bf16.backends.sources import source_hash
 from torch_bf16.tools import cli
 from torch_bf16.tools.info import command
 
@@ -28,9 +29,9 @@ def test_info_tells_versions_recipes_and_backends(capsys):
 def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
     now = [torch.__version__, source_hash()]
-    verdict(["cpu", "adamw_bf16", *now], lambda: None)
-    verdict(["cpu", "sgd_bf16", *now], lambda: "weight has other bits than it must")
-    verdict(["cpu", "old_bf16", torch.__version__, "another hash"], lambda: "wrong")
+    verdict(["cpu", "adamw_bf16", *now], lambda: lambda: None)
+    verdict(["cpu", "sgd_bf16", *now], lambda: lambda: "weight has other bits than it must")
+    verdict(["cpu", "old_bf16", torch.__version__, "another hash"], lambda: lambda: "wrong")
     (tmp_path / "damaged.json").write_text("{")
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out

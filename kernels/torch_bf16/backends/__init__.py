@@ -120,7 +120,8 @@ def choose_for(variant: Variant, requested: str | None = None) -> Backend:
 def squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements; see :meth:`Backend.squares`.
 
-    By the fastest backend that was tried and reads such tensors. A CUDA graph records torch's.
+    By the fastest backend that was tried and reads such tensors. While a CUDA graph is captured,
+    torch sums, with other last bits than in an ordinary step.
 
     Args:
         tensors: as there.
@@ -188,7 +189,6 @@ def _note_emulation(device: torch.device) -> None:
 @functools.cache
 def _warn_of(name: str, what: str, device: torch.device, fault: str) -> None:
     _logger.warning(
-        "torch_bf16: the %s backend is not used for %s on %s: %s. A slower one takes its place. "
-        "Please report this line, with what `python -m torch_bf16 info` prints",
+        "torch_bf16: the %s backend is not used for %s on %s: %s. A slower one takes its place",
         *(name, what, device, fault),
     )

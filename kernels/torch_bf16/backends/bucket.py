@@ -96,6 +96,12 @@ class Bucket:
     bases: np.ndarray
     totals: Totals | None = None
 
+    @property
+    def addresses(self) -> np.ndarray:
+        """Where the planes are, number after number: int64, a row for each tensor."""
+        rows = [[plane.data_ptr() for planes in each for plane in planes] for each in self.planes]
+        return np.array(rows, np.int64)
+
     @classmethod
     def of(
         cls,

@@ -29,7 +29,8 @@ def record(launch: Callable[[], None], device: torch.device) -> Callable[[], Non
     """What replays launches on a device, in the stream that is current then.
 
     Args:
-        launch: launches kernels and allocates nothing; is run once, and nothing happens by it.
+        launch: launches kernels and allocates nothing; called once while it is captured, when
+            kernels do not run.
         device: a CUDA or ROCm device.
     """
     # torch's own stream for captures is of the device that was the first to have one.

@@ -47,8 +47,9 @@ class EagerBackend:
         return None
 
     def fingerprint(self, device: torch.device) -> list[str]:
-        """The kind of device."""
-        return [device.type, platform.machine()]
+        """The kind of device; of GPUs the model."""
+        model = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return [model, platform.machine()]
 
     def load(self, bucket: Bucket) -> Kernel:
         """The kernel for a bucket."""

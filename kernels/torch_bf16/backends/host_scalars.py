@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch_bf16.rules import Rule
 
 from .inputs import ScalarRows, StepInputs
 
-__all__ = ["HostScalars", "evaluate", "sign_of"]
+__all__ = ["HostScalars", "evaluate", "naming_group", "sign_of"]
 
 
 class HostScalars:
@@ -103,9 +104,20 @@ def evaluate(
     Raises:
         ValueError: none follow from the group's options.
     """
-    try:
+    with naming_group(group, number):
         options = tuple(float(option) for option in rule.options(group))
         return rule.scalars(options, step, sign_of(group) * scale / divisor)
+
+
+@contextmanager
+def naming_group(group: Mapping[str, Any], number: int) -> Iterator[None]:
+    """Have an error name the parameter group from whose options no step follows.
+
+    Raises:
+        ValueError: there was one.
+    """
+    try:
+        yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         named = {k: v for k, v in group.items() if not k.startswith("param")}
         raise ValueError(

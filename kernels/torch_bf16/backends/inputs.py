@@ -64,13 +64,13 @@ class KernelInputs(NamedTuple):
         scalars: the rule's scalars for them.
         bases: uint32 ``[n, f, 2]``, in place of the bucket's, where what the noise starts from
             changes from call to call.
-        known: :attr:`addresses`, where they are known already.
+        given_addresses: :attr:`addresses`, where they are known already.
     """
 
     gradients: Sequence[Tensor | None]
     scalars: ScalarRows
     bases: np.ndarray | None = None
-    known: np.ndarray | None = None
+    given_addresses: np.ndarray | None = None
 
     @property
     def addresses(self) -> np.ndarray:
@@ -79,8 +79,8 @@ class KernelInputs(NamedTuple):
         Raises:
             ValueError: a gradient has elements and no address.
         """
-        if self.known is not None:
-            return self.known
+        if self.given_addresses is not None:
+            return self.given_addresses
         found = [0 if each is None else each.data_ptr() for each in self.gradients]
         for each, address in zip(self.gradients, found, strict=True):
             if each is not None and not address and each.numel():

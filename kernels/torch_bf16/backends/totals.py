@@ -24,7 +24,7 @@ class Totals:
     """Where the sums of a bucket's ``n`` tensors are.
 
     Attributes:
-        sums: int64, on the bucket's device, set to 0 by who asks for sums; kernels add to it.
+        sums: int64, on the bucket's device, cleared by whoever asks for sums; kernels add to it.
         places: int64 ``[n]``, where in ``sums`` each tensor's sum is: parts of one share a place.
         counts: int64 ``[n]``, how many elements each whole tensor has.
     """

@@ -298,8 +298,7 @@ class Plan:
         It is for the caller to see that tensors are where they were at each replay, and that there
         is no :meth:`obstacle_to_capture`. Args and errors as for :class:`.recording.Recording`.
         """
-        gradients = self._guard.gradients()
-        return Recording(self._active(), gradients, groups, self.devices, self._statistics)
+        return Recording(self._active(), self._guard.gradients(), groups, self._statistics)
 
     def suits(self, recording: Recording) -> bool:
         """Whether gradients are where a recording reads them, once :meth:`fits` was asked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ class Recording:
         active: what there is to do, on backends that are capturable.
         gradients: of the step.
         groups: the optimizer's parameter groups.
-        devices: where the members are.
         statistics: the sums that rules want to know first, of this rank alone.
 
     Raises:
@@ -41,7 +40,6 @@ class Recording:
         active: Active,
         gradients: StepGradients,
         groups: Sequence[Mapping[str, Any]],
-        devices: Collection[torch.device],
         statistics: Statistics,
     ) -> None:
         if gradients.addresses is None or not all(part.direct for part in active.parts):
@@ -57,6 +55,7 @@ class Recording:
         self._groups = groups
         self._addresses: np.ndarray = gradients.addresses
         self._bring(StepInputs())
+        devices = {part.batch.variant.device for part in active.parts}
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
 
     def reads(self, gradients: StepGradients) -> bool:

@@ -18,7 +18,6 @@ __all__ = [
     "UINT8",
     "Format",
     "Plane",
-    "get_format",
 ]
 
 _WEIGHTS = (BF16_NEAREST, BF16_STOCHASTIC, BF16_PLUS_16, BF16_PLUS_8, BF16_PLUS_FP32)
@@ -32,15 +31,3 @@ ROLES: dict[str, dict[str, Format]] = {
     "exp_avg_sq": {**_MOMENTS, "int8": UINT8},
 }
 """The formats that a recipe can name for each role, by that name."""
-
-
-def get_format(name: str) -> Format:
-    """The format called ``name``.
-
-    Raises:
-        ValueError: there is none; the message lists the known ones.
-    """
-    try:
-        return FORMATS[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(FORMATS)}") from None

@@ -59,7 +59,7 @@ def _times(x, of_blocks):
 
 
 def _decode(square, scales, top):
-    return ((square * (1.0 / top)).view(-1, BLOCK) * scales.view(-1)[:, None]).view(square.shape)
+    return _times(square * (1.0 / top), scales.view(-1)).view(square.shape)
 
 
 def _decode_int8(planes):

@@ -79,11 +79,8 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
     """
     bits = _bits_of_fp32(x, "bf16_stochastic")
     _check_draws(r, 65535, "bf16_stochastic")
-    magnitude = bits & _MAGNITUDE
-    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE)
-    special = torch.where(magnitude > _INFINITY, magnitude | _QUIET, magnitude)
-    result = torch.where(magnitude < _INFINITY, rounded, special) | (bits & _SIGN)
-    return (result >> 16).to(torch.int16).view(torch.bfloat16)
+    bits = _noisy(bits, r)
+    return _upper_half(bits, bits)
 
 
 def split16(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,9 +153,7 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """
     bits = _bits_of_fp32(x, "split8")
     _check_draws(r, 255, "split8")
-    magnitude = bits & _MAGNITUDE
-    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
-    bits = torch.where(magnitude < _INFINITY, rounded, bits)
+    bits = _noisy(bits, r)
     return _upper_half(bits, bits + 0x8000), (bits >> 8).to(torch.int8)
 
 
@@ -207,6 +202,13 @@ def _check_draws(r: Tensor, top: int, function: str) -> None:
             f"{function}: r has dtype {r.dtype}, but the draws are added to 32-bit patterns; "
             f"pass int32 values in [0, {top}]"
         )
+
+
+def _noisy(bits: Tensor, r: Tensor) -> Tensor:
+    """Finite numbers with ``r`` added to the magnitude, up to the largest; others as they are."""
+    magnitude = bits & _MAGNITUDE
+    rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
+    return torch.where(magnitude < _INFINITY, rounded, bits)
 
 
 def _upper_half(bits: Tensor, rounded: Tensor) -> Tensor:

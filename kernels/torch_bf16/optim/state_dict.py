@@ -12,7 +12,7 @@ from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import States
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import remainders
-from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
 from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_shapes
 from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
@@ -32,6 +32,7 @@ _UNCHANGED = "Nothing was changed"
 
 # Options of groups that no class of torch has.
 _OURS = (*VARIANTS, FULLY_DECOUPLED)
+_DECOUPLED = "decoupled_weight_decay"
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -202,7 +203,11 @@ def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[
             theirs = {k: v for k, v in theirs.items() if k != "param_names"}
             theirs |= {k: v for k, v in ours.items() if k == "param_names"}
         # What another library's AdamW, or ours without them, has saved says nothing of these.
-        groups.append({k: v for k, v in ours.items() if k in _OURS} | theirs)
+        filled = {k: v for k, v in ours.items() if k in _OURS}
+        if _DECOUPLED in optimizer.defaults:
+            # As classes of torch fill it in.
+            filled[_DECOUPLED] = optimizer.decouples
+        groups.append(filled | theirs)
     return [*groups, *state_dict["param_groups"][len(groups) :]]
 
 
@@ -221,7 +226,10 @@ def _read(
     name, groups = optimizer._engine.names.label, optimizer.param_groups
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
-        schema.check_hyperparameters(saved_group, group, number)
+        # What its users or a scheduler have added to a group is theirs; so are a foreign class's.
+        if optimizer.rule_of(group) is not STORE:
+            own = [name for name in group if name in optimizer.defaults and name not in _OURS]
+            schema.check_hyperparameters(saved_group, own, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
                 parameter, label = group["params"][position], name(groups, number, position, before)

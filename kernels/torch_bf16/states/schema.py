@@ -7,7 +7,7 @@ torch and its distributed checkpoints ignore.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_bf16.errors import StateMismatchError
@@ -25,12 +25,11 @@ __all__ = [
 HEADER = "torch_bf16"
 SCHEMA = 1
 
-# What rules read from a parameter group, where the class has it.
-_NEEDED = (
-    *("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "alpha"),
-    *("centered", "lr_decay", "initial_accumulator_value", "momentum_decay"),
-    *("k", "weight_sum", "lr_max", "train_mode", "warmup_steps", "r", "weight_lr_power"),
-)
+# Options that older versions of torch do not save, or that no step of ours reads.
+_DISPENSABLE = {
+    *("maximize", "foreach", "fused", "capturable", "differentiable", "amsgrad"),
+    *("decoupled_weight_decay", "scheduled_lr"),
+}
 _FORMAT_FIELDS = ("weights", "exp_avg", "exp_avg_sq")
 
 
@@ -78,13 +77,18 @@ def check_whole(state_dict: Any) -> None:
                 )
 
 
-def check_hyperparameters(saved: Mapping[str, Any], live: Mapping[str, Any], number: int) -> None:
+def check_hyperparameters(saved: Mapping[str, Any], expected: Iterable[str], number: int) -> None:
     """Refuse a parameter group of an optimizer with other hyperparameters.
+
+    Args:
+        saved: the group in the state dict.
+        expected: the hyperparameters of the optimizer's class that its group has.
+        number: of the group.
 
     Raises:
         StateMismatchError: one that steps need is missing; torch would fail at the next step.
     """
-    if missing := [name for name in _NEEDED if name in live and name not in saved]:
+    if missing := [name for name in expected if name not in {*saved, *_DISPENSABLE}]:
         raise StateMismatchError(
             f"parameter group {number} of the state dict has no {', '.join(missing)}: it was saved "
             "from another class of optimizer or is damaged. Load it into an optimizer of the class "

@@ -6,13 +6,11 @@ oracle. Ranks need not agree: backends that pass have the same bits.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +21,9 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.backends.eager import EagerBackend
 from torch_bf16.backends.host_scalars import HostScalars, evaluate
 from torch_bf16.backends.inputs import StepInputs
+from torch_bf16.backends.sources import source_hash
 
-from .digests import FILE, expected, key_of
+from .digests import expected, key_of
 from .sums import wrong_sum
 from .trial import GROUP, Trial, digests_of, names_of
 from .verdicts import verdict
@@ -35,6 +34,7 @@ COUNTED = (1, 2, 999, 2**24 - 1)
 """The steps whose scalars are tried."""
 
 _logger = logging.getLogger("torch_bf16")
+_Result = TypeVar("_Result")
 
 
 class _NotRun(Exception):
@@ -56,19 +56,26 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
         backend: one that is available on the device.
         variant: what is to be run.
     """
-    return _tried(backend, key_of(variant), variant.device, lambda: _fault(backend, variant))
+    return _tried(backend, key_of(variant), variant.device, lambda: _load(backend, variant))
 
 
 def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     """The same for sums of squares of a dtype, bfloat16 or float32; see :meth:`Backend.squares`."""
     name = f"squares_{str(dtype).removeprefix('torch.')}"
-    return _tried(
-        backend, name, device, lambda: _run(device, lambda: wrong_sum(backend, device, dtype))
-    )
+
+    def load() -> Callable[[], str | None]:
+        # Of no elements: it is compiled, and adds nothing up.
+        _finished(device, lambda: backend.squares([torch.empty(0, dtype=dtype, device=device)]))
+        return lambda: _run(device, lambda: wrong_sum(backend, device, dtype))
+
+    return _tried(backend, name, device, load)
 
 
 def _tried(
-    backend: Backend, name: str, device: torch.device, attempt: Callable[[], str | None]
+    backend: Backend,
+    name: str,
+    device: torch.device,
+    load: Callable[[], Callable[[], str | None]],
 ) -> str | None:
     key = backend.name, name, device
     if key in _known or device.type == "meta":
@@ -79,54 +86,57 @@ def _tried(
         if key not in _known:
             facts = [torch.__version__, *backend.fingerprint(device), source_hash()]
             try:
-                _known[key] = verdict([*key[:2], *facts], attempt)
+                _known[key] = verdict([*key[:2], *facts], load)
             except _NotRun as error:
                 # Another process may find what was missing here.
-                _known[key] = str(error)
+                _known[key] = f"it cannot be compiled or run ({error})"
     return _known[key]
 
 
-@functools.cache
-def source_hash() -> str:
-    """Of all that a step's bits follow from."""
-    digest = hashlib.blake2b(digest_size=8)
-    package = Path(__file__).parents[2]
-    for room in ("backends", "formats", "numerics", "rules"):
-        for source in sorted((package / room).rglob("*.py")):
-            digest.update(source.read_bytes())
-    # A verdict is also about what it was compared with.
-    digest.update(FILE.read_bytes())
-    return digest.hexdigest()
-
-
-def _fault(backend: Backend, variant: Variant) -> str | None:
+def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:
+    """What finds the fault of a variant, whose kernels are compiled now."""
     try:
         trial = Trial.of(variant)
     except Exception as error:
         # A rule from elsewhere, whose options cannot be made up.
         _logger.info("torch_bf16: %s cannot be tried, and is used: %r", variant.name, error)
-        return None
-    return _run(
-        variant.device, lambda: _other_bits(backend, trial) or _other_scalars(backend, variant)
+        return lambda: None
+    device = variant.device
+    loaded = _finished(
+        device, lambda: (_load_kernels(backend, trial), _load_scalars(backend, variant))
     )
+    return lambda: _run(device, lambda: loaded[0]() or loaded[1]())
 
 
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
-    """What a trial found, an end of the device among it.
+    """What a trial found, an end of the device among it; errors as of :func:`_finished`."""
+    try:
+        fault = _finished(device, trial)
+    except _NotRun as error:
+        if not _is_lost(device):
+            raise
+        fault = f"it made the device unusable until the process ends ({error})"
+    return fault and f"{fault}; please report this, with what `python -m torch_bf16 info` prints"
+
+
+def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
+    """What some work for a trial results in.
 
     Raises:
-        _NotRun: it failed otherwise, and how.
+        _NotRun: it failed, and how.
+        RuntimeError: the device was lost before.
     """
+    if device.type == "cuda":
+        # A kernel that failed earlier, such as a loss's, is not to be blamed on the one tried here.
+        torch.cuda.synchronize(device)
     try:
         with _undisturbed(device):
-            return trial()
+            return work()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        if _is_lost(device):
-            return f"it made the device unusable until the process ends ({reason})"
-        raise _NotRun(f"it cannot be compiled or run ({reason})") from error
+        raise _NotRun(reason) from error
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -140,38 +150,53 @@ def _is_lost(device: torch.device) -> bool:
     return False
 
 
-def _other_bits(backend: Backend, trial: Trial) -> str | None:
+def _load_kernels(backend: Backend, trial: Trial) -> Callable[[], str | None]:
+    """What finds other bits than a trial's."""
     variant, host = trial.variant, torch.device("cpu")
     digests = expected(variant)
     if digests is None:
         if backend.name == EagerBackend.name:
-            return None
+            return lambda: None
         digests = digests_of(trial.run(EagerBackend(), host))
-    for beside in (False, True):
-        found = digests_of(trial.run(backend, variant.device, beside))
-        for name, want, got in zip(names_of(variant), digests, found, strict=True):
-            if want != got:
-                where = "tensors that are not aligned" if beside else "aligned tensors"
-                return f"{name} has other bits than it must, in {where}"
-    return None
+    runs = {
+        where: trial.load(backend, variant.device, beside)
+        for where, beside in (("aligned tensors", False), ("tensors that are not aligned", True))
+    }
 
-
-def _other_scalars(backend: Backend, variant: Variant) -> str | None:
-    if backend.scalars is HostScalars:
+    def other_bits() -> str | None:
+        for where, run in runs.items():
+            found = digests_of(run())
+            for name, want, got in zip(names_of(variant), digests, found, strict=True):
+                if want != got:
+                    return f"{name} has other bits than it must, in {where}"
         return None
+
+    return other_bits
+
+
+def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None]:
+    """What finds other scalars than the host's."""
+    if backend.scalars is HostScalars:
+        return lambda: None
     rule, n = variant.rule, len(COUNTED)
     counters = [torch.tensor(step - 1, dtype=torch.float32, device="cpu") for step in COUNTED]
-    source = backend.scalars(rule, variant.device, [n], [0] * n, counters)
-    (rows,) = source.set([GROUP], StepInputs())
-    table = torch.as_tensor(rows.table, device="cpu").numpy()[rows.rows]
-    source.count()
-    counted = [float(step) for step in source.steps]
-    for step, row, number in zip(COUNTED, table, counted, strict=True):
-        want = np.array(evaluate(rule, GROUP, 0, step), np.float64).astype(np.float32)
-        got = row[: len(want)].astype(np.float32)
-        if not np.array_equal(want, got, equal_nan=True) or number != step:
-            return f"the scalars of step {step} are {got.tolist()} and not {want.tolist()}"
-    return None
+    source: Any = backend.scalars(rule, variant.device, [n], [0] * n, counters)
+    # Compiles, and launches nothing.
+    source.bring([GROUP], StepInputs())
+
+    def other_scalars() -> str | None:
+        (rows,) = source.set([GROUP], StepInputs())
+        table = torch.as_tensor(rows.table, device="cpu").numpy()[rows.rows]
+        source.count()
+        counted = [float(step) for step in source.steps]
+        for step, row, number in zip(COUNTED, table, counted, strict=True):
+            want = np.array(evaluate(rule, GROUP, 0, step), np.float64).astype(np.float32)
+            got = row[: len(want)].astype(np.float32)
+            if not np.array_equal(want, got, equal_nan=True) or number != step:
+                return f"the scalars of step {step} are {got.tolist()} and not {want.tolist()}"
+        return None
+
+    return other_scalars
 
 
 @contextmanager

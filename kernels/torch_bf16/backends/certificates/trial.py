@@ -7,7 +7,7 @@ numbers are subnormals, zeros of both signs, infinities, NaN and the largest one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ _BITS: dict[torch.dtype, Any] = {
     torch.uint8: np.uint8,
 }
 _NAN: dict[Any, int] = {np.uint16: 0x7FC0, np.uint32: 0x7FC00000}
+_INFINITY: dict[Any, int] = {np.uint16: 0x7F80, np.uint32: 0x7F800000}
 
 
 class _Group(dict[str, Any]):
@@ -143,10 +144,10 @@ class Trial:
         ]
         return cls(variant, planes, gradients, runs, scalars)
 
-    def run(
+    def load(
         self, backend: Backend, device: torch.device, beside: bool = False
-    ) -> list[list[np.ndarray]]:
-        """The planes after the steps of a backend, :func:`settled`.
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        """A backend's kernel, compiled: what takes the steps and gives the planes, settled.
 
         Args:
             backend: what takes them.
@@ -172,13 +173,24 @@ class Trial:
         names = [f"p{number}" for number in range(len(planes))]
         bucket = Bucket.of(variant, planes, self.runs, names, SEED)
         kernel = backend.load(bucket)
-        for each in self.scalars:
-            inputs = KernelInputs(gradients, each)
-            if bucket.totals is not None:
-                bucket.totals.sums.zero_()
-                kernel.measure(inputs)
-            kernel(inputs)
-        return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
+        kernel.compile(len(self.scalars[0].table[0]))
+
+        def run() -> list[list[np.ndarray]]:
+            for each in self.scalars:
+                inputs = KernelInputs(gradients, each)
+                if bucket.totals is not None:
+                    bucket.totals.sums.zero_()
+                    kernel.measure(inputs)
+                kernel(inputs)
+            return settled(formats, [[list(map(_on_host, each)) for each in row] for row in planes])
+
+        return run
+
+    def run(
+        self, backend: Backend, device: torch.device, beside: bool = False
+    ) -> list[list[np.ndarray]]:
+        """The planes after the steps of a backend; arguments as for :meth:`load`."""
+        return self.load(backend, device, beside)()
 
 
 def _scalars(rule: Rule, step: int) -> ScalarRows:
@@ -207,16 +219,14 @@ def settled(
     found: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
     for numbers in planes:
         columns = iter(found)
-        for number in numbers:
-            for plane in number:
-                if plane.dtype == np.int16 or (plane.dtype == np.int8 and plane is not number[0]):
+        for each, number in zip(formats, numbers, strict=True):
+            for plane, bits in zip(each.planes, number, strict=True):
+                if plane.suffix in each.remainders:
                     # What a weight lacks that is NaN depends on which NaN it is.
-                    plane = np.where(_is_nan(number[0]), plane.dtype.type(0), plane)
-                elif plane.dtype.type in _NAN:
-                    plane = np.where(
-                        _is_nan(plane), plane.dtype.type(_NAN[plane.dtype.type]), plane
-                    )
-                next(columns).append(plane)
+                    bits = np.where(_is_nan(number[0]), bits.dtype.type(0), bits)
+                elif plane.dtype.is_floating_point:
+                    bits = np.where(_is_nan(bits), bits.dtype.type(_NAN[bits.dtype.type]), bits)
+                next(columns).append(bits)
     return found
 
 
@@ -277,6 +287,4 @@ def _upper(x: np.ndarray) -> np.ndarray:
 
 def _is_nan(bits: np.ndarray) -> np.ndarray:
     magnitude = 0x7FFF if bits.dtype == np.uint16 else 0x7FFFFFFF
-    return bits & magnitude > _NAN[bits.dtype.type] - (
-        0x40 if bits.dtype == np.uint16 else 0x400000
-    )
+    return bits & magnitude > _INFINITY[bits.dtype.type]

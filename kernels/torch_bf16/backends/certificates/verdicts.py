@@ -1,5 +1,6 @@
 """Verdicts on disk, so that each machine tries a kernel once and is killed by it once.
 
+What ends a process while it still compiles blames nobody: that takes seconds, a trial milliseconds.
 Of several ranks one may be killed twice: launchers end all of them when one has failed, so that
 one death blames nobody.
 """
@@ -48,21 +49,23 @@ def file_of(key: Sequence[str]) -> Path | None:
     return None if place is None else place / f"{name}.json"
 
 
-def verdict(key: Sequence[str], attempt: Callable[[], str | None]) -> str | None:
+def verdict(key: Sequence[str], load: Callable[[], Callable[[], str | None]]) -> str | None:
     """The fault that an attempt found once on this machine, or None where there was none.
 
     Two processes that attempt the same at once both do, and neither waits.
 
     Args:
         key: all that the verdict depends on.
-        attempt: finds the fault; may end the process. What it raises is not a verdict.
+        load: compiles what is to be tried and gives the attempt, which finds the fault and may end
+            the process. What either raises is not a verdict.
     """
     path = file_of(key)
     if path is None:
-        return attempt()
+        return load()()
     known, fault = _read(path)
     if known:
         return fault
+    attempt = load()
     with _claim(path.with_suffix(".attempt")) as killed:
         known, fault = _read(path)
         if not known:

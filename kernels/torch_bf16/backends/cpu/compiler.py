@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from itertools import count
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -14,13 +11,13 @@ import numpy as np
 import torch
 from numba.np.unsafe import ndarray
 
-from torch_bf16 import rules
+from torch_bf16.backends.sources import source_hash
 from torch_bf16.rules import arithmetic
 
 from .bits import inlined, no_effect, no_values
 from .llvm_hints import LINE, address_as_pointer, prefetch
 
-__all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "source_hash", "with_parts"]
+__all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "named_by_sources", "with_parts"]
 
 ELEMENTS = {
     torch.bfloat16: np.uint16,
@@ -71,7 +68,7 @@ class Compiler:
     """
 
     def __init__(self, kernel: str) -> None:
-        self._suffix = f"{kernel}_{source_hash()}"
+        self._suffix = named_by_sources(kernel)
         self._numbers = count()
 
     def compile(self, function) -> Any:
@@ -126,18 +123,13 @@ class Compiler:
         return self.compile(lambda row: _as_tuple(row, length))
 
 
+def named_by_sources(name: str) -> str:
+    """A name that no kernel from other sources had, for what is kept on disk."""
+    return f"{name}_{source_hash('triton', 'certificates')}"
+
+
 def with_parts(parts: ModuleType, function: FunctionType) -> FunctionType:
     """``function`` with these in place of its module's ``parts``."""
     return FunctionType(
         function.__code__, {**function.__globals__, "parts": parts}, function.__name__
     )
-
-
-@functools.cache
-def source_hash() -> str:
-    """Of all that kernels are made from."""
-    digest = hashlib.blake2b(digest_size=8)
-    for folder in (Path(rules.__file__).parent, Path(__file__).parent):
-        for source in sorted(folder.glob("*.py")):
-            digest.update(source.read_bytes())
-    return digest.hexdigest()

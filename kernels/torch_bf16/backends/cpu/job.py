@@ -23,7 +23,7 @@ from numba.np.arrayobj import np_cfarray
 from numba.np.numpy_support import from_dtype
 
 from .bits import inlined, intrinsic
-from .compiler import source_hash
+from .compiler import named_by_sources
 
 __all__ = [
     "Kinds",
@@ -129,7 +129,7 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
             the hash of the sources stand for both.
         **options: of Numba's compiler.
     """
-    function.__qualname__ = f"{name}_{source_hash()}"
+    function.__qualname__ = named_by_sources(name)
     # By way of `numba.cfunc` all would be optimised twice.
     jit: Any = functools.partial(numba.njit, _SIGNATURE, no_cpython_wrapper=True, **options)
     try:

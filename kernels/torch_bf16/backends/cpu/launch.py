@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.inputs import KernelInputs
-from torch_bf16.backends.pieces import pieces
+from torch_bf16.backends.pieces import cut, places
 from torch_bf16.backends.totals import with_factors
 
 from . import squares as sums_of_squares
@@ -89,11 +89,15 @@ class CpuKernel:
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`."""
-    table = pieces(tensors, sums_of_squares.PIECE)
-    if table is None:
+    found, size = places(tensors), sums_of_squares.PIECE
+    if found is None:
         return None
+    addresses, numels = found.T
+    which, starts = cut(numels, size)
+    places_of_pieces = addresses[which] + starts * tensors[0].itemsize
+    table = np.stack([places_of_pieces, np.minimum(numels[which] - starts, size)], axis=1)
     sums = np.empty(len(table))
-    useful = -(-int(table[:, 1].sum()) // _WORTH_A_THREAD)
+    useful = -(-int(numels.sum()) // _WORTH_A_THREAD)
     job = new_job(sums_of_squares.KINDS, [table, sums], len(table))
     threads.run(sums_of_squares.compile_squares(tensors[0].dtype), job, useful)
     return torch.tensor(sums.sum(), dtype=torch.float64, device="cpu")
@@ -101,13 +105,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _tables(bucket: Bucket) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``chunks``, ``addresses`` (column 0 the gradients') and ``runs`` as the kernel takes them."""
-    chunks = [
-        np.stack([np.full(len(starts), tensor, np.int64), starts], axis=1)
-        for tensor, numel in enumerate(bucket.numels)
-        for starts in [np.arange(0, numel, CHUNK, dtype=np.int64)]
-    ]
-    columns = [
-        [0, *(plane.data_ptr() for planes in each for plane in planes)] for each in bucket.planes
-    ]
+    chunks = np.stack(cut(bucket.numels, CHUNK), axis=1)
+    addresses = np.insert(bucket.addresses, 0, 0, axis=1)
     runs = np.stack([bucket.offsets, bucket.widths, bucket.pitches], axis=1)
-    return np.concatenate(chunks), np.array(columns, np.int64), runs
+    return chunks, addresses, runs

@@ -23,7 +23,7 @@ from torch_bf16.backends.bucket import Bucket
 __all__ = ["TritonBackend"]
 
 # Second moments become subnormal. 3.5 flushes their roots on NVIDIA's GPUs (triton#8557), where
-# `arithmetic` has PTX instead; 3.6 makes NaN of them on AMD's (triton#8697).
+# `ieee` has PTX instead; 3.6 makes NaN of them on AMD's (triton#8697).
 _NEEDED, _NEEDED_ON_ROCM = (3, 5), (3, 7)
 
 
@@ -73,7 +73,8 @@ class TritonBackend:
         if device.type == "cpu":
             return [triton.__version__, "interpreter"]
         found = torch.cuda.get_device_properties(device)
-        chip = getattr(found, "gcnArchName", f"sm_{found.major}{found.minor}")
+        # Builds for CUDA have the first attribute, too: it is the name.
+        chip = found.gcnArchName if torch.version.hip else f"sm_{found.major}{found.minor}"
         return [triton.__version__, found.name, chip, _driver()]
 
     def load(self, bucket: Bucket) -> Kernel:

@@ -80,8 +80,9 @@ def _quiet(x, bits):
 
 @triton.jit
 def _nearest(x):
+    # Whatever NaN an operation gives has its quiet bit set.
     bits = _bits(x)
-    return _quiet(x, bits + 0x7FFF + ((bits >> 16) & 1))
+    return tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
 
 
 @triton.jit
@@ -93,18 +94,17 @@ def _stochastic(x, r):
 
 @triton.jit
 def _join16(high, low_half):
-    low = low_half >> 16
+    low = low_half.to(tl.int32, bitcast=True) >> 16
     magnitude = high & 0x7FFFFFFF
     # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
-    low = tl.where(magnitude == 0, low & 0x7FFF, low)
-    # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
-    return _float(tl.where(magnitude > 0x7F800000, high | low, high + low - ((low & 0x8000) << 1)))
+    low = tl.where(magnitude == 0, low & 0x7FFF, low).to(tl.uint32, bitcast=True)
+    return _float(tl.where(magnitude > 0x7F800000, high | (low & 0xFFFF), high + low))
 
 
 @triton.jit
 def _split16(x):
     bits = _bits(x)
-    return _quiet(x, bits + 0x8000), bits << 16
+    return tl.where(x == x, bits + 0x8000, bits), bits << 16
 
 
 @triton.jit
@@ -129,9 +129,13 @@ def _in_blocks(x):
 
 
 @triton.jit
+def _times(x, of_blocks):
+    return (_in_blocks(x) * of_blocks[:, None]).reshape(x.shape[0])
+
+
+@triton.jit
 def _from_codes(code, scale, UNIT: tl.constexpr):
-    square = code * tl.abs(code) * UNIT
-    return (_in_blocks(square) * scale[:, None]).reshape(code.shape[0])
+    return _times(code * tl.abs(code) * UNIT, scale)
 
 
 @triton.jit
@@ -147,11 +151,6 @@ def _scales(x):
 @triton.jit
 def _per_scale(scale, TOP: tl.constexpr):
     return div(tl.full(scale.shape, TOP, tl.float32), scale, False)
-
-
-@triton.jit
-def _times(x, of_blocks):
-    return (_in_blocks(x) * of_blocks[:, None]).reshape(x.shape[0])
 
 
 @triton.jit
@@ -200,7 +199,7 @@ def decode(FORMAT: tl.constexpr, planes):
         return _from_codes(code, planes[1], 1 / 65025)
     elif FORMAT == "bf16+fp32":
         # A weight that something else has written is not the rounded master: then it counts.
-        kept = (_nearest(planes[1]) & 0xFFFF0000) == planes[0]
+        kept = (_quiet(planes[1], _nearest(planes[1])) & 0xFFFF0000) == planes[0]
         return tl.where(kept, planes[1], _float(planes[0]))
     else:
         tl.static_assert(False, "a format without a codec in Triton's dialect")

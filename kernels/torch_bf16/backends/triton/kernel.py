@@ -21,10 +21,11 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.rules import STATISTIC_UNIT
 
 from .arithmetic import lift_factor, lift_update
-from .codecs import decode, encode, key_pair, noise_word
+from .chunks import find_chunk, load_numbers, store_plane
+from .codecs import encode, key_pair, noise_word
 from .ieee import together
 
-__all__ = ["BLOCK", "CHUNK", "constants", "load_plane", "noise_streams", "options", "step"]
+__all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
 
 # Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
 BLOCK = 1024
@@ -33,67 +34,6 @@ TAIL = 256
 UNIT = tl.constexpr(STATISTIC_UNIT)
 # Elements per program: enough turns that the look-ups before them cost little.
 CHUNK = 8 * BLOCK
-
-
-@triton.constexpr_function
-def _dtype(size):
-    return {1: tl.uint8, 2: tl.uint16, 4: tl.float32}[size]
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
-    # After the cast; a hint on the integer is lost, and each access as narrow as an element.
-    return tl.multiple_of(pointer, 16) if WHOLE else pointer
-
-
-@triton.jit
-def load_plane(
-    address,
-    start,
-    stop,
-    SIZE: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
-    if SHARED > 1:
-        return load_plane(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
-    elif not WHOLE:
-        elements = start + tl.arange(0, BLOCK)
-        pointers = _pointer(address, _dtype(SIZE), False) + elements
-        plane = tl.load(pointers, mask=elements < stop, other=0)
-        return plane if SIZE == 4 else plane.to(tl.uint32) << (32 - 8 * SIZE)
-    elif SIZE == 1:
-        plane = tl.load(_pointer(address, tl.uint8, True) + start + tl.arange(0, BLOCK))
-        return plane.to(tl.uint32) << 24
-    elif SIZE == 4:
-        return tl.load(_pointer(address, tl.float32, True) + start + tl.arange(0, BLOCK))
-    else:
-        # In pairs, because 16-bit registers cost a move for every second element.
-        pairs = tl.load(_pointer(address, tl.uint32, True) + start // 2 + tl.arange(0, BLOCK // 2))
-        return tl.join(pairs << 16, pairs & 0xFFFF0000).reshape(BLOCK)
-
-
-@triton.jit
-def _store(
-    address,
-    start,
-    stop,
-    plane,
-    SIZE: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    elements = start // SHARED + tl.arange(0, BLOCK // SHARED)
-    pointers = _pointer(address, _dtype(SIZE), WHOLE) + elements
-    value = plane if SIZE == 4 else (plane >> (32 - 8 * SIZE)).to(_dtype(SIZE))
-    if WHOLE:
-        tl.store(pointers, value)
-    else:
-        tl.store(pointers, value, mask=elements < stop // SHARED)
 
 
 @triton.jit
@@ -135,17 +75,7 @@ def _block(
     Numerics: fp32, no operation fused; one rounding of each number that is stored.
     Launch: inlined into ``step``.
     """
-    numbers = ()
-    for i in tl.static_range(len(FORMATS)):
-        planes = ()
-        for j in tl.static_range(len(SIZES[i])):
-            plane = load_plane(
-                addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]),
-                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
-            )  # fmt: skip
-            planes = planes + (plane,)
-        numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)
-
+    numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, WHOLE)
     weight, states = RULE(numbers[1], numbers[0], numbers[2:], scalars)
     results = (weight,) + states
 
@@ -178,7 +108,7 @@ def _block(
             tl.constexpr(DRAWS[i][0]), tl.constexpr(DRAWS[i][1]), TOGETHER,
         )  # fmt: skip
         for j in tl.static_range(len(SIZES[i])):
-            _store(
+            store_plane(
                 addresses[i][j], start, stop, planes[j], tl.constexpr(SIZES[i][j]),
                 tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
             )  # fmt: skip
@@ -214,24 +144,16 @@ def step(
         oracle in ``tests/support``.
     Launch: one program per chunk, in one dimension; no number among the arguments.
     """
-    chunk = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    first = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
-    row = tensors_ptr + tensor * N_COLUMNS
-    numel = tl.load(row)
+    row, first, scalars, step_number, addresses, address_bits, n_elements = find_chunk(
+        chunks_ptr, tensors_ptr, gradients_ptr, table_ptr, SIZES, SHARED, DRAWS, N_SCALARS,
+        N_COLUMNS, CHUNK,
+    )  # fmt: skip
     start_index = tl.load(row + 1) + first
-    gradient = tl.load(gradients_ptr + 2 * tensor)
-    scalars_row = table_ptr + tl.load(gradients_ptr + 2 * tensor + 1) * (N_SCALARS + 2)
-    scalars = ()
-    for i in tl.static_range(N_SCALARS):
-        scalars = scalars + (tl.load(scalars_row + i),)
     if TOTALS > 0:
         # Of the whole tensor; see statistic.py.
         total = tl.load(tl.load(row + TOTALS).to(tl.pointer_type(tl.int64)))
         mean = total.to(tl.float64) / (tl.load(row + TOTALS + 1).to(tl.float64) * UNIT)
         scalars = scalars + (FACTOR(mean).to(tl.float32),)
-    step_number = tl.load(scalars_row + N_SCALARS).to(tl.int64).to(tl.uint32)
-    skipped = tl.load(scalars_row + N_SCALARS + 1) != 0.0
 
     run = ()
     if STRIDED:
@@ -249,19 +171,6 @@ def step(
         keys = keys + (key_pair(t0, t1, step_number, block),)
         next_keys = next_keys + (key_pair(t0, t1, step_number, block + 1),)
 
-    addresses = ((gradient + first * SIZES[0][0],),)
-    address_bits = gradient
-    for i in tl.static_range(1, len(FORMATS)):
-        planes = ()
-        for j in tl.static_range(len(SIZES[i])):
-            address = tl.load(row + DRAWS[i][2] + j)
-            address_bits |= address
-            planes = planes + (address + first // SHARED[i][j] * SIZES[i][j],)
-        addresses = addresses + (planes,)
-
-    # Nothing is at address 0: the tensor has no gradient in this step.
-    idle = skipped | (gradient == 0)
-    n_elements = tl.where(idle, 0, tl.minimum(numel - first, CHUNK).to(tl.int32))
     if STRIDED:
         index = start_index
         aligned = (address_bits & 15) == 0

@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from torch_bf16.backends.bucket import Bucket, Variant
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
+from torch_bf16.backends.pieces import cut
 
 from .kernel import CHUNK, constants, noise_streams, options, step
 from .launcher import launcher
@@ -44,8 +45,8 @@ class TritonKernel:
         self._programs, self._chunks = len(chunks), upload(chunks, self._device)
         self._tensors = upload(self._rows, self._device)
         self._tensors_with_bases, self._gradients = Table(self._device), Table(self._device)
-        self._host = np.empty((0, 2), np.int64)
-        self._known: tuple[np.ndarray, np.ndarray] | None = None
+        self._gradient_rows = np.empty((0, 2), np.int64)
+        self._made_from: tuple[np.ndarray, np.ndarray] | None = None
         self._tables: tuple[Tensor, ...] = ()
         self._launch: Callable[..., None] | None = None
         self._sum: Callable[..., None] | None = None
@@ -106,11 +107,15 @@ class TritonKernel:
 
     def _gradient_table(self, addresses: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The table ``gradients``: the same array for the same two."""
-        if self._known is None or self._known[0] is not addresses or self._known[1] is not rows:
-            self._host = np.empty((len(rows), 2), np.int64)
-            self._host[:, 0], self._host[:, 1] = addresses, rows
-            self._known = addresses, rows
-        return self._host
+        if (
+            self._made_from is None
+            or self._made_from[0] is not addresses
+            or self._made_from[1] is not rows
+        ):
+            self._gradient_rows = np.empty((len(rows), 2), np.int64)
+            self._gradient_rows[:, 0], self._gradient_rows[:, 1] = addresses, rows
+            self._made_from = addresses, rows
+        return self._gradient_rows
 
     def _tensors_of(self, bases: np.ndarray) -> Tensor:
         """The table ``tensors`` with other words of noise."""
@@ -134,25 +139,20 @@ def _architecture(device: torch.device) -> int | str:
 
 
 def _chunks(bucket: Bucket) -> np.ndarray:
-    n_chunks = -(-np.asarray(bucket.numels) // CHUNK)
-    first = np.repeat(np.cumsum(n_chunks) - n_chunks, n_chunks)
-    tensors = np.repeat(np.arange(len(n_chunks)), n_chunks)
-    return np.stack([tensors, np.arange(len(tensors)) - first], axis=1).astype(np.int32)
+    tensors, starts = cut(bucket.numels, CHUNK)
+    return np.stack([tensors, starts // CHUNK], axis=1).astype(np.int32)
 
 
 def _rows(bucket: Bucket) -> np.ndarray:
     """The table ``tensors``."""
     variant = bucket.variant
-    addresses = [
-        [plane.data_ptr() for planes in each for plane in planes] for each in bucket.planes
-    ]
     sizes = np.stack([bucket.numels, bucket.offsets], axis=1)
     runs = np.stack([bucket.widths, bucket.pitches], axis=1)[:, : 2 * variant.strided]
     words, totals = _words(variant, bucket.bases), np.empty((len(sizes), 0), np.int64)
     if bucket.totals is not None:
         places = bucket.totals.sums.data_ptr() + 8 * bucket.totals.places
         totals = np.stack([places, bucket.totals.counts], axis=1)
-    return np.concatenate([sizes, words, np.array(addresses, np.int64), totals, runs], axis=1)
+    return np.concatenate([sizes, words, bucket.addresses, totals, runs], axis=1)
 
 
 def _words(variant: Variant, bases: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_bf16.backends.host_scalars import evaluate, sign_of
+from torch_bf16.backends.host_scalars import evaluate, naming_group, sign_of
 from torch_bf16.backends.inputs import ScalarRows, StepInputs
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import all_same
@@ -34,8 +34,8 @@ __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 # The low two bits of an address say what is there; 0 is for a value that is not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
 _OF_STEP = 3
-# Less than any row: takes a counter out of the step.
-_ABSENT = -(2**31)
+# A row of the values.
+_VALUE = np.dtype([("address", np.int64), ("number", np.float64)])
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 """How ``prepare`` is compiled, for every device."""
@@ -64,8 +64,8 @@ def prepare(
 ):
     """Compute a row of scalars for each step counter, and count the step.
 
-    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, and
-        less by 2^31 where the counter takes no part in the step; the values; ``steps``, fp32
+    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, all its
+        bits inverted where the counter takes no part in the step; the values; ``steps``, fp32
         ``[n]``, the counters.
     Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 where
         it is skipped or takes no part; ``steps``, where it is neither.
@@ -75,7 +75,7 @@ def prepare(
     counter = tl.program_id(0).to(tl.int64)
     first = tl.load(rows_ptr + counter)
     absent = first < 0
-    first = tl.where(absent, first + 2147483648, first)
+    first = tl.where(absent, ~first, first)
     options = ()
     for i in tl.static_range(N_OPTIONS):
         options = options + (_value(values_ptr, first + i),)
@@ -126,27 +126,28 @@ class DeviceScalars:
         counters = {id(step): step for step in steps}
         rows = {key: row for row, key in enumerate(counters)}
         rows_of = np.array([rows[id(step)] for step in steps], np.int64)
-        self._row_of, self._rows_of = rows_of, np.split(rows_of, np.cumsum(sizes)[:-1])
+        self._counter_of_tensor = rows_of
+        self._counters_of_bucket = np.split(rows_of, np.cumsum(sizes)[:-1])
         numbers = [float(step) for step in counters.values()]
-        self._counter = upload(np.array(numbers, np.float32), device)
-        views = self._counter.unbind()
+        self._counters = upload(np.array(numbers, np.float32), device)
+        views = self._counters.unbind()
         self.steps = [views[row] for row in rows_of.tolist()]
         group_of = dict(zip(rows_of.tolist(), groups, strict=True))
-        used, self._place = np.unique(
+        used, self._group_of_counter = np.unique(
             [group_of[row] for row in range(len(rows))], return_inverse=True
         )
-        self._used: list[int] = used.tolist()
-        self._present = self._used
-        self._values, self._rows = Table(device), Table(device)
+        self._groups: list[int] = used.tolist()
+        self._groups_taking_part = self._groups
+        self._values_on_device, self._first_values_on_device = Table(device), Table(device)
         self._inputs: list[Any] = []
-        self._key: list[Any] = []
-        self._encoded = np.empty((0, 2), np.int64)
+        self._encoded: list[tuple[int, float]] = []
+        self._values = np.empty((0, 2), np.int64)
         self._converted: list[Tensor] = []
         self._made: tuple[Tensor, Callable[..., None], list[ScalarRows]] | None = None
         self._tables: tuple[Tensor, ...] = ()
         self._taking_part: np.ndarray | None = None
         self._counted = np.ones(len(rows), bool)
-        self._places: np.ndarray | None = None
+        self._first_values: np.ndarray | None = None
 
     def set(
         self,
@@ -175,25 +176,23 @@ class DeviceScalars:
         """
         self._select(taking_part)
         values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
-        for number in self._present:
+        for number in self._groups_taking_part:
             group = groups[number]
-            try:
+            with naming_group(group, number):
                 values += (*self._rule.options(group), sign_of(group))
-            except (LookupError, TypeError, ValueError):
-                evaluate(self._rule, group, number, 1)
-                raise
-        width = (len(values) - _OF_STEP) // len(self._present)
+        width = (len(values) - _OF_STEP) // len(self._groups_taking_part)
         # The same Python numbers have the same values; a tensor or an array may have been written.
         if not all_same(values, self._inputs):
             self._encode(groups, values, width)
             constant = all(isinstance(each, float | int | None) for each in values)
             self._inputs = values if constant else []
         table, _, scalars = self._made or self._make(width - 1)
-        if self._places is None:
-            absent = np.where(self._counted, 0, _ABSENT)
-            self._places = (_OF_STEP + self._place * width + absent).astype(np.int64)
-        rows, table_of_values = self._rows.of(self._places), self._values.of(self._encoded)
-        self._tables = rows, table_of_values, self._counter, table
+        if self._first_values is None:
+            first = _OF_STEP + self._group_of_counter * width
+            self._first_values = np.where(self._counted, first, ~first).astype(np.int64)
+        first_values = self._first_values_on_device.of(self._first_values)
+        values_there = self._values_on_device.of(self._values)
+        self._tables = first_values, values_there, self._counters, table
         return scalars
 
     def launch(self) -> None:
@@ -210,20 +209,22 @@ class DeviceScalars:
         if updated is None or self._made is None:
             return
         undone = np.ones(len(self._counted), np.float32)
-        undone[self._row_of[updated]] = 0.0
+        undone[self._counter_of_tensor[updated]] = 0.0
         # The last column is 1 where a counter was not raised.
         raised = 1.0 - self._made[0][:, -1]
-        self._counter.sub_(raised * upload(undone, self._device))
+        self._counters.sub_(raised * upload(undone, self._device))
 
     def _select(self, taking_part: np.ndarray | None) -> None:
         """Let the counters of some tensors take part in the steps from now on."""
         if taking_part is not self._taking_part:
             self._taking_part = taking_part
-            counted = self._row_of if taking_part is None else self._row_of[taking_part]
+            of_tensor = self._counter_of_tensor
+            counted = of_tensor if taking_part is None else of_tensor[taking_part]
             self._counted = np.zeros(len(self._counted), bool)
             self._counted[counted] = True
-            self._present = [self._used[n] for n in np.unique(self._place[self._counted])]
-            self._places = None
+            places = np.unique(self._group_of_counter[self._counted])
+            self._groups_taking_part = [self._groups[place] for place in places]
+            self._first_values = None
 
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
@@ -240,50 +241,41 @@ class DeviceScalars:
         """
         self._converted = []
         of_step = zip(values[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
-        key = [self._encode_value(value, default) for value, default in of_step]
-        options: dict[int, list[float | int]] = {}
-        for place, number in enumerate(self._present):
+        encoded = [self._encode_value(value, default) for value, default in of_step]
+        options: dict[int, list[tuple[int, float]]] = {}
+        for place, number in enumerate(self._groups_taking_part):
             first = _OF_STEP + place * width
-            try:
+            with naming_group(groups[number], number):
                 options[number] = [*map(self._encode_value, values[first : first + width])]
-            except (TypeError, ValueError):
-                evaluate(self._rule, groups[number], number, 1)
-                raise
-        for number in self._used:
-            key += options.get(number) or [0.0] * width
-        if key == self._key:
+        for number in self._groups:
+            encoded += options.get(number) or [(0, 0.0)] * width
+        if encoded == self._encoded:
             return
-        if key[_OF_STEP:] != self._key[_OF_STEP:]:
-            for number, numbers in options.items():
-                if all(isinstance(each, float) for each in numbers):
+        if encoded[_OF_STEP:] != self._encoded[_OF_STEP:]:
+            for number, its in options.items():
+                if not any(address for address, _ in its):
                     evaluate(self._rule, groups[number], number, 1)
-        self._encoded, self._key = _encoded(key), key
+        self._values, self._encoded = np.array(encoded, _VALUE).view((np.int64, 2)), encoded
 
-    def _encode_value(self, value: Any, default: float = 0.0) -> float | int:
-        """A number as a float, a tensor on the device as its address and kind."""
+    def _encode_value(self, value: Any, default: float = 0.0) -> tuple[int, float]:
+        """A row of the values: a tensor on the device by its address and kind, else the number."""
         if value is None:
-            return default
+            return 0, default
         if not isinstance(value, Tensor) or (value.is_cpu and self._device.type != "cpu"):
-            return float(value)
+            return 0, float(value)
         if value.numel() != 1:
             raise ValueError(f"{value.numel()} numbers where one is needed")
         if value.dtype not in _KINDS or value.device != self._device:
             value = value.to(self._device, torch.float64, non_blocking=True)
             self._converted.append(value)
-        return value.data_ptr() | _KINDS[value.dtype]
+        return value.data_ptr() | _KINDS[value.dtype], 0.0
 
     def _make(self, n_options: int) -> tuple[Tensor, Callable[..., None], list[ScalarRows]]:
         constants = prepare_constants(self._rule, n_options)
-        shape = (len(self._place), constants["N_SCALARS"] + 2)
+        shape = (len(self._group_of_counter), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        made = [ScalarRows(None, each, table) for each in self._rows_of]
+        made = [ScalarRows(None, each, table) for each in self._counters_of_bucket]
         tables = torch.int64, torch.int64, torch.float32, torch.float32
         launch = launcher(prepare, tables, len(table), constants, OPTIONS, self._device)
         self._made = table, launch, made
         return self._made
-
-
-def _encoded(key: Sequence[float | int]) -> np.ndarray:
-    numbers = np.array([each if isinstance(each, float) else 0.0 for each in key], np.float64)
-    addresses = np.array([0 if isinstance(each, float) else each for each in key], np.int64)
-    return np.stack([addresses, numbers.view(np.int64)], axis=1)

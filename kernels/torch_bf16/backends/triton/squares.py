@@ -9,19 +9,22 @@ number is there is read a second time and scaled by a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_bf16.backends.pieces import pieces
+from torch_bf16.backends.pieces import cut, places
 
+from .launcher import launcher
 from .tables import on, upload
 
-__all__ = ["BLOCK", "OPTIONS", "PIECE", "squares", "squares_of_pieces"]
+__all__ = ["OPTIONS", "squares", "squares_constants", "squares_of_pieces"]
 
 # Elements per turn of a program: sixteen for each of 128 threads.
 BLOCK = 2048
@@ -70,17 +73,27 @@ def _piece(address, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total), tl.max(largest)
 
 
-@triton.jit(do_not_specialize=["table_ptr", "sums_ptr"])
-def squares_of_pieces(table_ptr, sums_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["pieces_ptr", "tensors_ptr", "sums_ptr"])
+def squares_of_pieces(
+    pieces_ptr,
+    tensors_ptr,
+    sums_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """The sum of the squares of each piece.
 
-    Reads: ``table``, int64 ``[n, 2]``, address and number of elements of each piece, at most PIECE.
+    Reads: ``pieces``, int32 ``[n, 2]``, the tensor of each piece and the piece's number in it;
+        ``tensors``, int64, address and number of elements of each tensor.
     Writes: ``sums``, fp64 ``[n]``.
     Launch: one program per piece.
     """
     piece = tl.program_id(0).to(tl.int64)
-    address = tl.load(table_ptr + 2 * piece)
-    n = tl.load(table_ptr + 2 * piece + 1).to(tl.int32)
+    row = tensors_ptr + 2 * tl.load(pieces_ptr + 2 * piece).to(tl.int64)
+    start = tl.load(pieces_ptr + 2 * piece + 1).to(tl.int64) * PIECE
+    address = tl.load(row) + start * SIZE
+    n = tl.minimum(tl.load(row + 1) - start, PIECE).to(tl.int32)
     total, largest = _piece(address, n, 1.0, SIZE, BLOCK)
     found = total.to(tl.float64)
     # 2^54 and 2^-44; an infinity is one whatever it is scaled by.
@@ -96,13 +109,40 @@ def squares_of_pieces(table_ptr, sums_ptr, SIZE: tl.constexpr, BLOCK: tl.constex
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`. Does not wait for the device."""
-    table = pieces(tensors, PIECE)
-    if table is None:
+    found = places(tensors)
+    if found is None:
         return None
-    device = tensors[0].device
-    sums = torch.empty(len(table), dtype=torch.float64, device=device)
-    if len(table):
-        kernel: Any = squares_of_pieces[(len(table),)]
-        with on(device):
-            kernel(upload(table, device), sums, SIZE=tensors[0].itemsize, BLOCK=BLOCK, **OPTIONS)
+    dtype, device = tensors[0].dtype, tensors[0].device
+    with on(device):
+        pieces, launch = _of_sizes(tuple(found[:, 1].tolist()), dtype, device, _stream(device))
+        sums = torch.empty(len(pieces), dtype=torch.float64, device=device)
+        if len(pieces):
+            launch(pieces, upload(found, device), sums)
     return sums.sum()
+
+
+def squares_constants(dtype: torch.dtype) -> dict[str, Any]:
+    """What ``squares_of_pieces`` is compiled for: its arguments in capitals."""
+    return {"SIZE": dtype.itemsize, "BLOCK": BLOCK, "PIECE": PIECE}
+
+
+# Only addresses change from one clip to the next. With released gradients there are as many lists
+# as parameters, of a few sizes.
+@functools.lru_cache(maxsize=64)
+def _of_sizes(
+    numels: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int
+) -> tuple[Tensor, Callable[..., None]]:
+    """The pieces of tensors of these sizes, on the device, and what launches their sums.
+
+    For one stream, so that none reads the table before it is copied, or after it is freed.
+    """
+    tensors, starts = cut(np.array(numels, np.int64), PIECE)
+    pieces = np.stack([tensors, starts // PIECE], axis=1).astype(np.int32)
+    tables = torch.int32, torch.int64, torch.float64
+    kernel, programs = squares_of_pieces, max(1, len(pieces))
+    launch = launcher(kernel, tables, programs, squares_constants(dtype), OPTIONS, device)
+    return upload(pieces, device), launch
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -20,9 +20,9 @@ from torch_bf16.backends.bucket import Variant
 from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT
 
 from .arithmetic import lift_statistic
-from .codecs import decode
+from .chunks import find_chunk, load_numbers
 from .ieee import together
-from .kernel import constants, load_plane
+from .kernel import constants
 
 __all__ = ["measure", "measure_constants"]
 
@@ -43,16 +43,7 @@ def _block(
     WHOLE: tl.constexpr,
 ):
     """The sum over a block of a chunk, int64; arguments as for the step's ``_block``."""
-    numbers = ()
-    for i in tl.static_range(len(FORMATS)):
-        planes = ()
-        for j in tl.static_range(len(SIZES[i])):
-            plane = load_plane(
-                addresses[i][j], start, stop, tl.constexpr(SIZES[i][j]),
-                tl.constexpr(SHARED[i][j]), BLOCK, WHOLE,
-            )  # fmt: skip
-            planes = planes + (plane,)
-        numbers = numbers + (decode(tl.constexpr(FORMATS[i]), planes),)
+    numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, WHOLE)
     found = STATISTIC(numbers[1], numbers[0], numbers[2:], scalars)
     # A NaN is not below the largest.
     bounded = tl.where(found < LARGEST, found, LARGEST)
@@ -72,7 +63,7 @@ def measure(
     FORMATS: tl.constexpr,
     SIZES: tl.constexpr,
     SHARED: tl.constexpr,
-    FIRST_COLUMNS: tl.constexpr,
+    DRAWS: tl.constexpr,
     N_SCALARS: tl.constexpr,
     N_COLUMNS: tl.constexpr,
     TOTALS: tl.constexpr,
@@ -87,30 +78,10 @@ def measure(
     Numerics: fp32, nothing fused; each element is rounded down to a whole number of units.
     Launch: one program per chunk, in one dimension; no number among the arguments.
     """
-    chunk = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    first = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * CHUNK
-    row = tensors_ptr + tensor * N_COLUMNS
-    gradient = tl.load(gradients_ptr + 2 * tensor)
-    scalars_row = table_ptr + tl.load(gradients_ptr + 2 * tensor + 1) * (N_SCALARS + 2)
-    scalars = ()
-    for i in tl.static_range(N_SCALARS):
-        scalars = scalars + (tl.load(scalars_row + i),)
-    skipped = tl.load(scalars_row + N_SCALARS + 1) != 0.0
-
-    addresses = ((gradient + first * SIZES[0][0],),)
-    address_bits = gradient
-    for i in tl.static_range(1, len(FORMATS)):
-        planes = ()
-        for j in tl.static_range(len(SIZES[i])):
-            address = tl.load(row + FIRST_COLUMNS[i] + j)
-            address_bits |= address
-            planes = planes + (address + first // SHARED[i][j] * SIZES[i][j],)
-        addresses = addresses + (planes,)
-
-    # Nothing is at address 0: the tensor has no gradient in this step.
-    idle = skipped | (gradient == 0)
-    n_elements = tl.where(idle, 0, tl.minimum(tl.load(row) - first, CHUNK).to(tl.int32))
+    row, _, scalars, _, addresses, address_bits, n_elements = find_chunk(
+        chunks_ptr, tensors_ptr, gradients_ptr, table_ptr, SIZES, SHARED, DRAWS, N_SCALARS,
+        N_COLUMNS, CHUNK,
+    )  # fmt: skip
     n_whole = tl.where((address_bits & 15) == 0, n_elements // BLOCK, 0)
     total = tl.full((), 0, tl.int64)
     # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
@@ -127,7 +98,7 @@ def measure(
             addresses, scalars, start, n_elements, STATISTIC, FORMATS, SIZES, SHARED, TAIL, False
         )
         start += TAIL
-    if not idle:
+    if n_elements > 0:
         sum_ptr = tl.load(row + TOTALS).to(tl.pointer_type(tl.int64))
         tl.atomic_add(sum_ptr, total, sem="relaxed")
 
@@ -136,16 +107,9 @@ def measure(
 def measure_constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
     """What ``measure`` is compiled for: its arguments in capitals.
 
-    ``n_scalars`` are those of the statistic; ``FIRST_COLUMNS`` are those of each number's first
-    plane in the table of tensors.
+    ``n_scalars`` are those of the statistic; the others are as for the step.
     """
     of_step = constants(variant, n_scalars + 1, architecture)
-    return {
-        "STATISTIC": lift_statistic(variant.rule, together(architecture)),
-        **{name: of_step[name] for name in ("FORMATS", "SIZES", "SHARED")},
-        "FIRST_COLUMNS": tuple(column for _, _, column in of_step["DRAWS"]),
-        **{
-            name: of_step[name]
-            for name in ("N_SCALARS", "N_COLUMNS", "TOTALS", "BLOCK", "TAIL", "CHUNK")
-        },
-    }
+    shared = "FORMATS", "SIZES", "SHARED", "DRAWS", "N_SCALARS", "N_COLUMNS", "TOTALS"
+    chosen = {name: of_step[name] for name in (*shared, "BLOCK", "TAIL", "CHUNK")}
+    return {"STATISTIC": lift_statistic(variant.rule, together(architecture)), **chosen}

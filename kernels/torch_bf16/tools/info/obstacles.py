@@ -14,7 +14,8 @@ import torch
 
 from torch_bf16.argument_checks import BACKENDS
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import file_of, folder, kept, source_hash
+from torch_bf16.backends.certificates import file_of, folder, kept
+from torch_bf16.backends.sources import source_hash
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.formats import ROLES
 from torch_bf16.recipe import ACCUMULATIONS, RECIPES
