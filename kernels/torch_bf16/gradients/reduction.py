@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .backward import at_end_of_backward, released
+from .backward import Passes, released
 from .reduce_scatter import all_reduce_mean
 
 __all__ = ["Bucket", "DdpPass", "Fp32Reduction", "announce", "announce_buckets", "hook_holder"]
@@ -43,6 +43,19 @@ class DdpPass:
             self.reads = False
 
 
+class _Kept(dict[Any, Any]):
+    """The fp32 gradients that one backward pass has brought, by parameter."""
+
+    def put_back(self) -> None:
+        """Show them again."""
+        for parameter, gradient in self.items():
+            parameter.grad = gradient
+        self.clear()
+
+    # A pass that fails has no other end.
+    __del__ = put_back
+
+
 class Fp32Reduction:
     """The fp32 gradients of one DDP module. Made by :meth:`of`.
 
@@ -54,8 +67,7 @@ class Fp32Reduction:
     def __init__(self, module: DistributedDataParallel) -> None:
         self._group: Any = module.process_group
         self._parameters = set(module.parameters())
-        self._kept: dict[Tensor, Tensor] = {}
-        self._task = -1
+        self._passes = Passes(_Kept, _Kept.put_back)
         self._active = False
 
     @classmethod
@@ -106,22 +118,15 @@ class Fp32Reduction:
         self._active = False
 
     def _keep(self, parameter: Any) -> None:
-        if parameter.dtype != torch.bfloat16:
+        running = self._passes.current()
+        if parameter.dtype != torch.bfloat16 or running is None:
             return
-        self._kept[parameter] = parameter.grad
+        # That of a pass around this one, which this one was not added to.
+        for each in self._passes:
+            if parameter in each:
+                parameter.grad = each.pop(parameter) + parameter.grad
+        running[parameter] = parameter.grad
         parameter.grad = None
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            # What a backward pass that failed has left here is not of this one.
-            self._kept = {parameter: self._kept[parameter]}
-            at_end_of_backward(self._put_back)
-
-    def _put_back(self) -> None:
-        for parameter, gradient in self._kept.items():
-            parameter.grad = gradient
-        self._kept = {}
-        self._task = -1
 
     # DDP compares annotations with its own types, and these are strings here.
     def _reduce(self, _, bucket):
@@ -129,9 +134,14 @@ class Fp32Reduction:
         size, buffer = dist.get_world_size(self._group), bucket.buffer()
         if not self._active or buffer.dtype != torch.bfloat16:
             return all_reduce_mean(buffer, self._group)
+        for parameter in bucket.parameters():
+            # A pass within this one, as under reentrant checkpointing, has put it back already.
+            if parameter.grad is not None:
+                self._keep(parameter)
+        kept = {parameter: g for each in self._passes for parameter, g in each.items()}
         # DDP's own zeros for what no micro-batch has used, or on a rank that has left by join().
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        gradients: list[Any] = [self._kept.get(parameter, zeros) for parameter, zeros in pairs]
+        gradients: list[Any] = [kept.get(parameter, zeros) for parameter, zeros in pairs]
         whole = torch.cat([gradient.reshape(-1).float() for gradient in gradients]).div_(size)
         future = dist.all_reduce(whole, group=self._group, async_op=True).get_future()  # pyright: ignore
 
