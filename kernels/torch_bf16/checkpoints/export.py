@@ -17,7 +17,7 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
-from .files import damaged_safetensors, read_file
+from .files import check_complete, damaged_safetensors, read_file
 
 __all__ = [
     "export_file",
@@ -177,7 +177,8 @@ def export_file(
         One line about what was written.
 
     Raises:
-        CheckpointError: there are no weights in ``source``, or the masters cannot be assigned.
+        CheckpointError: there are no weights in ``source``, they are one rank's part, or the
+            masters cannot be assigned.
     """
     weights, states = read_checkpoint(Path(source))
     return export_weights(weights, states, target, dtype, optimizer)
@@ -200,6 +201,7 @@ def export_weights(
     if optimizer is not None:
         states = read_file(Path(optimizer))
         states = states if isinstance(states.get("state"), Mapping) else _parts(states)[1]
+    check_complete(weights)
     if dtype == "float32":
         weights, exact = fp32_weights(weights, states)
         said = f"{exact} of them from exact masters"

@@ -19,13 +19,20 @@ from torch import nn
 
 from torch_bf16.errors import CheckpointError
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.sharding import is_incomplete
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["damaged_safetensors", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "check_complete",
+    "damaged_safetensors",
+    "load_checkpoint",
+    "read_file",
+    "save_checkpoint",
+]
 
 _FOLDER = 0x10  # MS-DOS's attribute, in zip's directory
 
@@ -44,8 +51,9 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
             of them, which is what ``weights_only=True`` loads.
 
     Raises:
-        CheckpointError: a part could not be loaded again with ``weights_only=True``, or another
-            process is writing this file; the file at ``path`` is as it was.
+        CheckpointError: a part could not be loaded again with ``weights_only=True``, a tensor is
+            sharded, so that this rank has not all of it, or another process is writing this file;
+            the file at ``path`` is as it was.
 
     Example:
         >>> import tempfile
@@ -57,6 +65,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     """
     path = Path(path)
     states = {n: p.state_dict() if hasattr(p, "state_dict") else p for n, p in parts.items()}
+    check_complete(states)
     partial = path.with_name(f".{path.name}.partial")
     # Not truncated before it is locked: another process may be writing it.
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
@@ -112,6 +121,28 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
         parts[name].load_state_dict(states.pop(name))
     return states
+
+
+def check_complete(content: Any, name: str = "") -> None:
+    """Refuse tensors of which this rank has a part; it would be taken for that of every rank.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    if isinstance(content, Mapping):
+        for key, each in content.items():
+            check_complete(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(content, (list, tuple)):
+        for number, each in enumerate(content):
+            check_complete(each, f"{name}.{number}")
+    elif is_incomplete(content):
+        raise CheckpointError(
+            f"{name!r} is sharded, and this rank has a part of it: it is placed as "
+            f"{tuple(content.placements)} on a mesh of {tuple(content.device_mesh.shape)}. On all "
+            "ranks call torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, "
+            "options=StateDictOptions(full_state_dict=True)), and write on one what it returns; or "
+            "write all parts by torch.distributed.checkpoint.save. Nothing was written"
+        )
 
 
 def damaged_safetensors(path: Path, why: object) -> CheckpointError:

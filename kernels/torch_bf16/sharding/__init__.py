@@ -18,7 +18,7 @@ from .deepspeed import (
 )
 from .deepspeed_engine import check_engine, deepspeed_config
 from .deepspeed_files import watch_files
-from .dtensor import DTensorShard, reshard
+from .dtensor import DTensorShard, is_incomplete, reshard
 from .exchange import Like, all_gather, exchange
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of, unit_shapes
@@ -55,6 +55,7 @@ __all__ = [
     "gradients_of",
     "is_dtensor",
     "is_flat",
+    "is_incomplete",
     "is_whole",
     "local",
     "missing_memory",

@@ -20,7 +20,15 @@ from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
 
-__all__ = ["DTensorShard", "box_at", "reshard"]
+__all__ = ["DTensorShard", "box_at", "is_incomplete", "reshard"]
+
+
+def is_incomplete(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor of which other ranks hold other numbers."""
+    if not is_dtensor(tensor):
+        return False
+    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return any(size > 1 and not each.is_replicate() for size, each in pairs)
 
 
 def reshard(parameters: Iterable[Tensor]) -> None:
