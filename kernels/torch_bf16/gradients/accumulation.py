@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,18 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine.engine import Engine, engine_of
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
-from torch_bf16.sharding import is_dtensor, local, missing_memory, shard_of, unit_shapes
+from torch_bf16.sharding import (
+    Unit,
+    before_backward_of,
+    is_dtensor,
+    local,
+    missing_memory,
+    shard_of,
+    unit_shapes,
+    units,
+)
 
-from .backward import Passes, at_outputs_of, own_parameters, sharded_modules
+from .backward import Passes
 from .gathering import Gathering, Group, Waiting
 from .reduction import DdpPass, Fp32Reduction
 from .sums import Addition, StepNumbers, add_all
@@ -147,15 +157,16 @@ class GradientAccumulation:
         self._reduction: Fp32Reduction | None = None
         self._readers: list[DdpPass] = []
         if format != "bf16_nearest":
-            modules = [] if model is None else list(sharded_modules(model, format))
+            sharded = [] if model is None else [*units(model)]
+            _check_dtypes(sharded, format)
             try:
                 if model is not None and format == "fp32":
                     self._reduction = Fp32Reduction.of(model)
                 self._readers = [] if model is None else DdpPass.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
-                for module in modules:
-                    take = functools.partial(self._take_all, own_parameters(module))
-                    self._hooks.append(at_outputs_of(module, take))
+                for unit in sharded:
+                    take = functools.partial(self._take_all, unit.parameters)
+                    self._hooks.append(before_backward_of(unit, take))
                 self.hook_parameters()
             except Exception:
                 self.remove()
@@ -214,7 +225,7 @@ class GradientAccumulation:
                 self._hooks += self._reduction.hook(parameter)
             if not sharded:
                 return
-        # Not called for what FSDP2 shards, hence the hooks on the modules' outputs.
+        # Not called for what FSDP2 shards, hence the hooks on its units.
         reference = weakref.ref(parameter)
         self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._merge))
@@ -325,6 +336,19 @@ class GradientAccumulation:
                 group.made.forget()
         if len(self._hooked) < sum(len(g["params"]) for g in optimizer.param_groups):
             self.hook_parameters()
+
+
+def _check_dtypes(sharded: Iterable[Unit], format: str) -> None:
+    """Refuse units of FSDP2 that reduce gradients in bf16, which undoes the format."""
+    for unit in sharded:
+        low = unit.reduce_dtype != torch.float32
+        if low and any(p.dtype == torch.bfloat16 for p in unit.parameters):
+            raise ValueError(
+                f"gradients cannot be accumulated in {format!r} for {unit.name!r}: fully_shard "
+                f"reduces its gradients in {unit.reduce_dtype or 'bf16'}, and sums them so without "
+                "gradient synchronisation. Use fully_shard(module, "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
 
 
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:

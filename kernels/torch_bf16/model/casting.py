@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, MutableMapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.argument_checks import check_module
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding import local, shard_of, without_wrappers
+from torch_bf16.sharding import has_run, local, units, without_wrappers
 
 from .autocast import fill_gaps, widened
 from .averaged_models import watch_averages
@@ -196,33 +195,26 @@ def _check_wrappers(module: nn.Module) -> None:
                 "its parameters into flat ones. Cast first, then wrap it; or shard with "
                 "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
             )
-        state = getattr(sub, "_get_fsdp_state", None)
-        # None until the first forward, which settles the dtype that gradients are reduced to.
-        if state is not None and getattr(state(), "_is_root", None) is not None:
-            raise ValueError(
-                "cast_model was given a module that fully_shard wraps and that has run already; "
-                "FSDP settles its dtypes in the first forward. Cast before it"
-            )
+    # The first forward settles the dtype that gradients are reduced to.
+    if has_run(module):
+        raise ValueError(
+            "cast_model was given a module that fully_shard wraps and that has run already; "
+            "FSDP settles its dtypes in the first forward. Cast before it"
+        )
 
 
 def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> None:
     # FSDP2 says it in its first forward, without names.
-    groups: dict[str, Any] = {}
-    first: dict[Any, dict[torch.dtype, str]] = {}
-    for path, sub in module.named_modules():
-        # A module is gathered and reduced with the nearest one around it that was sharded.
-        state = getattr(sub, "_get_fsdp_state", None)
-        around = groups.get(path.rpartition(".")[0])
-        groups[path] = group = around if state is None else state()
-        for name, p in sub.named_parameters(path, recurse=False):
-            trained = p.requires_grad and p.is_floating_point()
-            if trained and group is not None and shard_of(p).sharded:
+    names = {id(p): name for name, p in module.named_parameters()}
+    for unit in units(module):
+        first: dict[torch.dtype, str] = {}
+        for p in unit.parameters:
+            if id(p) in names and p.requires_grad and p.is_floating_point():
                 dtype = torch.bfloat16 if id(p) in to_bf16 else p.dtype
                 dtype = torch.float32 if id(p) in to_fp32 else dtype
-                first.setdefault(group, {}).setdefault(dtype, name)
-    for names in first.values():
-        if len(names) > 1:
-            held = " and ".join(f"{name!r} in {dtype}" for dtype, name in names.items())
+                first.setdefault(dtype, names[id(p)])
+        if len(first) > 1:
+            held = " and ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
             raise ValueError(
                 f"one group of fully_shard would hold {held}, and FSDP reduces the gradients of a "
                 "group in one dtype (norms with running statistics and modules in keep_fp32 stay "

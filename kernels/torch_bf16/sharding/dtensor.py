@@ -6,7 +6,7 @@ A rank holds a box of the whole tensor, one interval per dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from .exchange import all_gather, group_of
+from .fsdp2 import places
 from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
 
-__all__ = ["DTensorShard", "box_at", "is_incomplete", "reshard"]
+__all__ = ["DTensorShard", "box_at", "is_incomplete"]
 
 
 def is_incomplete(tensor: Any) -> bool:
@@ -29,35 +30,6 @@ def is_incomplete(tensor: Any) -> bool:
         return False
     pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return any(size > 1 and not each.is_replicate() for size, each in pairs)
-
-
-def reshard(parameters: Iterable[Tensor]) -> None:
-    """Make FSDP2 gather again the weights that are about to be written outside a step.
-
-    It keeps the root's gathered weights until a backward pass, which a validation does not have. A
-    DTensor does not know its module, so all modules give up what they keep.
-    """
-    if not any(map(is_dtensor, parameters)):
-        return
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for module in list(_module_state_mapping):
-        if callable(give_back := getattr(module, "reshard", None)):
-            give_back()
-
-
-def _places() -> Iterator[tuple[Tensor, nn.Module, str]]:
-    """What FSDP2 has sharded, each with the module that it is a parameter of and its name there."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for module in list(_module_state_mapping):
-        if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
-            continue
-        groups = getattr(state_of(), "_fsdp_param_groups", None)
-        if groups is None:  # older torch has one for each module
-            groups = filter(None, [state_of()._fsdp_param_group])
-        for each in (each for group in groups for each in group.fsdp_params):
-            yield each.sharded_param, each._module_info.module, each._module_info.param_name
 
 
 class DTensorShard(Shard):
@@ -78,8 +50,8 @@ class DTensorShard(Shard):
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
 
     def place_in_model(self) -> tuple[nn.Module, str] | None:
-        places = ((module, name) for p, module, name in _places() if p is self.parameter)
-        return next(places, None)
+        found = ((module, name) for p, module, name in places() if p is self.parameter)
+        return next(found, None)
 
     @cached_property
     def _box(self) -> tuple[slice, ...]:
