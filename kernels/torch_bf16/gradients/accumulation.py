@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import cuda_graphs
-from torch_bf16.engine.engine import Engine, engine_of
+from torch_bf16.engine.engine import Engine
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
 from torch_bf16.sharding import (
     Unit,
@@ -64,7 +65,8 @@ def accumulate_gradients(
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
-        optimizer: one of this package, or converted; its parameters get hooks.
+        optimizer: one of this package, or converted, also within a host's wrapper; its parameters
+            get hooks.
         format: see above; replaces an earlier one. None takes the recipe's ``accumulate``.
 
     Returns:
@@ -82,25 +84,19 @@ def accumulate_gradients(
         >>> optimizer.step()
         >>> handle.remove()
     """
-    engine = engine_of(optimizer)
-    if engine is None:
-        raise ValueError(
-            f"accumulate_gradients was given a {type(optimizer).__name__}, which has no recipe; "
-            "make it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
-        )
+    ours = optimizer_for("accumulate_gradients", optimizer)
     check_module("accumulate_gradients", model)
-    ours: Any = optimizer
     format = ours.recipe.accumulate if format is None else format
     if format not in ACCUMULATIONS:
         raise ValueError(
             f"accumulation format {format!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
         )
-    if engine.host is not None:
+    if (host := ours._engine.host) is not None:
         raise NotImplementedError(
-            f"the parameters cannot be accumulated in {format!r}: {engine.host} adds micro-batches "
+            f"the parameters cannot be accumulated in {format!r}: {host} adds micro-batches "
             "up by itself, in bf16. Take larger ones"
         )
-    return GradientAccumulation(optimizer, format, model)
+    return GradientAccumulation(ours, format, model)
 
 
 def accumulate_as(recipe: Recipe, optimizer: Any) -> None:

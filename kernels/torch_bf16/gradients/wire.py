@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.engine import engine_of
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.sharding import Unit, reduce_by, units
 
 from .buckets import BucketReduction
@@ -54,12 +54,8 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         >>> model = torch.nn.parallel.DistributedDataParallel(module)  # doctest: +SKIP
         >>> torch_bf16.reduce_gradients(model, optimizer)  # doctest: +SKIP
     """
-    engine = engine_of(optimizer)
-    if engine is None:
-        raise ValueError(
-            f"reduce_gradients was given a {type(optimizer).__name__}, which has no recipe; make "
-            "it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
-        )
+    ours = optimizer_for("reduce_gradients", optimizer)
+    engine = ours._engine
     check_module("reduce_gradients", model)
     if engine.host is not None:
         raise NotImplementedError(
@@ -68,7 +64,7 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     registered = False
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            BucketReduction.register(module, optimizer)
+            BucketReduction.register(module, ours)
             registered = True
     for unit in units(model):
         _register_fsdp2(unit)

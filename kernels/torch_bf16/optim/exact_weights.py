@@ -19,6 +19,7 @@ from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.formats import Format
 from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, reshard, same_memory, shard_of
@@ -179,7 +180,8 @@ def exact_weights(
         ...         weights[name] = (weight + others[name]) / 2
     """
     check_module("exact_weights", model)
-    owners = {p: each for each in map(_unwrapped, optimizers) for p in _parameters(each)}
+    ours = [optimizer_for("exact_weights", each) for each in optimizers]
+    owners = {p: each for each in ours for p in _parameters(each)}
     # What FSDP2 has gathered for an evaluation is in no optimizer.
     reshard(owners)
     named = dict(model.named_parameters())
@@ -240,21 +242,6 @@ def forget_overwritten(plan: Plan) -> bool:
     if written:
         invalidate_remainders((each.state, each.formats[0]) for each in written)
     return bool(written)
-
-
-def _unwrapped(optimizer: Any) -> BF16Optimizer:
-    from .optimizer import BF16Optimizer
-
-    inner = optimizer
-    while not isinstance(inner, BF16Optimizer):
-        inner = getattr(inner, "optimizer", None)
-        if inner is None:
-            raise ValueError(
-                f"exact_weights was given a {type(optimizer).__name__}, which stores its numbers "
-                "by no recipe; give it an optimizer of torch_bf16, or one that convert(), "
-                "prepare() or a host's precision mode has converted"
-            )
-    return inner
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends.certificates import folder, kept, source_hash
 from torch_bf16.errors import BackendUnavailableError
-from torch_bf16.foreign.convert import CONVERTIBLE
+from torch_bf16.foreign.conversion import CONVERTIBLE
 from torch_bf16.foreign.optimizer import BUCKET_BYTES
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.record import describe, hardware, versions
