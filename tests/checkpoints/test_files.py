@@ -178,6 +178,39 @@ def test_an_optimizer_that_does_not_fit_leaves_the_model_alone(run, tmp_path):
         assert not its.state
 
 
+class Around:
+    """A host's wrapper, which hands the state dict on."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+
+def test_a_wrapped_optimizer_that_does_not_fit_leaves_the_model_alone(run, tmp_path):
+    save_checkpoint(tmp_path / "run.pt", model=run[0], optimizer=run[1])
+    other = faults.make_run()[0]
+    with torch.no_grad():
+        other[0].weight.zero_()
+    few = torch_bf16.AdamW(list(other.parameters())[1:])
+    with pytest.raises(StateMismatchError, match=r"groups of \[4\] parameters"):
+        load_checkpoint(tmp_path / "run.pt", model=other, optimizer=Around(few))
+    assert not other[0].weight.any()
+    fits = Around(torch_bf16.AdamW(other.parameters()))
+    load_checkpoint(tmp_path / "run.pt", model=other, optimizer=fits)
+    assert fits.optimizer.state
+
+
+def test_an_error_without_words_is_named(tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(CheckpointError, match="could not load it again: MemoryError"):
+        save_checkpoint(tmp_path / "run.pt", step=1)
+
+
 def test_what_cannot_be_loaded_again_is_not_written(run, tmp_path):
     path = tmp_path / "run.pt"
     save_checkpoint(path, step=1)

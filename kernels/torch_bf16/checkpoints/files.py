@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import CheckpointError
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import is_incomplete
+from torch_bf16.states.schema import HEADER
 
 try:
     import fcntl
@@ -115,12 +117,20 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _check_fits(part, states[name], f"{name} in {path}")
-        elif isinstance(part, BF16Optimizer):
-            part.check_state_dict(states[name])
+        else:
+            for each in _loaded_into(part, states[name]):
+                each.check_state_dict(states[name])
     # An exact master is stored as what its weight lacks, so weights come first.
     for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
         parts[name].load_state_dict(states.pop(name))
     return states
+
+
+def _loaded_into(part: Any, saved: Any) -> list[BF16Optimizer]:
+    """The optimizer that a part is, or as a host's wrapper hands its state dict on to."""
+    if isinstance(part, BF16Optimizer):
+        return [part]
+    return held_optimizers(part) if isinstance(saved, Mapping) and HEADER in saved else []
 
 
 def check_complete(content: Any, name: str = "") -> None:
@@ -221,10 +231,10 @@ def _check_loads(partial: Path, path: Path) -> None:
         # Storages are mapped, not read: this unpickles the names and no more.
         torch.load(partial, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{path} was not written, because weights_only=True could not load it again: {reason} "
-            "Pass tensors, numbers, text and containers of them"
+            f"{path} was not written, because weights_only=True could not load it again: "
+            f"{reason} Pass tensors, numbers, text and containers of them"
         ) from error
 
 
