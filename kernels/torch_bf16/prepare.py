@@ -12,7 +12,7 @@ from .argument_checks import check_backend, check_module
 from .engine.wrappers import held_optimizers
 from .foreign.conversion import Conversion, check_conversion, check_roles, check_same
 from .foreign.convert import convert
-from .model.casting import cast_model, cast_recipes
+from .model.casting import cast_model, cast_recipes, fp32_parameters
 from .optim.optimizer import BF16Optimizer
 from .recipe import Recipe, get_recipe
 
@@ -70,6 +70,8 @@ def prepare(
     check_module("prepare", model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     check_roles(roles)
+    # The cast also widens what came in fp16.
+    in_fp32 = {id(parameter) for parameter in fp32_parameters(model, recipe).values()}
     # Those that were converted before, also within others, and what the rest becomes.
     ours: list[BF16Optimizer] = []
     conversions: list[tuple[torch.optim.Optimizer, Conversion]] = []
@@ -83,7 +85,7 @@ def prepare(
         if isinstance(each, BF16Optimizer):
             check_same("prepare", recipe, each.recipe, f"the {kind} was made with")
             ours.append(each)
-        elif (conversion := check_conversion("prepare", each, recipe)) is None:
+        elif (conversion := check_conversion("prepare", each, recipe, in_fp32)) is None:
             ours += held_optimizers(each)
         else:
             conversions.append((each, conversion))

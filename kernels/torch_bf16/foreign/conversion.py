@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,13 +59,16 @@ class Conversion:
     scheduled: bool
 
 
-def check_conversion(function: str, optimizer: Any, recipe: Recipe) -> Conversion | None:
+def check_conversion(
+    function: str, optimizer: Any, recipe: Recipe, cast: Collection[int] = ()
+) -> Conversion | None:
     """What an optimizer becomes; None where others, which it holds, were converted before.
 
     Args:
         function: that was called, for messages.
         optimizer: not changed.
         recipe: what is asked for.
+        cast: ids of parameters that will be of another dtype by then.
 
     Raises:
         ValueError: it was converted before, what it holds was so by another recipe, it is no
@@ -86,7 +89,7 @@ def check_conversion(function: str, optimizer: Any, recipe: Recipe) -> Conversio
                 f"{type(local).__name__}, which does not see the parameters of other ranks: make "
                 "it with a class of torch.optim and convert it once"
             )
-        return check_conversion(function, local, recipe)
+        return check_conversion(function, local, recipe, cast)
     if isinstance(optimizer, BF16Optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} already stores its numbers by recipe "
@@ -110,7 +113,9 @@ def check_conversion(function: str, optimizer: Any, recipe: Recipe) -> Conversio
     for number, group in enumerate(optimizer.param_groups):
         if target is not None:
             check_options(group, number)
-        check_group(group, number)
+        places = [n for n, each in enumerate(group["params"]) if id(each) not in cast]
+        kept = [key for key in ("params", "param_names") if key in group]
+        check_group({**group, **{key: [group[key][n] for n in places] for key in kept}}, number)
     scheduled = _scheduler_wrapper(optimizer)
     if target is None:
         return Conversion(optimizer, foreign_class(type(optimizer)), False, scheduled)
