@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch_bf16.sharding import has_run, local, units, without_wrappers
 
 from .autocast import fill_gaps, widened
 from .averaged_models import watch_averages
-from .carried_autocast import carry_autocast
+from .carried_autocast import CarriedForward, carry_autocast
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
 
@@ -132,7 +133,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         parameter.grad = gradient.to(parameter.dtype)
     remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
-        each.forward = functools.partial(_forward_in_fp32, each)
+        _compute_in_fp32(each)
     if recipe.compute != "autocast":
         carry_autocast(model, compute=recipe.compute)
     if recipe.compute != "fp32" and _trains_on_cpu(model):
@@ -280,11 +281,26 @@ def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-def _forward_in_fp32(module: nn.Module, *args, **kwargs):
+def _compute_in_fp32(module: nn.Module) -> None:
+    own = module.__dict__.get("forward")
+    # What it carries along stays outside, as around a forward of another library.
+    carried = own if isinstance(own, CarriedForward) else None
+    own = own if carried is None else carried.own
+    if getattr(own, "func", None) is _forward_in_fp32:
+        return
+    forward = functools.partial(_forward_in_fp32, module, own)
+    if carried is None:
+        module.forward = forward
+    else:
+        carried.own = forward
+
+
+def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args, **kwargs):
+    forward = functools.partial(type(module).forward, module) if own is None else own
     if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
-        return type(module).forward(module, *args, **kwargs)
+        return forward(*args, **kwargs)
     args, kwargs = tree_map(widened, (args, kwargs))
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
     with torch.autocast(device, enabled=False):
-        return type(module).forward(module, *args, **kwargs)
+        return forward(*args, **kwargs)
