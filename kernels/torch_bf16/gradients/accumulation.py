@@ -142,7 +142,8 @@ class GradientAccumulation:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
-        self._hooked: dict[Tensor, tuple[int, int]] = {}
+        # By id, because it takes torch a microsecond to hash a tensor.
+        self._hooked: dict[int, Any] = {}
         self._passes = Passes(_Pass, self._finish)
         self._gathering = Gathering(self._add_all)
         # Those whose sums must not wait for others.
@@ -184,7 +185,7 @@ class GradientAccumulation:
         if self._reduction is not None:
             self._reduction.remove()
         if self.format == "fp32":
-            for parameter in self._hooked:
+            for parameter in self._hooked.values():
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = parameter.dtype
                 if gradient is not None:
@@ -197,12 +198,11 @@ class GradientAccumulation:
     def hook_parameters(self) -> None:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook."""
         optimizer: Any = self._optimizer()
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad:
-                    if parameter not in self._hooked:
-                        self._hook(parameter)
-                    self._hooked[parameter] = number, position
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._hooked and parameter.requires_grad:
+                    self._hook(parameter)
+                    self._hooked[id(parameter)] = parameter
 
     def _hook(self, parameter: Tensor) -> None:
         sharded = shard_of(parameter).replaces_parameter
@@ -305,7 +305,7 @@ class GradientAccumulation:
         with torch.no_grad():
             if optimizer is not None:
                 steps = self._steps.read(optimizer.state)
-                add_all(group, additions, optimizer, self._hooked, steps)
+                add_all(group, additions, optimizer, steps)
             else:
                 for each in additions.values():
                     local(each.total).add_(each.new)
@@ -330,8 +330,7 @@ class GradientAccumulation:
         for group in (*self._gathering, *self._alone.values()):
             if group.made is not None:
                 group.made.forget()
-        if len(self._hooked) < sum(len(g["params"]) for g in optimizer.param_groups):
-            self.hook_parameters()
+        self.hook_parameters()
 
 
 def _check_dtypes(sharded: Iterable[Unit], format: str) -> None:
