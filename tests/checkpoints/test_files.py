@@ -12,6 +12,7 @@ from proofs import faults
 
 import torch_bf16
 from torch_bf16 import CheckpointError, StateMismatchError, load_checkpoint, save_checkpoint
+from torch_bf16.checkpoints import files
 
 
 @pytest.fixture
@@ -241,6 +242,28 @@ def test_a_file_that_another_process_writes_is_left_alone(tmp_path):
     save_checkpoint(tmp_path / "run.pt", step=2)
     assert load_checkpoint(tmp_path / "run.pt") == {"step": 2}
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["done", "writes-the-next"])
+def test_a_file_that_another_process_has_finished_meanwhile_is_left_alone(
+    again, tmp_path, monkeypatch
+):
+    """It was opened under its temporary name, and is the checkpoint by the time it is locked."""
+    path, partial = tmp_path / "run.pt", tmp_path / ".run.pt.partial"
+    lock = files._lock
+
+    def late(*arguments):
+        monkeypatch.setattr(files, "_lock", lock)
+        save_checkpoint(path, who="the other one")
+        if again:
+            partial.write_bytes(b"x")
+        lock(*arguments)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        save_checkpoint(path, who="this one")
+    assert load_checkpoint(path) == {"who": "the other one"}
+    assert partial.exists() == again
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -72,7 +72,7 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     # Not truncated before it is locked: another process may be writing it.
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "rb+") as file:
-        _lock(file, path)
+        _lock(file, partial, path)
         try:
             file.truncate()
             with _checksums():
@@ -212,18 +212,23 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _lock(file: BinaryIO, partial: Path, path: Path) -> None:
     if fcntl is None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open() and here another process may have finished, and this be its checkpoint.
+        ours = os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
+    except FileNotFoundError:
+        ours = False
     except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            return  # a file system without locks
+        # Others come from file systems without locks.
+        ours = error.errno not in (errno.EAGAIN, errno.EACCES)
+    if not ours:
         raise CheckpointError(
             f"another process is writing {path} right now; save from one rank only, or under "
             "another name. Nothing was written"
-        ) from None
+        )
 
 
 def _check_loads(partial: Path, path: Path) -> None:
