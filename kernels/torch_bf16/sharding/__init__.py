@@ -22,7 +22,7 @@ from .dtensor import DTensorShard, is_incomplete
 from .exchange import Like, all_gather, exchange
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of, unit_shapes
-from .fsdp2 import Unit, before_backward_of, has_run, reshard, units
+from .fsdp2 import Unit, before_backward_of, has_run, places, reshard, units
 from .local import (
     is_dtensor,
     local,
@@ -65,6 +65,7 @@ __all__ = [
     "missing_memory",
     "no_torch_function",
     "place_like",
+    "places",
     "reduce_by",
     "register",
     "register_flats",

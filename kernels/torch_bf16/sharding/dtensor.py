@@ -13,10 +13,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .exchange import all_gather, group_of
-from .fsdp2 import places
 from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
@@ -48,10 +47,6 @@ class DTensorShard(Shard):
             raise _refused(self.parameter.placements, str(error)) from None
         numel = prod(each.stop - each.start for each in box)
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
-
-    def place_in_model(self) -> tuple[nn.Module, str] | None:
-        found = ((module, name) for p, module, name in places() if p is self.parameter)
-        return next(found, None)
 
     @cached_property
     def _box(self) -> tuple[slice, ...]:

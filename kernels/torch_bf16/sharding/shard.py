@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .local import is_dtensor, local, place_like, version_of, whole
 from .span import Span
@@ -155,14 +155,6 @@ class Shard:
             shape: 1 where the whole shape may have more.
         """
         return part[tuple(map(slice, shape))] if tuple(part.shape) == self.shape else part
-
-    def place_in_model(self) -> tuple[nn.Module, str] | None:
-        """The module that it is a parameter of, and its name there, though others hide it there.
-
-        None where it shows itself as long as it is one. FSDP2 shows what it has gathered, from a
-        forward pass until a backward pass, which an evaluation does not have.
-        """
-        return None
 
     def groups(self) -> list[Any]:
         """The process groups whose ranks hold other elements: sums go over each of them."""
