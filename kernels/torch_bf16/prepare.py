@@ -19,7 +19,7 @@ from .recipe import Recipe, get_recipe
 __all__ = ["prepare"]
 
 # What a cast follows from.
-_CAST = ("weights", "keep_fp32")
+_CAST = ("weights", "vectors", "keep_fp32")
 
 _M = TypeVar("_M", bound=nn.Module)
 _O = TypeVar("_O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])

@@ -82,6 +82,19 @@ def test_a_model_cast_by_another_recipe_is_refused_with_both_names(cast):
     assert model[0].weight.dtype == torch.bfloat16
 
 
+def test_a_model_whose_vectors_were_cast_otherwise_is_refused():
+    model = torch_bf16.cast_model(network(), get_recipe(NAMES[0], vectors="like_matrices"))
+    with pytest.raises(ValueError, match="vectors is 'like_matrices' there and 'exact' here"):
+        prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_step_that_would_lose_the_masters_of_vectors_alone_is_refused():
+    model = torch_bf16.cast_model(network())
+    recipe = get_recipe(NAMES[0], vectors="like_matrices")
+    with pytest.raises(ValueError, match="keeps none for 2 of its parameters"):
+        trained(model, torch_bf16.SGD(model.parameters(), lr=0.1, recipe=recipe))
+
+
 def test_what_is_said_of_an_own_step_reaches_those_that_take_one():
     model = network()
     pair = (

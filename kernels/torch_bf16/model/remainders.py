@@ -40,7 +40,7 @@ class _Remainder:
         bits: int16 as ``split16`` makes them, or fp32 weights where the recipe keeps those; of the
             local memory where the parameter was placed on a mesh.
         version: the parameter's; a write since then makes ``bits`` stale.
-        sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``).
+        sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``); places count.
         placed: whether the parameter was placed on a mesh when it was cast.
         places: modules that own the parameter, each with its name there.
     """
@@ -253,7 +253,7 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
             bits, sums = remainder.bits.to(device), remainder.sums.to(device)
         else:
             bits = torch.empty(shard.shape, dtype=kind, device=device)
-            size = -(-shard.numel // _summed(shard.numel))
+            size = -(-shard.numel // _block_size(shard.numel))
             sums = torch.empty(size, dtype=torch.int32, device=device)
         for each in (bits, sums):
             # As bytes, because NCCL knows no 16-bit integers.
@@ -265,11 +265,20 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
 
 def _sums(memory: Tensor) -> Tensor:
     bits = memory.reshape(-1).view(torch.int16)
-    size = _summed(bits.numel())
-    return pad(bits, (0, -bits.numel() % size)).view(-1, size).sum(1, dtype=torch.int32)
+    size = _block_size(bits.numel())
+    blocks = pad(bits, (0, -bits.numel() % size)).view(-1, size)
+    weights = _weights(torch.arange(size, device=bits.device))
+    # At most 2^15 * (1 + 2 + ... + 64) in magnitude, and exact; in parts, as products take memory.
+    parts = [(each * weights).sum(1, dtype=torch.int32) for each in blocks.split(2**18)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _summed(numel: int) -> int:
+def _weights(places: Tensor) -> Tensor:
+    """What the bits at some places of a block are multiplied by, so that their order counts."""
+    return (places + 1).int()
+
+
+def _block_size(numel: int) -> int:
     return _SUMMED if numel > 4096 else 1
 
 
@@ -283,11 +292,13 @@ def _same_bits(shard: Shard, remainder: _Remainder) -> bool | None:
         return torch.equal(_sums(memory), sums)
     if shard.shape != tuple(shape):
         return False
-    size = _summed(remainder.bits.numel())
-    places = shard.span.indices(memory.device) // size
-    numbers, at, counts = places.unique_consecutive(return_inverse=True, return_counts=True)
+    size = _block_size(remainder.bits.numel())
+    indices = shard.span.indices(memory.device)
+    blocks = indices // size
+    numbers, at, counts = blocks.unique_consecutive(return_inverse=True, return_counts=True)
     found = torch.zeros(len(numbers), dtype=torch.int32, device=memory.device)
-    found.index_add_(0, at, memory.reshape(-1).view(torch.int16).to(torch.int32))
+    bits = memory.reshape(-1).view(torch.int16).to(torch.int32)
+    found.index_add_(0, at, bits * _weights(indices % size))
     complete = counts == size
     if not complete.any():
         return None

@@ -256,7 +256,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             "torch_bf16.cast_model(model, %r) before the first step",
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
-    alone = [each.shard for each in matrices if len(each.formats[0].planes) == 1]
+    alone = [each.shard for each in members if len(each.formats[0].planes) == 1]
     known = remainders.find_remainders(alone)
     dropped = [shard for shard, each in zip(alone, known, strict=True) if each is not None]
     recast = [shard for shard in dropped if shard.parameter.dtype == torch.float32]
