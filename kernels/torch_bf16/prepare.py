@@ -12,7 +12,8 @@ from .argument_checks import check_backend, check_module
 from .engine.wrappers import held_optimizers
 from .foreign.conversion import Conversion, check_conversion, check_roles, check_same
 from .foreign.convert import convert
-from .model.casting import cast_model, cast_recipes, fp32_parameters
+from .model.cast_modules import cast_recipes
+from .model.casting import cast_model, fp32_parameters
 from .optim.optimizer import BF16Optimizer
 from .recipe import Recipe, get_recipe
 

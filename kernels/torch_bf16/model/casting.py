@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,21 +25,17 @@ from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import has_run, local, units, without_wrappers
 
+from . import cast_modules
 from .autocast import fill_gaps, widened
 from .averaged_models import watch_averages
 from .carried_autocast import CarriedForward, carry_autocast
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
 
-__all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
+__all__ = ["cast_model", "fp32_parameters", "kept"]
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that somebody asked to keep in fp32."""
-
-# By module: torch converts no sharded parameter that has a weak reference. By its identity: modules
-# of tensordict compare themselves number by number.
-_recipes: MutableMapping[nn.Module, Recipe] = WeakIdKeyDictionary()
-"""The recipe that the parameters of a module itself were cast by."""
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -104,8 +100,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         _check_wrappers(model)
     _check_groups(model, set(to_fp32), set(to_bf16))
     fill_gaps()
-    name_weights_in_errors(model)
-    watch_averages(model)
+    name_weights_in_errors()
+    watch_averages()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     bits_of: dict[int, Tensor] = {}
     for parameter in changed.values():
@@ -121,9 +117,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             bits_of[id(t)] = bits
         return weight
 
-    for sub in model.modules():
-        if any(id(p) in to_bf16 for p in sub.parameters(recurse=False)):
-            _recipes[sub] = recipe
+    cast_modules.note(model, recipe, to_bf16)
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
     model._apply(cast)
@@ -139,16 +133,6 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     if recipe.compute != "fp32" and _trains_on_cpu(model):
         warn_slow_products()
     return model
-
-
-def cast_recipes(model: nn.Module) -> list[Recipe]:
-    """The recipes that the modules of a model were cast by."""
-    return [
-        _recipes[sub]
-        for sub in model.modules()
-        # One that was made fp32 again can be cast by another.
-        if sub in _recipes and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False))
-    ]
 
 
 def fp32_parameters(
