@@ -120,7 +120,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
     value = value.detach().to(parameter.device)
     # What FSDP1 has left of a parameter is shaped like this rank's part.
-    taken = value if shard.takes_parts else shard.take(value)
+    taken = value if shard.in_row else shard.take(value)
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:

@@ -32,9 +32,9 @@ class Shard:
         sharded: whether ranks hold parts of it.
         replaces_parameter: whether another object has taken the place of the module's own.
         can_gather: whether all ranks that hold parts take part in a step, so that they can gather.
-        takes_parts: whether states also come as this rank's part alone, of the memory's shape.
-        takes_part_without_gradient: whether a rank that holds nothing of it has no gradient, and
-            is waited for all the same where its group sums something up.
+        in_row: whether its memory is a stretch of a row of many parameters: states may come as that
+            stretch, and a rank that holds none of it has no gradient and is waited for all the same
+            where its group sums something up.
         loads_states_first: whether a checkpoint's states come before the weights that they are of.
         mixed: why it cannot hold numbers of several formats, if it is made of several tensors.
         offload_obstacle: why its states cannot be in host memory while it is not, or nothing.
@@ -43,8 +43,7 @@ class Shard:
     sharded: ClassVar[bool] = False
     replaces_parameter: ClassVar[bool] = False
     can_gather: ClassVar[bool] = True
-    takes_parts: ClassVar[bool] = False
-    takes_part_without_gradient: ClassVar[bool] = False
+    in_row: ClassVar[bool] = False
     loads_states_first: ClassVar[bool] = False
     mixed: ClassVar[str] = ""
     offload_obstacle: ClassVar[str] = ""
