@@ -34,7 +34,7 @@ from torch_bf16.sharding import (
 
 from .backward import Passes
 from .gathering import Gathering, Group, Waiting
-from .reduction import DdpPass, Fp32Reduction
+from .reduction import DdpReader, Fp32Reduction
 from .sums import Addition, StepNumbers, add_all
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
@@ -152,14 +152,14 @@ class GradientAccumulation:
         self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
         self._reduction: Fp32Reduction | None = None
-        self._readers: list[DdpPass] = []
+        self._readers: list[DdpReader] = []
         if format != "bf16_nearest":
             sharded = [] if model is None else [*units(model)]
             _check_dtypes(sharded, format)
             try:
                 if model is not None and format == "fp32":
                     self._reduction = Fp32Reduction.of(model)
-                self._readers = [] if model is None else DdpPass.all_in(model)
+                self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
                 for unit in sharded:
                     take = functools.partial(self._take_all, unit.parameters)

@@ -13,8 +13,8 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.sharding import Unit, reduce_by, units
 
-from .buckets import BucketReduction
 from .reduce_scatter import ReduceScatter, check_all_to_all
+from .wire_ddp import BucketReduction
 
 __all__ = ["reduce_gradients"]
 
