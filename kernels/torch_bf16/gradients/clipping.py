@@ -7,7 +7,7 @@ reads.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
@@ -225,10 +225,13 @@ def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
 
 
 def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
+    on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
-            gradient.mul_(coefficient.to(gradient.device))
+            on_device[gradient.device].append(gradient)
+    for device, gradients in on_device.items():
+        torch._foreach_mul_(gradients, coefficient.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
