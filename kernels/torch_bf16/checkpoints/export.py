@@ -118,7 +118,7 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
             several have the same.
     """
     states: dict[str, Mapping[str, Any]] = {}
-    for each in _listed(optimizers):
+    for each in _as_list(optimizers):
         more = _by_name(each)
         if twice := [name for name in more if name in states and masters_in(more[name])]:
             raise CheckpointError(
@@ -211,7 +211,7 @@ def export_weights(
     """
     if optimizer is not None:
         content = read_file(Path(optimizer))
-        states = _listed(content) or _parts(content)[1]
+        states = _as_list(content) or _parts(content)[1]
         if not states:
             held = ", ".join(map(str, list(content)[:8]))
             raise CheckpointError(
@@ -251,7 +251,7 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
     return weights, states
 
 
-def _listed(states: Any) -> list[Mapping[str, Any]]:
+def _as_list(states: Any) -> list[Mapping[str, Any]]:
     """The state dicts of optimizers among what was given for one or several."""
     several = states if isinstance(states, (list, tuple)) else [states]
     fit = (each for each in several if isinstance(each, Mapping))
@@ -260,7 +260,7 @@ def _listed(states: Any) -> list[Mapping[str, Any]]:
 
 def _parts(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
     weights = content.get("model", content.get("state_dict"))
-    states = _listed(content.get("optimizer", content.get("optimizer_states")))
+    states = _as_list(content.get("optimizer", content.get("optimizer_states")))
     if weights is None and content and all(isinstance(v, Tensor) for v in content.values()):
         weights = content
     return weights, states

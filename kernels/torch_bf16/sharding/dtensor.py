@@ -44,7 +44,7 @@ class DTensorShard(Shard):
         try:
             offset, width, pitch = runs_of(self.shape, box)
         except ValueError as error:
-            raise _refused(self.parameter.placements, str(error)) from None
+            raise _refusal(self.parameter.placements, str(error)) from None
         numel = prod(each.stop - each.start for each in box)
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
 
@@ -54,7 +54,7 @@ class DTensorShard(Shard):
         box, found = self._box_of(self.shape), tuple(self.memory.shape)
         if tuple(each.stop - each.start for each in box) != found and self.memory.numel():
             why = f"its part here has shape {found}, where {box} was expected"
-            raise _refused(self.parameter.placements, why)
+            raise _refusal(self.parameter.placements, why)
         return box
 
     def _box_of(self, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -213,18 +213,18 @@ def _order(mesh_shape: Sequence[int], placements: Any) -> Iterable[int]:
             continue
         dim, factor = getattr(each, "dim", None), getattr(each, "split_factor", 1)
         if dim is None or each.is_partial():
-            raise _refused(placements, f"{each} leaves no element whole")
+            raise _refusal(placements, f"{each} leaves no element whole")
         before = prod(mesh_shape[i] for i in order if placements[i].dim == dim)
         if factor == 1:
             order.insert(0, mesh_dim)
         elif factor == before:
             order.append(mesh_dim)
         else:
-            raise _refused(placements, f"{each} does not cut what {before} ranks on its right hold")
+            raise _refusal(placements, f"{each} does not cut what {before} ranks on its right hold")
     return order
 
 
-def _refused(placements: Any, why: str) -> NotImplementedError:
+def _refusal(placements: Any, why: str) -> NotImplementedError:
     return NotImplementedError(
         f"a parameter placed as {tuple(placements)} cannot be trained: {why}. What works: "
         "Replicate, Shard(0) or Shard(1) of a matrix, FSDP2 over tensor parallelism, and whatever "
