@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 from weakref import ref
@@ -11,19 +10,18 @@ import torch
 from torch import nn
 
 from .argument_checks import check_backend, check_module
-from .foreign.capabilities import check_steps_on_copies
-from .foreign.convert import check_roles, convert, fused_class
-from .model.casting import cast_model, cast_recipes
+from .engine.wrappers import held_optimizers
+from .foreign.conversion import Conversion, check_conversion, check_roles, check_same
+from .foreign.convert import convert
+from .model.cast_modules import cast_recipes
+from .model.casting import cast_model, fp32_parameters
 from .optim.optimizer import BF16Optimizer
-from .optim.unconverted import wraps_converted
 from .recipe import Recipe, get_recipe
-from .sharding.zero import is_zero
 
 __all__ = ["prepare"]
 
-# What a cast, and what an optimizer follows from.
-_CAST = ("weights", "keep_fp32")
-_FORMATS = tuple(f.name for f in dataclasses.fields(Recipe) if f.compare and f.name != "name")
+# What a cast follows from.
+_CAST = ("weights", "vectors", "keep_fp32")
 
 _M = TypeVar("_M", bound=nn.Module)
 _O = TypeVar("_O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
@@ -75,7 +73,11 @@ def prepare(
     check_module("prepare", model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     check_roles(roles)
-    own_step = {}
+    # The cast also widens what came in fp16.
+    in_fp32 = {id(parameter) for parameter in fp32_parameters(model, recipe).values()}
+    # Those that were converted before, also within others, and what the rest becomes.
+    ours: list[BF16Optimizer] = []
+    conversions: list[tuple[torch.optim.Optimizer, Conversion]] = []
     for each in optimizers:
         kind = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
@@ -84,14 +86,13 @@ def prepare(
                 "example torch.optim.AdamW(model.parameters())"
             )
         if isinstance(each, BF16Optimizer):
-            _check_same(recipe, each.recipe, f"the {kind} was made with", _FORMATS)
-        elif is_zero(each) or not wraps_converted(each):
-            local = getattr(each, "optim", None) if is_zero(each) else each
-            if isinstance(local, torch.optim.Optimizer) and fused_class(local, recipe) is None:
-                # Refused before the model is cast.
-                check_steps_on_copies(local)
-                own_step[id(each)] = {"roles": roles, "elementwise": elementwise}
-    if (roles or elementwise) and not own_step:
+            check_same("prepare", recipe, each.recipe, f"the {kind} was made with")
+            ours.append(each)
+        elif (conversion := check_conversion("prepare", each, recipe, in_fp32)) is None:
+            ours += held_optimizers(each)
+        else:
+            conversions.append((each, conversion))
+    if (roles or elementwise) and all(each.fused for _, each in conversions):
         given = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
@@ -109,28 +110,13 @@ def prepare(
                 "model.parameters(). Nothing was changed"
             )
     for cast in cast_recipes(model):
-        _check_same(recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
+        check_same("prepare", recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
     cast_model(model, recipe)
-    for each in optimizers:
-        if isinstance(each, BF16Optimizer):
-            each._engine.model = ref(model)
-        if not isinstance(each, BF16Optimizer):
-            options = own_step.get(id(each), {})
-            convert(each, recipe, model=model, backend=backend, **options)
-        elif backend is not None or each.backend is None:
+    for each, conversion in conversions:
+        options = {} if conversion.fused else {"roles": roles, "elementwise": elementwise}
+        convert(each, recipe, model=model, backend=backend, **options)
+    for each in ours:
+        each._engine.model = ref(model)
+        if backend is not None or each.backend is None:
             each.backend = recipe.backend if backend is None else backend
     return model, optimizer
-
-
-def _check_same(asked: Recipe, found: Recipe, where: str, fields: Sequence[str]) -> None:
-    differing = [
-        f"{name} is {getattr(found, name)!r} there and {getattr(asked, name)!r} here"
-        for name in fields
-        if getattr(found, name) != getattr(asked, name)
-    ]
-    if differing:
-        raise ValueError(
-            f"{where} recipe {found.name!r} and prepare was asked for {asked.name!r}: "
-            f"{', '.join(differing)}. Give both one recipe: prepare(model, optimizer, recipe) with "
-            "the recipe of the one that exists, or a new one in its place. Nothing was changed"
-        )

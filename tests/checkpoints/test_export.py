@@ -243,3 +243,66 @@ def test_a_folder_of_dcp_is_exported(tmp_path):
     read, expected = torch.load(tmp_path / "out.pt"), fp32_state_dict(model, optimizer)
     for name, value in expected.items():
         assert torch.equal(read[name], value) or name == "3.bias", name
+
+
+class Around:
+    """A wrapper of a host."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def two_optimizers(named=True):
+    """One for the first linear layer, one for the rest."""
+    model = torch_bf16.cast_model(make_model(), RECIPES["master"])
+    every = list(model.named_parameters())
+    parts = [every[:2], every[2:]]
+    if not named:
+        parts = [[(name.partition(".")[2], p) for name, p in part] for part in parts]
+    optimizers = [torch_bf16.AdamW(part, **LIKE, recipe=RECIPES["master"]) for part in parts]
+    for each in optimizers:
+        take_steps(each, [1])
+    return model, optimizers
+
+
+def exact_weights_of(model, optimizers):
+    owners = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
+    return {
+        name: owners[p].exact_weight(p) if p in owners else p.detach()
+        for name, p in model.state_dict(keep_vars=True).items()
+    }
+
+
+def test_the_masters_of_all_optimizers_are_kept_however_they_are_wrapped():
+    model, (one, other) = two_optimizers()
+    exact = exact_weights_of(model, (one, other))
+    found = fp32_state_dict(model, one, Around(Around(other)))
+    assert not torch.equal(exact["2.weight"], model[2].weight.float())
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+    with pytest.raises(ValueError, match=r"fp32_state_dict was given a SGD, .*by no recipe"):
+        fp32_state_dict(model, torch.optim.SGD(model.parameters()))
+
+
+def test_a_file_of_two_optimizers_is_exported_with_the_masters_of_both(tmp_path):
+    model, optimizers = two_optimizers()
+    states = [each.state_dict() for each in optimizers]
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": states}, tmp_path / "l.ckpt")
+    assert "6 of them from exact masters" in export_file(tmp_path / "l.ckpt", tmp_path / "w.pt")
+    read, exact = torch.load(tmp_path / "w.pt"), exact_weights_of(model, optimizers)
+    assert all(torch.equal(read[name], exact[name]) for name in exact)
+
+
+def test_masters_of_two_optimizers_under_one_name_are_not_exported(tmp_path):
+    model, optimizers = two_optimizers(named=False)
+    states = [each.state_dict() for each in optimizers]
+    torch.save({"model": model.state_dict(), "optimizer": states}, tmp_path / "run.pt")
+    with pytest.raises(torch_bf16.CheckpointError, match="several optimizers have an exact master"):
+        export_file(tmp_path / "run.pt", tmp_path / "w.pt")
+
+
+def test_an_optimizers_file_without_one_is_refused(tmp_path):
+    *_, path = saved_run(tmp_path, "ours")
+    torch.save({"epoch": 3}, tmp_path / "other.pt")
+    with pytest.raises(torch_bf16.CheckpointError, match=r"no state dict of an opt.*holds epoch"):
+        export_file(path, tmp_path / "w.pt", optimizer=tmp_path / "other.pt")
+    assert not (tmp_path / "w.pt").exists()

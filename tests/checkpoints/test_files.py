@@ -12,6 +12,7 @@ from proofs import faults
 
 import torch_bf16
 from torch_bf16 import CheckpointError, StateMismatchError, load_checkpoint, save_checkpoint
+from torch_bf16.checkpoints import files
 
 
 @pytest.fixture
@@ -178,6 +179,39 @@ def test_an_optimizer_that_does_not_fit_leaves_the_model_alone(run, tmp_path):
         assert not its.state
 
 
+class Around:
+    """A host's wrapper, which hands the state dict on."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+
+def test_a_wrapped_optimizer_that_does_not_fit_leaves_the_model_alone(run, tmp_path):
+    save_checkpoint(tmp_path / "run.pt", model=run[0], optimizer=run[1])
+    other = faults.make_run()[0]
+    with torch.no_grad():
+        other[0].weight.zero_()
+    few = torch_bf16.AdamW(list(other.parameters())[1:])
+    with pytest.raises(StateMismatchError, match=r"groups of \[4\] parameters"):
+        load_checkpoint(tmp_path / "run.pt", model=other, optimizer=Around(few))
+    assert not other[0].weight.any()
+    fits = Around(torch_bf16.AdamW(other.parameters()))
+    load_checkpoint(tmp_path / "run.pt", model=other, optimizer=fits)
+    assert fits.optimizer.state
+
+
+def test_an_error_without_words_is_named(tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(CheckpointError, match="could not load it again: MemoryError"):
+        save_checkpoint(tmp_path / "run.pt", step=1)
+
+
 def test_what_cannot_be_loaded_again_is_not_written(run, tmp_path):
     path = tmp_path / "run.pt"
     save_checkpoint(path, step=1)
@@ -208,6 +242,28 @@ def test_a_file_that_another_process_writes_is_left_alone(tmp_path):
     save_checkpoint(tmp_path / "run.pt", step=2)
     assert load_checkpoint(tmp_path / "run.pt") == {"step": 2}
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["done", "writes-the-next"])
+def test_a_file_that_another_process_has_finished_meanwhile_is_left_alone(
+    again, tmp_path, monkeypatch
+):
+    """It was opened under its temporary name, and is the checkpoint by the time it is locked."""
+    path, partial = tmp_path / "run.pt", tmp_path / ".run.pt.partial"
+    lock = files._lock
+
+    def late(*arguments):
+        monkeypatch.setattr(files, "_lock", lock)
+        save_checkpoint(path, who="the other one")
+        if again:
+            partial.write_bytes(b"x")
+        lock(*arguments)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        save_checkpoint(path, who="this one")
+    assert load_checkpoint(path) == {"who": "the other one"}
+    assert partial.exists() == again
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

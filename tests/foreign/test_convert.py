@@ -252,6 +252,26 @@ def test_a_second_convert_is_refused_and_changes_nothing():
     assert_same(snapshot(one), snapshot(other))
 
 
+class Around(torch.optim.Optimizer):
+    """Has the groups of what it wraps, as SAM does."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+
+def test_a_wrapper_around_ours_is_not_told_what_nobody_does():
+    base = torch_bf16.AdamW(make_module().parameters(), recipe="bf16-fp32-master")
+    around = Around(base)
+    with pytest.raises(ValueError, match=r"AdamW in this Around was made with recipe 'bf16-fp32-"):
+        convert(around)
+    for asked in ({"roles": {"z": "exp_avg"}}, {"elementwise": True}, {"backend": "eager"}):
+        with pytest.raises(ValueError, match="this Around leaves the step to its AdamW"):
+            convert(around, "bf16-fp32-master", **asked)
+    assert convert(around, "bf16-fp32-master") is around
+    assert (base.recipe.name, base.backend) == ("bf16-fp32-master", None)
+
+
 def with_state_of_another_shape(parameters):
     optimizer = torch.optim.AdamW(parameters)
     take_steps(optimizer, [1])

@@ -212,6 +212,63 @@ def test_parameters_added_or_thawed_later_take_part(format):
         assert parameter.grad.float().mean() > 1.5
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained-elsewhere"])
+def test_a_group_may_be_removed_between_steps(frozen):
+    """What is left is summed as by an optimizer that never had it, and what is gone as in torch."""
+
+    def sums(removes):
+        torch.manual_seed(0)
+        layers = [torch_bf16.cast_model(torch.nn.Linear(8, 8)) for _ in range(3)]
+        groups = [{"params": [*each.parameters()]} for each in layers[0 if removes else 1 :]]
+        recipe = Recipe("mine", accumulate="bf16_stochastic")
+        optimizer = torch_bf16.SGD(groups, lr=0.5, recipe=recipe)
+        for step in range(2):
+            for number in range(3):
+                generator = torch.Generator().manual_seed(10 * step + number)
+                for p in (p for each in layers for p in each.parameters() if p.requires_grad):
+                    add(p, torch.randn(p.shape, generator=generator).bfloat16())
+            if not step:
+                optimizer.step()
+                optimizer.zero_grad()
+                layers[0].zero_grad()
+                if removes:
+                    del optimizer.param_groups[0]
+                layers[0].requires_grad_(not frozen)
+        return layers
+
+    one, other = sums(True), sums(False)
+    for layer, twin in zip(one[1:], other[1:], strict=True):
+        assert torch.equal(layer.weight.grad, twin.weight.grad)
+        assert torch.equal(layer.bias.grad, twin.bias.grad)
+    assert (one[0].weight.grad is None) == frozen
+
+
+def test_a_group_may_be_split_between_steps():
+    model = torch_bf16.cast_model(torch.nn.Linear(8, 8))
+    recipe = Recipe("mine", accumulate="bf16_stochastic")
+    optimizer = torch_bf16.SGD(model.named_parameters(), lr=0.5, recipe=recipe)
+    for _ in range(2):
+        for number in range(101):
+            for p in model.parameters():
+                add(p, torch.tensor(2.0**-9 if number else 1.0).bfloat16())
+        assert (model.weight.grad.float().mean() - (1 + 100 * 2**-9)).abs() <= 6 * 10 * 2**-8 / 8
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_bf16.separate_vectors(optimizer)
+
+
+def test_a_parameter_that_was_replaced_is_summed_from_the_next_step_on():
+    model, optimizer = model_and_optimizer("bf16_stochastic", (8, 8))
+    model.w = torch.nn.Parameter(model.w.detach().clone())
+    optimizer.param_groups[0]["params"][0] = model.w
+    for fits in (False, True):
+        for number in range(101):
+            add(model.w, torch.tensor(2.0**-9 if number else 1.0).bfloat16())
+        assert model.w.grad.eq(1).all().item() == (not fits)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_transposed_parameter_has_the_sums_of_its_contiguous_copy():
     sums = []
     for strided in (False, True):
@@ -232,7 +289,7 @@ def test_what_is_asked_wrongly_is_refused():
         ValueError, match="'fp16' is unknown; use one of bf16_nearest, bf16_stochastic"
     ):
         torch_bf16.accumulate_gradients(model, optimizer, "fp16")
-    with pytest.raises(ValueError, match="has no recipe; make it a torch_bf16 optimizer"):
+    with pytest.raises(ValueError, match=r"accumulate_gradients was given a SGD, .*by no recipe"):
         torch_bf16.accumulate_gradients(model, torch.optim.SGD(model.parameters()), "fp32")
     with pytest.raises(
         ValueError, match="accumulate='fp16' is not a format for a sum of gradients"

@@ -1,5 +1,6 @@
 """Accumulation and release where gradients are reduced: DDP and FSDP2, two processes over gloo."""
 
+import checkpointed_passes
 import pytest
 from gradients_replica import CASES, run
 
@@ -7,3 +8,11 @@ from gradients_replica import CASES, run
 @pytest.mark.parametrize("case", CASES)
 def test_sums_and_replicas_are_right(ranks, case):
     ranks(2, run, case)
+
+
+def test_a_pass_within_a_pass_changes_no_fp32_sum_under_ddp(ranks):
+    ranks(2, checkpointed_passes.run_nested_passes)
+
+
+def test_a_pass_that_fails_leaves_fp32_sums_under_ddp_as_torch_does(ranks):
+    ranks(2, checkpointed_passes.run_failed_pass)

@@ -112,7 +112,7 @@ def test_what_was_remembered_is_freed_by_the_first_step():
     net.load_state_dict(network().state_dict())
     train(net, optimizer, 1)
     gc.collect()
-    assert all(remainders.remembered(shard_of(p)) is None for p in net.parameters())
+    assert all(remainders.find_remainder(shard_of(p)) is None for p in net.parameters())
 
 
 def test_what_does_not_fit_is_refused_by_torch_and_remembered_of_none():
@@ -144,7 +144,7 @@ def test_without_masters_torch_rounds():
     prepared(net, "bf16-stochastic")
     net.load_state_dict(source)
     assert torch.equal(net[0].weight, source["0.weight"].bfloat16())
-    assert remainders.remembered(shard_of(net[0].weight)) is None
+    assert remainders.find_remainder(shard_of(net[0].weight)) is None
 
 
 def test_assigned_weights_are_those_that_were_given():

@@ -198,6 +198,31 @@ def test_where_autocast_is_off_the_error_names_the_weight_and_the_way_out(raw, n
         assert fp32(x(2, 8)).dtype == torch.float32
 
 
+class Whole(nn.Module):
+    """Computes a part of itself where autocast is off."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.encoder(x)
+
+
+@pytest.mark.parametrize("first", ["part", "whole"])
+def test_a_weight_is_named_as_the_outermost_model_that_was_cast_names_it(first):
+    model = Whole()
+    both = [model.encoder, model] if first == "part" else [model, model.encoder]
+    for each in both:
+        cast_model(each)
+    with (
+        pytest.raises(RuntimeError, match=r"keep_fp32=\['encoder.0'\]"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(torch.ones(1, 4))
+
+
 def test_other_errors_and_other_models_are_left_alone():
     cast_model(nn.Linear(2, 2))
     plain = nn.Linear(8, 8)

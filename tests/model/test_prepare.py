@@ -82,6 +82,19 @@ def test_a_model_cast_by_another_recipe_is_refused_with_both_names(cast):
     assert model[0].weight.dtype == torch.bfloat16
 
 
+def test_a_model_whose_vectors_were_cast_otherwise_is_refused():
+    model = torch_bf16.cast_model(network(), get_recipe(NAMES[0], vectors="like_matrices"))
+    with pytest.raises(ValueError, match="vectors is 'like_matrices' there and 'exact' here"):
+        prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_step_that_would_lose_the_masters_of_vectors_alone_is_refused():
+    model = torch_bf16.cast_model(network())
+    recipe = get_recipe(NAMES[0], vectors="like_matrices")
+    with pytest.raises(ValueError, match="keeps none for 2 of its parameters"):
+        trained(model, torch_bf16.SGD(model.parameters(), lr=0.1, recipe=recipe))
+
+
 def test_what_is_said_of_an_own_step_reaches_those_that_take_one():
     model = network()
     pair = (
@@ -111,6 +124,51 @@ def test_what_is_said_of_no_own_step_is_refused_before_the_cast(made, options, m
     with pytest.raises(ValueError, match=match):
         prepare(model, made(model.parameters()), **options)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+class Around(torch.optim.Optimizer):
+    """Has the groups of what it wraps, as SAM does."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+
+def test_a_wrapper_around_ours_is_prepared_as_ours_is():
+    model = network()
+    base = torch_bf16.AdamW(model.named_parameters(), recipe=NAMES[1])
+    for asked in (NAMES[0], get_recipe(NAMES[1], exp_avg="bf16_nearest")):
+        with pytest.raises(ValueError, match="the AdamW in this Around was made with recipe"):
+            prepare(model, Around(base), asked)
+    with pytest.raises(ValueError, match="Around has a kernel or was converted before"):
+        prepare(model, Around(base), NAMES[1], elementwise=True)
+    assert model[0].weight.dtype == torch.float32
+    prepare(model, Around(base), NAMES[1], backend="eager")
+    assert model[0].weight.dtype == torch.bfloat16
+    assert base.backend == "eager"
+
+
+def with_own_step(parameters):
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.step = lambda closure=None: None
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("refused", "match"),
+    [
+        (with_own_step, "step method of this AdamW was replaced"),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable=True"),
+    ],
+    ids=["own-step", "differentiable"],
+)
+def test_what_cannot_be_converted_is_refused_before_the_cast(refused, match):
+    model = network()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(NotImplementedError, match=match):
+        prepare(model, [first, refused(model[1].parameters())])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert type(first) is torch.optim.SGD
 
 
 class Closed(torch.optim.LBFGS):

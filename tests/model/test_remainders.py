@@ -131,6 +131,18 @@ def test_without_the_cast_masters_start_from_bf16_weights():
     assert not any(m.equal(want) for m, want in zip(masters(optimizer), exact, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["bf16+16", "bf16+fp32"])
+def test_weights_that_change_places_start_from_what_they_are(kind):
+    """Within 64 elements, whose bits are compared by one sum."""
+    recipe = EXACT[kind]
+    module = cast_model(nn.Linear(128, 128, bias=False), recipe)
+    order = torch.arange(128).view(-1, 64).flip(1).reshape(-1)
+    module.weight.data = module.weight.data[:, order].contiguous()
+    written = module.weight.detach().float()
+    optimizer = torch_bf16.SGD(module.parameters(), lr=0.0, recipe=recipe)
+    assert same_bits(optimizer.exact_weight(module.weight), written)
+
+
 WRITES = {
     "in place": lambda p: p.fill_(1.25),
     "through data": lambda p: p.data.fill_(1.25),

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torch_bf16
+from torch_bf16.checkpoints.export import export_file
 
 EXACT = "bf16-fp32-master"
 FSDP2, TP = Case("fsdp2", (4,)), Case("tp", (4,))
@@ -171,3 +172,27 @@ def built_on_meta(folder):
 def test_a_model_built_on_meta_loads_weights_and_masters(ranks, tmp_path):
     ranks(4, trained_and_saved, FSDP2, EXACT, tmp_path, range(10))
     assert_same(reference(EVEN, EXACT), joined(ranks(4, built_on_meta, tmp_path)))
+
+
+def saved_as_a_file(case, file):
+    run = Run(case, EXACT).train(range(2))
+    parts = dict(zip(("model", "optimizer"), (run.model, run.optimizer), strict=True))
+    if dist.get_rank() == 0:
+        match = r"'model\.\w+' is sharded.*full_state_dict=True.*Nothing was written"
+        with pytest.raises(torch_bf16.CheckpointError, match=match):
+            torch_bf16.save_checkpoint(file, **parts)
+        torch.save({name: each.state_dict() for name, each in parts.items()}, file)
+        with pytest.raises(torch_bf16.CheckpointError, match=r"sharded.*Nothing was written"):
+            export_file(file, file.with_name("weights.pt"))
+        assert [each.name for each in file.parent.iterdir()] == [file.name]
+    # What the message offers.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_state_dict(run.model, run.optimizer, options=options)
+    if dist.get_rank() == 0:
+        torch_bf16.save_checkpoint(file, **dict(zip(parts, whole, strict=True)))
+        export_file(file, file.with_name("weights.pt"))
+
+
+def test_one_ranks_part_is_not_saved_as_if_it_were_all(ranks, tmp_path):
+    ranks(2, saved_as_a_file, Case("fsdp2", (2,)), tmp_path / "run.pt")
+    assert set(torch_bf16.load_checkpoint(tmp_path / "run.pt")) == {"model", "optimizer"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.errors import CheckpointError
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local, saved_names, unit_shapes
@@ -17,7 +18,7 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.schema import HEADER
 from torch_bf16.states.views import MASTERS, fp32_numbers, from_view, masters_in
 
-from .files import damaged_safetensors, read_file
+from .files import check_complete, damaged_safetensors, read_file
 
 __all__ = [
     "export_file",
@@ -28,21 +29,22 @@ __all__ = [
     "read_checkpoint",
 ]
 
+_States: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
-def fp32_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
+
+def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     """The module's state dict with each bf16 weight as the fp32 number that its next step reads.
 
     Args:
         model: buffers and parameters of other dtypes are as in ``model.state_dict()``.
-        optimizer: the one that has the exact masters, also as Accelerate or Lightning have wrapped
-            it. Without one, or for a recipe that keeps none, a bf16 weight is upcast.
+        optimizers: those that have the exact masters, also as a host has wrapped them. A bf16
+            weight that none of them has, or whose recipe keeps no master, is upcast.
 
     Returns:
         New tensors for what was bf16; the module's own for the rest.
 
     Raises:
+        ValueError: an optimizer is not one of this package.
         NotImplementedError: FSDP1 has flattened the module; the message says what works.
 
     Example:
@@ -50,6 +52,7 @@ def fp32_state_dict(
         >>> fp32.load_state_dict(torch_bf16.fp32_state_dict(model, optimizer))
         <All keys matched successfully>
     """
+    ours = [optimizer_for("fp32_state_dict", each) for each in optimizers]
     if any(map(unit_shapes, model.parameters())):
         raise NotImplementedError(
             "fp32_state_dict was given a module that FullyShardedDataParallel (FSDP1) has "
@@ -59,13 +62,13 @@ def fp32_state_dict(
             "export that file: python -m torch_bf16 export FILE TARGET"
         )
     weights = dict(model.state_dict(keep_vars=True))
-    held = () if optimizer is None else (optimizer, *vars(optimizer).values())
-    ours = next((each for each in held if isinstance(each, BF16Optimizer)), None)
+    owners = {p: each for each in ours for group in each.param_groups for p in group["params"]}
     for name, value in weights.items():
         if not isinstance(value, Tensor):
             continue
-        if ours is not None and isinstance(value, nn.Parameter):
-            weights[name] = ours.exact_weight(value)
+        if ours and isinstance(value, nn.Parameter):
+            # One that nobody trains may have what its cast took from it.
+            weights[name] = owners.get(value, ours[0]).exact_weight(value)
         elif isinstance(value, nn.Parameter) and value.dtype == torch.bfloat16:
             weights[name] = value.detach().float()
         else:
@@ -100,22 +103,30 @@ def fp32_optimizer_state_dict(optimizer: BF16Optimizer) -> dict[str, Any]:
     return state_dict
 
 
-def fp32_weights(
-    model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None
-) -> tuple[dict[str, Tensor], int]:
+def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict[str, Tensor], int]:
     """Exact fp32 weights from two saved state dicts.
 
     Args:
         model: of the module.
-        optimizer: of the optimizer; None upcasts.
+        optimizers: of the optimizer, or of several; None upcasts.
 
     Returns:
         The weights, and how many of them had an exact master.
 
     Raises:
-        CheckpointError: there are masters, and the optimizer's state dict has no parameter names.
+        CheckpointError: there are masters, and an optimizer's state dict has no parameter names, or
+            several have the same.
     """
-    states = {} if optimizer is None else _by_name(optimizer)
+    states: dict[str, Mapping[str, Any]] = {}
+    for each in _as_list(optimizers):
+        more = _by_name(each)
+        if twice := [name for name in more if name in states and masters_in(more[name])]:
+            raise CheckpointError(
+                f"several optimizers have an exact master of {twice[0]!r} ({len(twice)} in all): "
+                "they were given names that are not those of the whole model. Export from the "
+                "program: torch_bf16.fp32_state_dict(model, *optimizers). Nothing was written"
+            )
+        states |= more
     found_by = saved_names(states, model)
     lost = [name for name in states if name not in found_by and masters_in(states[name])]
     if lost:
@@ -177,7 +188,8 @@ def export_file(
         One line about what was written.
 
     Raises:
-        CheckpointError: there are no weights in ``source``, or the masters cannot be assigned.
+        CheckpointError: there are no weights in ``source``, they are one rank's part, or the
+            masters cannot be assigned.
     """
     weights, states = read_checkpoint(Path(source))
     return export_weights(weights, states, target, dtype, optimizer)
@@ -185,7 +197,7 @@ def export_file(
 
 def export_weights(
     weights: Mapping[str, Any],
-    states: Mapping[str, Any] | None,
+    states: _States,
     target: str | os.PathLike[str],
     dtype: str = "float32",
     optimizer: str | os.PathLike[str] | None = None,
@@ -194,12 +206,20 @@ def export_weights(
 
     Args:
         weights: the state dict of the model.
-        states: that of its optimizer, None without one.
+        states: that of its optimizer, or those of several; None without one.
         target: as there, and so are ``dtype`` and ``optimizer``.
     """
     if optimizer is not None:
-        states = read_file(Path(optimizer))
-        states = states if isinstance(states.get("state"), Mapping) else _parts(states)[1]
+        content = read_file(Path(optimizer))
+        states = _as_list(content) or _parts(content)[1]
+        if not states:
+            held = ", ".join(map(str, list(content)[:8]))
+            raise CheckpointError(
+                f"{optimizer} has no state dict of an optimizer: it holds {held}. It is looked for "
+                "under 'optimizer' and 'optimizer_states', or as the whole file. Nothing was "
+                "written"
+            )
+    check_complete(weights)
     if dtype == "float32":
         weights, exact = fp32_weights(weights, states)
         said = f"{exact} of them from exact masters"
@@ -210,8 +230,8 @@ def export_weights(
     return f"{target}: {len(weights)} tensors, {said}"
 
 
-def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """The state dicts of the model and, if there is one, of the optimizer in a file."""
+def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
+    """The state dicts of the model and of its optimizers in a file."""
     if source.suffix == ".safetensors":
         torch_files = _safetensors()
         from safetensors import SafetensorError
@@ -231,11 +251,16 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] 
     return weights, states
 
 
-def _parts(content: Any) -> tuple[Any, Any]:
+def _as_list(states: Any) -> list[Mapping[str, Any]]:
+    """The state dicts of optimizers among what was given for one or several."""
+    several = states if isinstance(states, (list, tuple)) else [states]
+    fit = (each for each in several if isinstance(each, Mapping))
+    return [each for each in fit if isinstance(each.get("state"), Mapping)]
+
+
+def _parts(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
     weights = content.get("model", content.get("state_dict"))
-    states = content.get("optimizer", content.get("optimizer_states"))
-    if isinstance(states, list):
-        states = states[0] if len(states) == 1 else None
+    states = _as_list(content.get("optimizer", content.get("optimizer_states")))
     if weights is None and content and all(isinstance(v, Tensor) for v in content.values()):
         weights = content
     return weights, states

@@ -17,15 +17,24 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.errors import CheckpointError
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.sharding import is_incomplete
+from torch_bf16.states.schema import HEADER
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["damaged_safetensors", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "check_complete",
+    "damaged_safetensors",
+    "load_checkpoint",
+    "read_file",
+    "save_checkpoint",
+]
 
 _FOLDER = 0x10  # MS-DOS's attribute, in zip's directory
 
@@ -44,8 +53,9 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
             of them, which is what ``weights_only=True`` loads.
 
     Raises:
-        CheckpointError: a part could not be loaded again with ``weights_only=True``, or another
-            process is writing this file; the file at ``path`` is as it was.
+        CheckpointError: a part could not be loaded again with ``weights_only=True``, a tensor is
+            sharded, so that this rank has not all of it, or another process is writing this file;
+            the file at ``path`` is as it was.
 
     Example:
         >>> import tempfile
@@ -57,11 +67,12 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     """
     path = Path(path)
     states = {n: p.state_dict() if hasattr(p, "state_dict") else p for n, p in parts.items()}
+    check_complete(states)
     partial = path.with_name(f".{path.name}.partial")
     # Not truncated before it is locked: another process may be writing it.
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "rb+") as file:
-        _lock(file, path)
+        _lock(file, partial, path)
         try:
             file.truncate()
             with _checksums():
@@ -106,12 +117,42 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _check_fits(part, states[name], f"{name} in {path}")
-        elif isinstance(part, BF16Optimizer):
-            part.check_state_dict(states[name])
+        else:
+            for each in _loaded_into(part, states[name]):
+                each.check_state_dict(states[name])
     # An exact master is stored as what its weight lacks, so weights come first.
     for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
         parts[name].load_state_dict(states.pop(name))
     return states
+
+
+def _loaded_into(part: Any, saved: Any) -> list[BF16Optimizer]:
+    """The optimizer that a part is, or as a host's wrapper hands its state dict on to."""
+    if isinstance(part, BF16Optimizer):
+        return [part]
+    return held_optimizers(part) if isinstance(saved, Mapping) and HEADER in saved else []
+
+
+def check_complete(content: Any, name: str = "") -> None:
+    """Refuse tensors of which this rank has a part; it would be taken for that of every rank.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    if isinstance(content, Mapping):
+        for key, each in content.items():
+            check_complete(each, f"{name}.{key}" if name else str(key))
+    elif isinstance(content, (list, tuple)):
+        for number, each in enumerate(content):
+            check_complete(each, f"{name}.{number}")
+    elif is_incomplete(content):
+        raise CheckpointError(
+            f"{name!r} is sharded, and this rank has a part of it: it is placed as "
+            f"{tuple(content.placements)} on a mesh of {tuple(content.device_mesh.shape)}. On all "
+            "ranks call torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, "
+            "options=StateDictOptions(full_state_dict=True)), and write on one what it returns; or "
+            "write all parts by torch.distributed.checkpoint.save. Nothing was written"
+        )
 
 
 def damaged_safetensors(path: Path, why: object) -> CheckpointError:
@@ -171,18 +212,23 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _lock(file: BinaryIO, partial: Path, path: Path) -> None:
     if fcntl is None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open() and here another process may have finished, and this be its checkpoint.
+        ours = os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
+    except FileNotFoundError:
+        ours = False
     except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            return  # a file system without locks
+        # Others come from file systems without locks.
+        ours = error.errno not in (errno.EAGAIN, errno.EACCES)
+    if not ours:
         raise CheckpointError(
             f"another process is writing {path} right now; save from one rank only, or under "
             "another name. Nothing was written"
-        ) from None
+        )
 
 
 def _check_loads(partial: Path, path: Path) -> None:
@@ -190,10 +236,10 @@ def _check_loads(partial: Path, path: Path) -> None:
         # Storages are mapped, not read: this unpickles the names and no more.
         torch.load(partial, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{path} was not written, because weights_only=True could not load it again: {reason} "
-            "Pass tensors, numbers, text and containers of them"
+            f"{path} was not written, because weights_only=True could not load it again: "
+            f"{reason} Pass tensors, numbers, text and containers of them"
         ) from error
 
 

@@ -12,31 +12,18 @@ from torch import nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
-from torch_bf16.optim.adafactor import Adafactor
-from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
-from torch_bf16.optim.muon import Muon
+from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
-from torch_bf16.optim.sgd import SGD, Adagrad, Lion, RMSprop
-from torch_bf16.optim.unconverted import wraps_converted
-from torch_bf16.optim.validation import check_group, check_options
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding import WRAPPERS, register, shard_of
-from torch_bf16.sharding.zero import Whole, is_zero
+from torch_bf16.sharding.zero import Whole
 from torch_bf16.states.recoding import Changes
 
-from .advice import EIGHT_BIT, SCHEDULE_FREE
-from .capabilities import Traits, check_steps_on_copies
-from .optimizer import ROLES, foreign_class
+from .capabilities import Traits
+from .conversion import CONVERTIBLE, Conversion, check_conversion, check_roles
+from .optimizer import ROLES
 
-__all__ = ["CONVERTIBLE", "check_roles", "convert", "fused_class"]
-
-CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
-    each.torch_class: each
-    for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, Adafactor, Muon, SGD)
-}
-"""For each ``torch.optim`` class, ours."""
+__all__ = ["convert"]
 
 _T = TypeVar("_T", bound=torch.optim.Optimizer)
 
@@ -86,8 +73,9 @@ def convert(
         ``optimizer`` itself.
 
     Raises:
-        ValueError: it was converted before, or a parameter's dtype or the name of a recipe or
-            backend is not known; nothing has been changed.
+        ValueError: it was converted before, or it wraps one that was, by another recipe or without
+            what is asked here; or a parameter's dtype or the name of a recipe or backend is not
+            known; nothing has been changed.
         NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
             keeps data outside ``state``, or wraps another optimizer. The message says what to use.
             Obstacles that show only when it steps, such as data that it then puts elsewhere, or a
@@ -100,70 +88,63 @@ def convert(
         True
     """
     recipe = get_recipe(recipe)
-    ours = isinstance(optimizer, BF16Optimizer) or is_zero(optimizer)
-    if not ours and hasattr(optimizer, "__dict__") and wraps_converted(optimizer):
-        return optimizer
-    if is_zero(optimizer):
-        local: Any = getattr(optimizer, "optim", None)
-        if not isinstance(local, torch.optim.Optimizer):
-            raise NotImplementedError(
-                "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True: it steps inside "
-                "the backward pass by functions of torch that store fp32 numbers as they are. Make "
-                "it with overlap_with_ddp=False. Nothing was changed"
-            )
-        if isinstance(local, BF16Optimizer):
-            raise ValueError(
-                "this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
-                f"{type(local).__name__}, which does not see the parameters of other ranks: make "
-                "it with a class of torch.optim and convert it once"
-            )
-        convert(local, recipe, model=model, backend=backend, roles=roles, elementwise=elementwise)
-        local._engine.names.whole = Whole(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
-        return optimizer
-    if isinstance(optimizer, BF16Optimizer):
-        raise ValueError(
-            f"this {type(optimizer).__name__} already stores its numbers by recipe "
-            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer "
-            "and convert that one"
-        )
     if model is not None:
         check_module("convert", model)
-        register(model)
     check_roles(roles)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
-        raise ValueError(
-            f"convert takes a torch.optim optimizer, not {type(optimizer).__name__}; known: {known}"
-        )
-    target, traits = fused_class(optimizer, recipe), None
-    if target is None:
-        check_steps_on_copies(optimizer)
-        target, traits = foreign_class(type(optimizer)), Traits(elementwise, named=set(roles or ()))
-    if traits is None and (roles or elementwise):
+    conversion = check_conversion("convert", optimizer, recipe)
+    if conversion is None:
+        _check_held(optimizer, backend, roles, elementwise)
+        return optimizer
+    if conversion.fused and (roles or elementwise):
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
-            f"own code, and {type(optimizer).__name__} has a kernel; leave them out"
+            f"own code, and {type(conversion.optimizer).__name__} has a kernel; leave them out"
         )
-    for number, group in enumerate(optimizer.param_groups):
-        if traits is None:
-            check_options(group, number)
-        check_group(group, number)
-    wrapped = _scheduler_wrapper(optimizer)
+    if model is not None:
+        register(model)
+    _become(conversion, recipe, model, backend, roles, elementwise)
+    if conversion.optimizer is not optimizer:
+        conversion.optimizer._engine.names.whole = Whole(optimizer)
+    return optimizer
 
+
+def _check_held(
+    optimizer: Any, backend: str | None, roles: Mapping[str, str | None] | None, elementwise: bool
+) -> None:
+    for ours in held_optimizers(optimizer):
+        if roles or elementwise or backend not in (None, ours.backend):
+            raise ValueError(
+                f"roles={roles}, elementwise={elementwise} and backend={backend!r} are for an "
+                f"optimizer that is converted now, and this {type(optimizer).__name__} leaves the "
+                f"step to its {type(ours).__name__}, which was before: leave them out, or give "
+                "them to convert() for that, before it is wrapped. Nothing was changed"
+            )
+
+
+def _become(
+    conversion: Conversion,
+    recipe: Recipe,
+    model: nn.Module | None,
+    backend: str | None,
+    roles: Mapping[str, str | None] | None,
+    elementwise: bool,
+) -> None:
+    """Make an optimizer ours, or leave it as it was."""
+    optimizer, target, fused = conversion.optimizer, conversion.target, conversion.fused
     source, converted = type(optimizer), cast("Any", optimizer)
     attributes, groups = dict(vars(optimizer)), [dict(each) for each in optimizer.param_groups]
     converted.__class__ = target
     try:
-        if source not in CONVERTIBLE and traits is None:
+        if source not in CONVERTIBLE and fused:
             _replace_options(converted, target)
         converted._setup(recipe, backend)
-        if traits is not None:
+        if not fused:
             converted.roles = {k: v for k, v in {**ROLES, **(roles or {})}.items() if v}
-            converted._engine.traits = traits
+            converted._engine.traits = Traits(elementwise, named=set(roles or ()))
         if model is not None:
             converted._engine.names.given = _names(optimizer, model)
             converted._engine.model = ref(model)
-        taken = _take_over(converted, fused=traits is None)
+        taken = _take_over(converted, fused)
     except Exception:
         engine = engine_of(converted)
         if engine is not None and engine.accumulation is not None:
@@ -181,50 +162,8 @@ def convert(
             del optimizer.state[parameter]
     # torch hangs its profiling and step hooks on the class the first time that one is made.
     converted._patch_step_function()
-    if wrapped:
+    if conversion.scheduled:
         optimizer.__dict__["step"] = _count_steps(optimizer)
-    return optimizer
-
-
-def check_roles(roles: Mapping[str, str | None] | None) -> None:
-    """Refuse roles of states that no recipe has a format for."""
-    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
-        raise ValueError(
-            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
-            "None for fp32"
-        )
-
-
-def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Optimizer] | None:
-    """Ours for an optimizer, or None if it can step by its own code alone.
-
-    One with 8-bit moments becomes ours with such, where the recipe asks for them.
-
-    Raises:
-        NotImplementedError: it has options that ours has not, or has stepped already.
-    """
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if (free := SCHEDULE_FREE.get(name)) is not None:
-        return {each.__name__: each for each in (AdamWScheduleFree, SGDScheduleFree)}[free]
-    ours, named = CONVERTIBLE.get(kind), EIGHT_BIT.get(name)
-    if ours is not None or named is None:
-        return ours
-    target: Any = {"Adam": Adam, "AdamW": AdamW, "Lion": Lion}[named]
-    moments = [recipe.exp_avg] + [recipe.exp_avg_sq] * (target is not Lion)
-    if {*moments} != {"int8"}:
-        return None
-    args = getattr(optimizer, "args", None)
-    others = [name for name in ("max_unorm", "skip_zeros") if getattr(args, name, None)]
-    if getattr(args, "percentile_clipping", 100) != 100:
-        others.append("percentile_clipping")
-    if others or optimizer.state:
-        what = f"its options {', '.join(others)}" if others else "the 8-bit states that it has"
-        raise NotImplementedError(
-            f"{kind.__name__} cannot become torch_bf16.{named}, which knows nothing of {what}. "
-            "Make it without them, and convert it before its first step. Nothing was changed"
-        )
-    return target
 
 
 def _replace_options(optimizer: torch.optim.Optimizer, target: type[BF16Optimizer]) -> None:
@@ -276,22 +215,6 @@ def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
         ddp = name == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
         inner = prefix if ddp or name in WRAPPERS else f"{prefix}{name}."
         yield from _named_parameters(child, inner)
-
-
-def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an LR scheduler put its own ``step`` on the optimizer, bound to the old class."""
-    step = optimizer.__dict__.get("step")
-    if step is None:
-        return False
-    # The scheduler's wrapper names the class's own step as what it wraps; a user's step on either
-    # side of it does not, though functools.wraps may have copied the scheduler's mark.
-    own = getattr(step, "__wrapped__", None) is type(optimizer).step
-    if not own or not hasattr(step, "_wrapped_by_lr_sched"):
-        raise NotImplementedError(
-            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which "
-            "would go on running the old update; convert the optimizer first, replace its step then"
-        )
-    return True
 
 
 def _count_steps(optimizer: torch.optim.Optimizer) -> Any:

@@ -105,7 +105,7 @@ class Runner:
         instance.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may count in the tensor that it finds there.
         instance.state.update(copy.deepcopy(self._shared_before))
-        function = unhooked(getattr(self._kind, method))
+        function = without_hooks(getattr(self._kind, method))
         parameters = [parameter for _, parameter, _ in members]
         before = _random_states(parameters)
         self._random = self._random or before
@@ -114,9 +114,8 @@ class Runner:
             groups = dict(zip(numbers, instance.param_groups, strict=True))
             meetings = Meetings(members, lambda: (groups, own_attributes(instance)))
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
-            function(
-                instance, *([evaluated(self._kind, parameters)] if needs_closure(function) else [])
-            )
+            closed = needs_closure(function)
+            function(instance, *([closure_for(self._kind, parameters)] if closed else []))
         if meetings is not None:
             meetings.finish(shared_states(instance.state))
             self.couples |= meetings.couples
@@ -195,7 +194,7 @@ def needs_closure(step: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def evaluated(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
+def closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
     """A closure for a step whose model was evaluated before it: it may be called once, at first."""
     versions = [each._version for each in parameters]
 
@@ -208,7 +207,7 @@ def evaluated(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
     return closure
 
 
-def unhooked(step: Any) -> Any:
+def without_hooks(step: Any) -> Any:
     """The class's own ``step``: torch wraps it so that hooks run, and these run around ours."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__

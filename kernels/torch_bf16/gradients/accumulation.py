@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,23 @@ from torch import Tensor, nn
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.backends import cuda_graphs
-from torch_bf16.engine.engine import Engine, engine_of
+from torch_bf16.engine.engine import Engine
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.recipe import ACCUMULATIONS, Recipe
-from torch_bf16.sharding import is_dtensor, local, missing_memory, shard_of, unit_shapes
+from torch_bf16.sharding import (
+    Unit,
+    before_backward_of,
+    is_dtensor,
+    local,
+    missing_memory,
+    shard_of,
+    unit_shapes,
+    units,
+)
 
-from .backward import Passes, at_outputs_of, own_parameters, sharded_modules
+from .backward import Passes
 from .gathering import Gathering, Group, Waiting
-from .reduction import DdpPass, Fp32Reduction
+from .reduction import DdpReader, Fp32Reduction
 from .sums import Addition, StepNumbers, add_all
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
@@ -54,7 +65,8 @@ def accumulate_gradients(
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
-        optimizer: one of this package, or converted; its parameters get hooks.
+        optimizer: one of this package, or converted, also within a host's wrapper; its parameters
+            get hooks.
         format: see above; replaces an earlier one. None takes the recipe's ``accumulate``.
 
     Returns:
@@ -72,25 +84,19 @@ def accumulate_gradients(
         >>> optimizer.step()
         >>> handle.remove()
     """
-    engine = engine_of(optimizer)
-    if engine is None:
-        raise ValueError(
-            f"accumulate_gradients was given a {type(optimizer).__name__}, which has no recipe; "
-            "make it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
-        )
+    ours = optimizer_for("accumulate_gradients", optimizer)
     check_module("accumulate_gradients", model)
-    ours: Any = optimizer
     format = ours.recipe.accumulate if format is None else format
     if format not in ACCUMULATIONS:
         raise ValueError(
             f"accumulation format {format!r} is unknown; use one of {', '.join(ACCUMULATIONS)}"
         )
-    if engine.host is not None:
+    if (host := ours._engine.host) is not None:
         raise NotImplementedError(
-            f"the parameters cannot be accumulated in {format!r}: {engine.host} adds micro-batches "
+            f"the parameters cannot be accumulated in {format!r}: {host} adds micro-batches "
             "up by itself, in bf16. Take larger ones"
         )
-    return GradientAccumulation(optimizer, format, model)
+    return GradientAccumulation(ours, format, model)
 
 
 def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
@@ -136,7 +142,8 @@ class GradientAccumulation:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
-        self._hooked: dict[Tensor, tuple[int, int]] = {}
+        # By id, because it takes torch a microsecond to hash a tensor.
+        self._hooked: dict[int, Any] = {}
         self._passes = Passes(_Pass, self._finish)
         self._gathering = Gathering(self._add_all)
         # Those whose sums must not wait for others.
@@ -145,17 +152,18 @@ class GradientAccumulation:
         self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
         self._reduction: Fp32Reduction | None = None
-        self._readers: list[DdpPass] = []
+        self._readers: list[DdpReader] = []
         if format != "bf16_nearest":
-            modules = [] if model is None else list(sharded_modules(model, format))
+            sharded = [] if model is None else [*units(model)]
+            _check_dtypes(sharded, format)
             try:
                 if model is not None and format == "fp32":
                     self._reduction = Fp32Reduction.of(model)
-                self._readers = [] if model is None else DdpPass.all_in(model)
+                self._readers = [] if model is None else DdpReader.all_in(model)
                 self._hooks += [hook for each in self._readers for hook in each.hooks]
-                for module in modules:
-                    take = functools.partial(self._take_all, own_parameters(module))
-                    self._hooks.append(at_outputs_of(module, take))
+                for unit in sharded:
+                    take = functools.partial(self._take_all, unit.parameters)
+                    self._hooks.append(before_backward_of(unit, take))
                 self.hook_parameters()
             except Exception:
                 self.remove()
@@ -177,7 +185,7 @@ class GradientAccumulation:
         if self._reduction is not None:
             self._reduction.remove()
         if self.format == "fp32":
-            for parameter in self._hooked:
+            for parameter in self._hooked.values():
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = parameter.dtype
                 if gradient is not None:
@@ -190,12 +198,11 @@ class GradientAccumulation:
     def hook_parameters(self) -> None:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook."""
         optimizer: Any = self._optimizer()
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad:
-                    if parameter not in self._hooked:
-                        self._hook(parameter)
-                    self._hooked[parameter] = number, position
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._hooked and parameter.requires_grad:
+                    self._hook(parameter)
+                    self._hooked[id(parameter)] = parameter
 
     def _hook(self, parameter: Tensor) -> None:
         sharded = shard_of(parameter).replaces_parameter
@@ -214,7 +221,7 @@ class GradientAccumulation:
                 self._hooks += self._reduction.hook(parameter)
             if not sharded:
                 return
-        # Not called for what FSDP2 shards, hence the hooks on the modules' outputs.
+        # Not called for what FSDP2 shards, hence the hooks on its units.
         reference = weakref.ref(parameter)
         self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
         self._hooks.append(parameter.register_post_accumulate_grad_hook(self._merge))
@@ -298,7 +305,7 @@ class GradientAccumulation:
         with torch.no_grad():
             if optimizer is not None:
                 steps = self._steps.read(optimizer.state)
-                add_all(group, additions, optimizer, self._hooked, steps)
+                add_all(group, additions, optimizer, steps)
             else:
                 for each in additions.values():
                     local(each.total).add_(each.new)
@@ -323,8 +330,20 @@ class GradientAccumulation:
         for group in (*self._gathering, *self._alone.values()):
             if group.made is not None:
                 group.made.forget()
-        if len(self._hooked) < sum(len(g["params"]) for g in optimizer.param_groups):
-            self.hook_parameters()
+        self.hook_parameters()
+
+
+def _check_dtypes(sharded: Iterable[Unit], format: str) -> None:
+    """Refuse units of FSDP2 that reduce gradients in bf16, which undoes the format."""
+    for unit in sharded:
+        low = unit.reduce_dtype != torch.float32
+        if low and any(p.dtype == torch.bfloat16 for p in unit.parameters):
+            raise ValueError(
+                f"gradients cannot be accumulated in {format!r} for {unit.name!r}: fully_shard "
+                f"reduces its gradients in {unit.reduce_dtype or 'bf16'}, and sums them so without "
+                "gradient synchronisation. Use fully_shard(module, "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
 
 
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:

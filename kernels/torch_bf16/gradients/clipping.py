@@ -7,7 +7,7 @@ reads.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
@@ -61,7 +61,7 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     Example:
         >>> norm = total_norm(model.parameters())
     """
-    return _norm(_listed(parameters))
+    return _norm(_as_list(parameters))
 
 
 def _norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -109,7 +109,7 @@ def clip_grad_norm_(
         >>> norm = torch_bf16.clip_grad_norm_(model.parameters(), 1.0)
     """
     _check(max_norm)
-    parameters = _listed(parameters)
+    parameters = _as_list(parameters)
     norm = _norm(parameters)
     _scale(parameters, _coefficient(norm, max_norm, error_if_nonfinite))
     return norm
@@ -156,7 +156,7 @@ def clip_next_step(
     _check(max_norm)
     owned = {
         each: [p for group in each.param_groups for p in group["params"]]
-        for each in _listed(optimizers, Optimizer, _NO_OPTIMIZER)
+        for each in _as_list(optimizers, Optimizer, _NO_OPTIMIZER)
     }
     for engine in filter(None, map(engine_of, owned)):
         engine.check_host()
@@ -172,7 +172,7 @@ def clip_next_step(
     every = [*chain.from_iterable(owned.values())]
     owners = Counter(map(id, every)) if len(owned) > 1 else Counter()
     shared = {key for key, count in owners.items() if count > 1}
-    clipped = {id(p): p for p in (every if parameters is None else _listed(parameters))}
+    clipped = {id(p): p for p in (every if parameters is None else _as_list(parameters))}
     gradients = {each: _gradients_of(owned[each]) for each in pending_of_each}
     for optimizer, pending in pending_of_each.items():
         # An earlier clip was of these gradients as they were, before another backward(), say.
@@ -225,10 +225,13 @@ def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
 
 
 def _scale(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
+    on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
-            gradient.mul_(coefficient.to(gradient.device))
+            on_device[gradient.device].append(gradient)
+    for device, gradients in on_device.items():
+        torch._foreach_mul_(gradients, coefficient.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _coefficient(norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> Tensor:
@@ -251,7 +254,7 @@ def _check(max_norm: Any) -> None:
         )
 
 
-def _listed(argument: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
+def _as_list(argument: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
     """What was given, one by one; anything of another kind is an error that says so."""
     alone = isinstance(argument, kind) or not isinstance(argument, Iterable)
     # One that was given twice counts once.

@@ -47,7 +47,7 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
             _check(parameter, gradient.layout, gradient.dtype)
             gradient = shard.gradient()
             alike[groups, _KIND(gradient)].append(gradient)
-        elif shard.takes_part_without_gradient:
+        elif shard.in_row:
             norms[groups].append(torch.zeros((), device=parameter.device))
     kinds = [*map(_KIND, plain)]
     if len({*kinds}) == 1:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_bf16.argument_checks import check_max_norm, check_module
-from torch_bf16.engine.engine import engine_of
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.sharding import unit_shapes
 
 from .backward import released
@@ -82,15 +82,11 @@ def release_gradients(
         >>> optimizer.step()
         >>> handle.remove()
     """
-    if engine_of(optimizer) is None:
-        raise ValueError(
-            f"release_gradients was given a {type(optimizer).__name__}, which takes its step for "
-            "all parameters at once; make it a torch_bf16 optimizer, or torch_bf16.convert it first"
-        )
+    ours = optimizer_for("release_gradients", optimizer)
     check_module("release_gradients", model)
     options = ReleaseOptions(max_norm, norm, accumulation_steps)
-    _check(optimizer, options)
-    return ReleasedSteps(model, optimizer, options)
+    _check(ours, options)
+    return ReleasedSteps(model, ours, options)
 
 
 def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:

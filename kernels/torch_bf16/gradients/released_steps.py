@@ -22,7 +22,7 @@ from torch_bf16.sharding import is_dtensor, local, shard_of
 from .backward import Passes, released
 from .gathering import Gathering, Group, Waiting
 from .norm import norm_over_ranks, norms_of
-from .reduction import Bucket, announce_buckets
+from .released_buckets import Bucket, announce_buckets
 
 __all__ = ["ReleaseOptions", "ReleasedSteps"]
 
@@ -173,9 +173,8 @@ class ReleasedSteps:
             bucket: parameters of this optimizer, which DDP begins to reduce.
         """
         running = self._passes.current()
-        early = {key for keys in self._reduced.values() for key in keys}
-        last = self._options.accumulation_steps
-        bucket.keep(lambda p: id(p) in early and self._arrived[id(p)] >= last)
+        early, last = [*self._reduced.values()], self._options.accumulation_steps
+        bucket.keep(lambda p: self._arrived[id(p)] >= last and any(id(p) in keys for keys in early))
         if running is None or not bucket.parameters:
             return
         self._take_buckets(running)

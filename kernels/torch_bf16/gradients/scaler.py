@@ -6,9 +6,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torch_bf16.sharding import local
+from torch_bf16.sharding import all_whole, local, shard_of
 
 from .clipping import pending_of
 
@@ -25,6 +26,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Without ``unscale_``, gradients are read once and not written: our optimizers divide by the
     scale inside the step, and where one is not finite skip it on the device, without waiting.
+    Ranks that hold parts of the parameters agree on that, and so their scales stay the same.
     Arguments and use are those of ``torch.amp.GradScaler``.
 
     Example:
@@ -44,15 +46,15 @@ class GradScaler(torch.amp.GradScaler):
         # Called by unscale_, and by step with a factor of 1 and allow_fp16, to look only.
         if pending_of(optimizer) is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is None:
-                        continue
-                    gradient = local(parameter.grad)
-                    if gradient.numel():
-                        alike[gradient.device, gradient.dtype].append(gradient)
+            for parameter in parameters:
+                if parameter.grad is None:
+                    continue
+                gradient = local(parameter.grad)
+                if gradient.numel():
+                    alike[gradient.device, gradient.dtype].append(gradient)
             found: dict[torch.device, Tensor] = {}
             for (device, _), gradients in alike.items():
                 # The largest magnitude: Inf and NaN are seen, and no sum can overflow.
@@ -61,4 +63,20 @@ class GradScaler(torch.amp.GradScaler):
                 found[device] = torch.maximum(found[device], new) if device in found else new
                 if not allow_fp16:
                     torch._foreach_mul_(gradients, inv_scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
-        return found or {found_inf.device: found_inf}
+            return _over_ranks(parameters, found or {found_inf.device: found_inf}, found_inf.device)
+
+
+def _over_ranks(
+    parameters: list[Tensor], found: dict[torch.device, Tensor], device: torch.device
+) -> dict[torch.device, Tensor]:
+    """What was found, also by the ranks that hold other parts; with or without a gradient here."""
+    if all_whole(parameters):
+        return found
+    # In the order of the parameters, which all ranks share.
+    groups = {group: None for each in parameters for group in shard_of(each).groups()}
+    if not groups:
+        return found
+    total = torch.stack([each.to(device) for each in found.values()]).amax()
+    for group in groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX, group)
+    return {device: total}

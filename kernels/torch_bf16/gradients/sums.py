@@ -107,7 +107,6 @@ def add_all(
     group: Group,
     additions: Mapping[int, Addition],
     optimizer: Any,
-    positions: Mapping[Tensor, tuple[int, int]],
     steps: Mapping[Tensor, int],
 ) -> None:
     """Add gradients to their sums, in place, in one call.
@@ -116,7 +115,6 @@ def add_all(
         group: of the parameters; what is made for them stays with it.
         additions: by number of the member, those that there are.
         optimizer: whose seed, backend and names count.
-        positions: of parameters, number of the group and position in it.
         steps: by parameter, how many steps it has taken.
     """
     found = [additions.get(number) for number in range(len(group.members))]
@@ -124,7 +122,7 @@ def add_all(
     made, setting = group.made, _setting(optimizer)
     if made is None or not made.fits(setting, totals):
         dtype = next(iter(additions.values())).new.dtype
-        parts = _parts(group.members, totals, dtype, optimizer, positions)
+        parts = _parts(group.members, totals, dtype, optimizer)
         numels = [local(each).numel() for each in group.members]
         made = group.made = _Made(setting, numels, parts)
     numbers = [0 if each is None else each.number for each in found]
@@ -142,7 +140,8 @@ def add_all(
 def _setting(optimizer: Any) -> tuple[Any, ...]:
     """What sums follow from beside the tensors."""
     names = optimizer._engine.names
-    of_groups = [group.get("param_names") for group in optimizer.param_groups]
+    # A name that is none follows from the place.
+    of_groups = [(len(g["params"]), g.get("param_names")) for g in optimizer.param_groups]
     return optimizer.recipe.seed, optimizer.backend, of_groups, dict(names.given), names.whole
 
 
@@ -151,12 +150,18 @@ def _parts(
     totals: Sequence[Tensor | None],
     dtype: torch.dtype,
     optimizer: Any,
-    positions: Mapping[Tensor, tuple[int, int]],
 ) -> list[_Part]:
     names, groups = optimizer._engine.names, optimizer.param_groups
+    positions = {
+        id(parameter): (number, position)
+        for number, group in enumerate(groups)
+        for position, parameter in enumerate(group["params"])
+    }
     rows = []
     for number, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
-        key = names.key(groups, *positions[parameter])
+        place = positions.get(id(parameter))
+        # One that was taken out of the groups still has a sum.
+        key = "" if place is None else names.key(groups, *place)
         for span in shard_of(parameter, key).span.pieces():
             target = local(parameter).new_empty(0) if total is None else span.of(total)
             job = Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)

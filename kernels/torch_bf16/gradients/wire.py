@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
-from torch_bf16.engine.engine import engine_of
-from torch_bf16.sharding import is_dtensor, reduce_by, shard_of
+from torch_bf16.engine.wrappers import optimizer_for
+from torch_bf16.sharding import Unit, reduce_by, units
 
-from .backward import own_parameters
-from .buckets import BucketReduction
 from .reduce_scatter import ReduceScatter, check_all_to_all
+from .wire_ddp import BucketReduction
 
 __all__ = ["reduce_gradients"]
 
@@ -55,26 +54,21 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         >>> model = torch.nn.parallel.DistributedDataParallel(module)  # doctest: +SKIP
         >>> torch_bf16.reduce_gradients(model, optimizer)  # doctest: +SKIP
     """
-    engine = engine_of(optimizer)
-    if engine is None:
-        raise ValueError(
-            f"reduce_gradients was given a {type(optimizer).__name__}, which has no recipe; make "
-            "it a torch_bf16 optimizer, or torch_bf16.convert(optimizer) first"
-        )
+    ours = optimizer_for("reduce_gradients", optimizer)
+    engine = ours._engine
     check_module("reduce_gradients", model)
     if engine.host is not None:
         raise NotImplementedError(
             f"gradients cannot be reduced with bf16 on the wire: {engine.host} reduces them itself"
         )
     registered = False
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            BucketReduction.register(module, optimizer)
+            BucketReduction.register(module, ours)
             registered = True
-        # What fully_shard adds to a module's class.
-        elif hasattr(module, "_get_fsdp_state"):
-            _register_fsdp2(module, name)
-            registered = True
+    for unit in units(model):
+        _register_fsdp2(unit)
+        registered = True
     for group, device in reduce_by(model, _reduce_fsdp1):
         check_all_to_all(group, device)
         registered = True
@@ -92,32 +86,27 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     engine.reduction_checked = True
 
 
-def _register_fsdp2(module: Any, name: str) -> None:
-    parameters: list[Any] = own_parameters(module)
-    if not any(p.dtype == torch.bfloat16 for p in parameters):
+def _register_fsdp2(unit: Unit) -> None:
+    if not any(p.dtype == torch.bfloat16 for p in unit.parameters):
         return
     why = None
-    if not hasattr(module, "set_custom_reduce_scatter"):
+    if not hasattr(unit.module, "set_custom_reduce_scatter"):
         why = f"fully_shard accepts no other reduction in torch {torch.__version__}, newer ones do"
-    elif not any(is_dtensor(p) and shard_of(p).groups() for p in parameters):
+    elif unit.group is None:
         why = "its parameters are replicated, and torch lets nobody replace that all-reduce"
     if why:
         raise NotImplementedError(
-            f"gradients of {name or 'the model'!r} cannot be reduced with bf16 on the wire: {why}. "
-            "Use DistributedDataParallel, or leave reduce='bf16_wire' out"
+            f"gradients of {unit.name!r} cannot be reduced with bf16 on the wire: {why}. Use "
+            "DistributedDataParallel, or leave reduce='bf16_wire' out"
         )
-    replicated = any(len(shard_of(p).groups()) < p.device_mesh.ndim for p in parameters)
-    dtype = module._get_fsdp_state()._mp_policy.reduce_dtype
-    if replicated and dtype != torch.float32:
+    if unit.replicates and unit.reduce_dtype != torch.float32:
         raise ValueError(
-            f"gradients of {name or 'the model'!r} cannot be summed in fp32: fully_shard sums "
-            f"replicas in {dtype or 'bf16'}. Use fully_shard(module, "
+            f"gradients of {unit.name!r} cannot be summed in fp32: fully_shard sums replicas in "
+            f"{unit.reduce_dtype or 'bf16'}. Use fully_shard(module, "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
         )
-    mesh = parameters[0].device_mesh
-    for group in shard_of(parameters[0]).groups():
-        check_all_to_all(group, mesh.device_type)
-    module.set_custom_reduce_scatter(ReduceScatter())
+    check_all_to_all(unit.group, unit.parameters[0].device_mesh.device_type)
+    unit.module.set_custom_reduce_scatter(ReduceScatter())
 
 
 def _reduce_fsdp1(group: Any, gradient: torch.Tensor, shard: torch.Tensor) -> None:

@@ -19,24 +19,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.torch_patches import is_enabled
 
 from .averaging import rounds_stochastically
+from .cast_modules import is_of_cast_model
 
 __all__ = ["restore", "watch_averages"]
-
-# By identity: modules of tensordict compare themselves number by number.
-_cast: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The modules of models that were given to ``cast_model``."""
 
 _warned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 _original: Any = AveragedModel.update_parameters
 
 
-def watch_averages(model: nn.Module) -> None:
+def watch_averages() -> None:
     """Let averages be computed in their own dtype, and say which of a cast model are bf16.
 
     For the whole process, until :func:`restore`.
     """
-    _cast.update((each, True) for each in model.modules())
     if AveragedModel.update_parameters is _original and is_enabled("averaged_model"):
         AveragedModel.update_parameters = functools.wraps(_original)(_update_parameters)
 
@@ -49,7 +45,7 @@ def restore() -> None:
 def _update_parameters(self: AveragedModel, model: Any) -> None:
     if isinstance(model, nn.Module):
         # Nobody says which models are copies of a cast one, so dtypes are asked of all.
-        if any(each in _cast for each in model.modules()):
+        if is_of_cast_model(model):
             _warn_of_bf16(self, model)
         model = _InDtypesOf(self.module, model)
     _original(self, model)

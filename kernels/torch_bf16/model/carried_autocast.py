@@ -124,7 +124,11 @@ def _is_bf16(module: nn.Module) -> bool:
 
 
 class CarriedForward:
-    """``forward`` of one instance. To others it looks like the method that it stands for."""
+    """``forward`` of one instance. To others it looks like the method that it stands for.
+
+    Attributes:
+        own: what the instance itself had in that place; None where its class's is called.
+    """
 
     # Whether it entered autocast itself when a checkpoint last called it.
     enters_in_checkpoints = False
@@ -141,16 +145,16 @@ class CarriedForward:
         self.compute = compute
         self.autocast = autocast
         self._whole = whole
-        self._own = module.__dict__.get("forward")  # compiled, or another library's
+        self.own = module.__dict__.get("forward")  # compiled, or another library's
         self._module = weakref.ref(module)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         module: Any = self._module()
-        return type(module).forward.__get__(module) if self._own is None else self._own
+        return type(module).forward.__get__(module) if self.own is None else self.own
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_own", "_module", "__wrapped__"):  # being unpickled, or the module is gone
+        if name in ("own", "_module", "__wrapped__"):  # being unpickled, or the module is gone
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
@@ -160,8 +164,8 @@ class CarriedForward:
         # it has compiled, and trace this class instead.
         if _TRACED_AS_METHODS and TracingContext.try_get() is not None:
             return CarriedForward
-        compiled = hasattr(self._own, "_torchdynamo_orig_callable")
-        return MethodType if self._own is None or compiled else type(self._own)
+        compiled = hasattr(self.own, "_torchdynamo_orig_callable")
+        return MethodType if self.own is None or compiled else type(self.own)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _blank, (), {**self.__dict__, "_module": self._module()}
@@ -171,7 +175,7 @@ class CarriedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        forward, first = self._own, ()
+        forward, first = self.own, ()
         if forward is None:
             # Unbound: where torch.compile breaks the graph, it takes a bound one for this instance.
             forward, first = type(module).forward, (module,)
@@ -234,8 +238,8 @@ def _remove_from(module: Any) -> None:
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
             del each.__dict__["forward"]
-            if carried._own is not None:
-                each.__dict__["forward"] = carried._own
+            if carried.own is not None:
+                each.__dict__["forward"] = carried.own
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:

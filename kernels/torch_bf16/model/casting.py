@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,23 +23,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.argument_checks import check_module
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe, get_recipe
-from torch_bf16.sharding import local, shard_of, without_wrappers
+from torch_bf16.sharding import has_run, local, units, without_wrappers
 
+from . import cast_modules
 from .autocast import fill_gaps, widened
 from .averaged_models import watch_averages
-from .carried_autocast import carry_autocast
+from .carried_autocast import CarriedForward, carry_autocast
+from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
 
-__all__ = ["cast_model", "cast_recipes", "fp32_parameters", "kept"]
+__all__ = ["cast_model", "fp32_parameters", "kept"]
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that somebody asked to keep in fp32."""
-
-# By module: torch converts no sharded parameter that has a weak reference. By its identity: modules
-# of tensordict compare themselves number by number.
-_recipes: MutableMapping[nn.Module, Recipe] = WeakIdKeyDictionary()
-"""The recipe that the parameters of a module itself were cast by."""
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -104,9 +101,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         _check_wrappers(model)
     _check_groups(model, set(to_fp32), set(to_bf16))
     fill_gaps()
-    name_weights_in_errors(model)
-    watch_averages(model)
-    from .loading import watch_loading
+    name_weights_in_errors()
+    watch_averages()
     watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     bits_of: dict[int, Tensor] = {}
@@ -123,9 +119,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             bits_of[id(t)] = bits
         return weight
 
-    for sub in model.modules():
-        if any(id(p) in to_bf16 for p in sub.parameters(recurse=False)):
-            _recipes[sub] = recipe
+    cast_modules.note(model, recipe, to_bf16)
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
     model._apply(cast)
@@ -135,22 +129,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         parameter.grad = gradient.to(parameter.dtype)
     remainders.remember(model, bits_of)
     for each in _callable(in_fp32):
-        each.forward = functools.partial(_forward_in_fp32, each)
+        _compute_in_fp32(each)
     if recipe.compute != "autocast":
         carry_autocast(model, compute=recipe.compute)
     if recipe.compute != "fp32" and _trains_on_cpu(model):
         warn_slow_products()
     return model
-
-
-def cast_recipes(model: nn.Module) -> list[Recipe]:
-    """The recipes that the modules of a model were cast by."""
-    return [
-        _recipes[sub]
-        for sub in model.modules()
-        # One that was made fp32 again can be cast by another.
-        if sub in _recipes and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False))
-    ]
 
 
 def fp32_parameters(
@@ -198,33 +182,26 @@ def _check_wrappers(module: nn.Module) -> None:
                 "its parameters into flat ones. Cast first, then wrap it; or shard with "
                 "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
             )
-        state = getattr(sub, "_get_fsdp_state", None)
-        # None until the first forward, which settles the dtype that gradients are reduced to.
-        if state is not None and getattr(state(), "_is_root", None) is not None:
-            raise ValueError(
-                "cast_model was given a module that fully_shard wraps and that has run already; "
-                "FSDP settles its dtypes in the first forward. Cast before it"
-            )
+    # The first forward settles the dtype that gradients are reduced to.
+    if has_run(module):
+        raise ValueError(
+            "cast_model was given a module that fully_shard wraps and that has run already; "
+            "FSDP settles its dtypes in the first forward. Cast before it"
+        )
 
 
 def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> None:
     # FSDP2 says it in its first forward, without names.
-    groups: dict[str, Any] = {}
-    first: dict[Any, dict[torch.dtype, str]] = {}
-    for path, sub in module.named_modules():
-        # A module is gathered and reduced with the nearest one around it that was sharded.
-        state = getattr(sub, "_get_fsdp_state", None)
-        around = groups.get(path.rpartition(".")[0])
-        groups[path] = group = around if state is None else state()
-        for name, p in sub.named_parameters(path, recurse=False):
-            trained = p.requires_grad and p.is_floating_point()
-            if trained and group is not None and shard_of(p).sharded:
+    names = {id(p): name for name, p in module.named_parameters()}
+    for unit in units(module):
+        first: dict[torch.dtype, str] = {}
+        for p in unit.parameters:
+            if id(p) in names and p.requires_grad and p.is_floating_point():
                 dtype = torch.bfloat16 if id(p) in to_bf16 else p.dtype
                 dtype = torch.float32 if id(p) in to_fp32 else dtype
-                first.setdefault(group, {}).setdefault(dtype, name)
-    for names in first.values():
-        if len(names) > 1:
-            held = " and ".join(f"{name!r} in {dtype}" for dtype, name in names.items())
+                first.setdefault(dtype, names[id(p)])
+        if len(first) > 1:
+            held = " and ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
             raise ValueError(
                 f"one group of fully_shard would hold {held}, and FSDP reduces the gradients of a "
                 "group in one dtype (norms with running statistics and modules in keep_fp32 stay "
@@ -290,11 +267,26 @@ def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-def _forward_in_fp32(module: nn.Module, *args, **kwargs):
+def _compute_in_fp32(module: nn.Module) -> None:
+    own = module.__dict__.get("forward")
+    # What it carries along stays outside, as around a forward of another library.
+    carried = own if isinstance(own, CarriedForward) else None
+    own = own if carried is None else carried.own
+    if getattr(own, "func", None) is _forward_in_fp32:
+        return
+    forward = functools.partial(_forward_in_fp32, module, own)
+    if carried is None:
+        module.forward = forward
+    else:
+        carried.own = forward
+
+
+def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args, **kwargs):
+    forward = functools.partial(type(module).forward, module) if own is None else own
     if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
-        return type(module).forward(module, *args, **kwargs)
+        return forward(*args, **kwargs)
     args, kwargs = tree_map(widened, (args, kwargs))
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
     with torch.autocast(device, enabled=False):
-        return type(module).forward(module, *args, **kwargs)
+        return forward(*args, **kwargs)

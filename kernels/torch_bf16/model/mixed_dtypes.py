@@ -16,29 +16,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.torch_patches import is_enabled
+
+from .cast_modules import name_in_cast_model
 
 __all__ = ["name_weights_in_errors", "restore"]
 
 _MIXED = re.compile(r"bfloat16|mixed dtype|same dtype|scalar type", re.IGNORECASE)
 _NO_KERNEL = re.compile(r"not implemented for 'BFloat16'")
 
-# By identity: modules of tensordict compare themselves number by number.
-_cast: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The models that were given to ``cast_model``."""
-
 _original: Any = None
 
 
-def name_weights_in_errors(model: nn.Module) -> None:
+def name_weights_in_errors() -> None:
     """Let errors about two dtypes say which weight of a cast model it was, and what to do.
 
     For the whole process, until :func:`restore`.
     """
     global _original
-    _cast[model] = True
     if _original is None and is_enabled("autocast_exit"):
         _original = torch.autocast.__exit__
         torch.autocast.__exit__ = functools.wraps(_original)(_exit)  # pyright: ignore
@@ -68,7 +64,7 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
         own = module.named_parameters(recurse=False)
         found = ((name, p.device.type) for name, p in own if p.dtype == torch.bfloat16)
         weight, device = next(found, (None, ""))
-        path = None if weight is None else _path(module)
+        path = None if weight is None else name_in_cast_model(module)
         if path is not None:
             pattern = path or f"*{weight}"
             named = f"{'.'.join(filter(None, (path, weight)))!r} of {type(module).__name__}"
@@ -117,12 +113,3 @@ def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
         if isinstance(found, nn.Module):
             yield found
         trace = trace.tb_next
-
-
-def _path(module: nn.Module) -> str | None:
-    """The name of a module in the model that was cast."""
-    for model in _cast:
-        for name, each in model.named_modules():
-            if each is module:
-                return name
-    return None

@@ -7,7 +7,8 @@ weights and not from the rounded ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import Shard, local, settle_at_exit, shard_of, shown_like
+from torch_bf16.sharding import Shard, local, places, settle_at_exit, shard_of, shown_like
 
 __all__ = [
+    "find_remainder",
+    "find_remainders",
     "forget",
     "forget_empty",
     "remember",
-    "remembered",
     "second_plane",
     "split",
     "sync_masters",
@@ -38,14 +40,16 @@ class _Remainder:
         bits: int16 as ``split16`` makes them, or fp32 weights where the recipe keeps those; of the
             local memory where the parameter was placed on a mesh.
         version: the parameter's; a write since then makes ``bits`` stale.
-        sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``).
+        sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``); places count.
         placed: whether the parameter was placed on a mesh when it was cast.
+        places: modules that own the parameter, each with its name there.
     """
 
     bits: Tensor
     version: int
     sums: Tensor
     placed: bool
+    places: list[tuple[ref[nn.Module], str]] = field(default_factory=list)
 
 
 _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -53,6 +57,9 @@ _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # parameter in that place. Its parameters are here alone: torch converts none that has a weak
 # reference.
 _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
+
+# Where in there the parameter of an id was when it was last looked for.
+_places: dict[int, tuple[ref[nn.Module], str]] = {}
 
 # Elements whose bits are summed: what a shard lacks of its first and last sum cannot be compared.
 _SUMMED = 64
@@ -91,25 +98,57 @@ def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
 
 
 def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:
+    _places.clear()
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             remainder = remainders.get(id(parameter))
             if parameter is not None and remainder is not None:
                 _by_owner.setdefault(owner, {})[name] = remainder
+                remainder.places.append((ref(owner), name))
                 if not remainder.placed:
                     _by_parameter[parameter] = remainder
 
 
-def remembered(shard: Shard) -> _Remainder | None:
+def find_remainder(shard: Shard) -> _Remainder | None:
     """What a cast took from this parameter, if no master has taken it over yet."""
-    if not shard.replaces_parameter:
-        return _by_parameter.get(shard.parameter)
+    return find_remainders([shard])[0]
+
+
+def find_remainders(shards: Iterable[Shard]) -> list[_Remainder | None]:
+    """:func:`find_remainder` each of some; looks through all modules once at most."""
+    found, fresh = [], False
+    for shard in shards:
+        if not shard.replaces_parameter:
+            found.append(_by_parameter.get(shard.parameter))
+            continue
+        place = _place_of(shard, fresh)
+        if place is None and _by_owner and not fresh:
+            _index()
+            fresh = True
+            place = _place_of(shard, fresh)
+        found.append(None if place is None else _by_owner.get(place[0], {}).get(place[1]))
+    return found
+
+
+def _place_of(shard: Shard, fresh: bool) -> tuple[nn.Module, str] | None:
+    """The module that a parameter is of, and its name there, as far as the index knows."""
+    reference, name = _places.get(id(shard.parameter), (None, ""))
+    owner = None if reference is None else reference()
+    # Another one may have come to the place, or to the id, since.
+    if owner is None or not (fresh or owner._parameters.get(name) is shard.parameter):
+        return None
+    return owner, name
+
+
+def _index() -> None:
+    _places.clear()
     for owner, each in _by_owner.items():
-        for name, remainder in each.items():
-            if owner._parameters.get(name) is shard.parameter:
-                return remainder
-    place = shard.place_in_model() if any(_by_owner.values()) else None
-    return None if place is None else _by_owner.get(place[0], {}).get(place[1])
+        for name in each:
+            _places[id(owner._parameters.get(name))] = ref(owner), name
+    # Which modules show what FSDP2 has gathered from a forward pass until a backward pass.
+    for parameter, owner, name in places():
+        if name in _by_owner.get(owner, {}):
+            _places[id(parameter)] = ref(owner), name
 
 
 def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
@@ -120,7 +159,7 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
         dtype: int16 for the remainder beside the parameter, int8 for it rounded to its
             upper 8 bits, fp32 for the whole weight.
     """
-    remainder = remembered(shard)
+    remainder = find_remainder(shard)
     if remainder is None:
         return None
     same = _same_bits(shard, remainder)
@@ -153,16 +192,20 @@ def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     return (master.view(torch.int32) + tie).view(torch.float32)
 
 
-def forget(shard: Shard) -> None:
-    """Free what is remembered of a parameter; its master exists by now."""
-    remainder = remembered(shard)
-    if remainder is None:
-        return
-    if not shard.replaces_parameter:
-        _by_parameter.pop(shard.parameter, None)
-    for each in _by_owner.values():
-        for name in [name for name, other in each.items() if other is remainder]:
-            del each[name]
+def forget(*shards: Shard) -> None:
+    """Free what is remembered of parameters; their masters exist by now."""
+    for shard, remainder in zip(shards, find_remainders(shards), strict=True):
+        if remainder is None:
+            continue
+        if not shard.replaces_parameter:
+            _by_parameter.pop(shard.parameter, None)
+        for reference, name in remainder.places:
+            owner = reference()
+            its = {} if owner is None else _by_owner.get(owner, {})
+            if owner is not None and its.get(name) is remainder:
+                del its[name]
+                if not its:
+                    del _by_owner[owner]
 
 
 def forget_empty(parameters: Iterable[Tensor]) -> None:
@@ -170,9 +213,7 @@ def forget_empty(parameters: Iterable[Tensor]) -> None:
 
     FSDP1 gives them no gradient, so that they take part in no step and nothing else would.
     """
-    for parameter in parameters:
-        if not parameter.numel():
-            forget(shard_of(parameter))
+    forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
 
 
 def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -195,7 +236,7 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
     shards = [each for each in shards if not each.replaces_parameter]
     if not shards:
         return
-    known = [remembered(each) for each in shards]
+    known = find_remainders(shards)
     # What there is to send is for ``src`` to say: nothing, remainders or whole weights.
     kinds = [
         remainder.bits.dtype if remainder and _same_bits(shard, remainder) is not False else None
@@ -203,8 +244,8 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
     ]
     dist.broadcast_object_list(kinds, src, group, shards[0].parameter.device)
     synced = {}
+    forget(*shards)
     for shard, remainder, kind in zip(shards, known, kinds, strict=True):
-        forget(shard)
         if kind is None:
             continue
         device = shard.parameter.device
@@ -212,7 +253,7 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
             bits, sums = remainder.bits.to(device), remainder.sums.to(device)
         else:
             bits = torch.empty(shard.shape, dtype=kind, device=device)
-            size = -(-shard.numel // _summed(shard.numel))
+            size = -(-shard.numel // _block_size(shard.numel))
             sums = torch.empty(size, dtype=torch.int32, device=device)
         for each in (bits, sums):
             # As bytes, because NCCL knows no 16-bit integers.
@@ -224,11 +265,20 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
 
 def _sums(memory: Tensor) -> Tensor:
     bits = memory.reshape(-1).view(torch.int16)
-    size = _summed(bits.numel())
-    return pad(bits, (0, -bits.numel() % size)).view(-1, size).sum(1, dtype=torch.int32)
+    size = _block_size(bits.numel())
+    blocks = pad(bits, (0, -bits.numel() % size)).view(-1, size)
+    weights = _weights(torch.arange(size, device=bits.device))
+    # At most 2^15 * (1 + 2 + ... + 64) in magnitude, and exact; in parts, as products take memory.
+    parts = [(each * weights).sum(1, dtype=torch.int32) for each in blocks.split(2**18)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _summed(numel: int) -> int:
+def _weights(places: Tensor) -> Tensor:
+    """What the bits at some places of a block are multiplied by, so that their order counts."""
+    return (places + 1).int()
+
+
+def _block_size(numel: int) -> int:
     return _SUMMED if numel > 4096 else 1
 
 
@@ -242,11 +292,13 @@ def _same_bits(shard: Shard, remainder: _Remainder) -> bool | None:
         return torch.equal(_sums(memory), sums)
     if shard.shape != tuple(shape):
         return False
-    size = _summed(remainder.bits.numel())
-    places = shard.span.indices(memory.device) // size
-    numbers, at, counts = places.unique_consecutive(return_inverse=True, return_counts=True)
+    size = _block_size(remainder.bits.numel())
+    indices = shard.span.indices(memory.device)
+    blocks = indices // size
+    numbers, at, counts = blocks.unique_consecutive(return_inverse=True, return_counts=True)
     found = torch.zeros(len(numbers), dtype=torch.int32, device=memory.device)
-    found.index_add_(0, at, memory.reshape(-1).view(torch.int16).to(torch.int32))
+    bits = memory.reshape(-1).view(torch.int16).to(torch.int32)
+    found.index_add_(0, at, bits * _weights(indices % size))
     complete = counts == size
     if not complete.any():
         return None

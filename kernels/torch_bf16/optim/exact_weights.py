@@ -15,6 +15,7 @@ from torch_bf16.backends import fetch
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.encoder import Encoder
 from torch_bf16.engine.versions import Snapshot
+from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.model import remainders
 from torch_bf16.sharding import local, reshard, same_memory, shard_of
 from torch_bf16.states.recoding import Changes, stored_format
@@ -58,7 +59,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
     value = value.detach().to(parameter.device)
     # What FSDP1 has left of a parameter is shaped like this rank's part.
-    taken = value if shard.takes_parts else shard.take(value)
+    taken = value if shard.in_row else shard.take(value)
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:
@@ -137,7 +138,8 @@ def exact_weights(
         ...         weights[name] = (weight + others[name]) / 2
     """
     check_module("exact_weights", model)
-    owners = {p: each for each in map(_unwrapped, optimizers) for p in _parameters(each)}
+    ours = [optimizer_for("exact_weights", each) for each in optimizers]
+    owners = {p: each for each in ours for p in _parameters(each)}
     # What FSDP2 has gathered for an evaluation is in no optimizer.
     reshard(owners)
     named = dict(model.named_parameters())
@@ -161,21 +163,6 @@ def exact_weights(
                 owners[parameter].set_exact_weight(parameter, weights[name])
             elif not same_memory(weights[name], parameter):
                 parameter.copy_(weights[name])
-
-
-def _unwrapped(optimizer: Any) -> BF16Optimizer:
-    from .optimizer import BF16Optimizer
-
-    inner = optimizer
-    while not isinstance(inner, BF16Optimizer):
-        inner = getattr(inner, "optimizer", None)
-        if inner is None:
-            raise ValueError(
-                f"exact_weights was given a {type(optimizer).__name__}, which stores its numbers "
-                "by no recipe; give it an optimizer of torch_bf16, or one that convert(), "
-                "prepare() or a host's precision mode has converted"
-            )
-    return inner
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

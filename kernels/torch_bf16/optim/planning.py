@@ -226,7 +226,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state)
-        remainders.forget(each.shard)
+    remainders.forget(*(each.shard for each in members))
     every = [p for group in optimizer.param_groups for p in group["params"]]
     remainders.forget_empty(every)
     # A snapshot keeps its parameter alive. Hosts show groups in turn: states outlast that.
@@ -289,8 +289,9 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             "torch_bf16.cast_model(model, %r) before the first step",
             *(optimizer.recipe.name, optimizer.recipe.name),
         )
-    alone = [each.shard for each in matrices if len(each.formats[0].planes) == 1]
-    dropped = [shard for shard in alone if remainders.remembered(shard) is not None]
+    alone = [each.shard for each in members if len(each.formats[0].planes) == 1]
+    known = remainders.find_remainders(alone)
+    dropped = [shard for shard, each in zip(alone, known, strict=True) if each is not None]
     recast = [shard for shard in dropped if shard.parameter.dtype == torch.float32]
     if len(dropped) > len(recast):
         raise ValueError(

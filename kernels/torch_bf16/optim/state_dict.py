@@ -90,7 +90,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             elif REMAINDERS & states.get(key, {}).keys():
                 state = state_dict["state"][key]
                 states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
-            elif key not in states and remainders.remembered(shard := shard_of(parameter)):
+            elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
                 label = optimizer.label(number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))

@@ -12,11 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_bf16.argument_checks import check_module
+from torch_bf16.engine.wrappers import held_optimizers
 
 from .optimizer import BF16Optimizer
 from .step_hooks import FOR_OTHERS
 
-__all__ = ["warn_unconverted", "wraps_converted"]
+__all__ = ["warn_unconverted"]
 
 
 _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
@@ -50,7 +51,8 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
         if live is None:
             return
         seen.add(optimizer)
-        if wraps_converted(optimizer):
+        # SAM and Lookahead leave the step to an optimizer that they hold.
+        if held_optimizers(optimizer):
             return
         cast = {p for p in live.parameters() if p.dtype == torch.bfloat16}
         if any(p in cast for group in optimizer.param_groups for p in group["params"]):
@@ -69,8 +71,3 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             _hooks.remove((model_then, handle))
     _hooks.append((reference, register_optimizer_step_pre_hook(before_step)))
     return _hooks[-1][1]
-
-
-def wraps_converted(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves the step to one of ours, as SAM and Lookahead do."""
-    return any(isinstance(each, BF16Optimizer) for each in vars(optimizer).values())

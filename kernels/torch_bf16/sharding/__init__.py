@@ -18,10 +18,11 @@ from .deepspeed import (
 )
 from .deepspeed_engine import check_engine, deepspeed_config
 from .deepspeed_files import watch_files
-from .dtensor import DTensorShard, reshard
+from .dtensor import DTensorShard, is_incomplete
 from .exchange import Like, all_gather, exchange
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of, unit_shapes
+from .fsdp2 import Unit, before_backward_of, has_run, places, reshard, units
 from .local import (
     is_dtensor,
     local,
@@ -44,22 +45,27 @@ __all__ = [
     "Parameters",
     "Shard",
     "Span",
+    "Unit",
     "alias_masters",
     "all_gather",
     "all_same",
     "all_whole",
     "bare_name",
+    "before_backward_of",
     "check_engine",
     "deepspeed_config",
     "exchange",
     "gradients_of",
+    "has_run",
     "is_dtensor",
     "is_flat",
+    "is_incomplete",
     "is_whole",
     "local",
     "missing_memory",
     "no_torch_function",
     "place_like",
+    "places",
     "reduce_by",
     "register",
     "register_flats",
@@ -71,6 +77,7 @@ __all__ = [
     "shown_like",
     "unit_of",
     "unit_shapes",
+    "units",
     "unlike_memory",
     "version_of",
     "versions_of",

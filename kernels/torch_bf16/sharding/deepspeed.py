@@ -67,8 +67,7 @@ class FlatShard(Shard):
 
     sharded = True
     can_gather = False
-    takes_parts = True
-    takes_part_without_gradient = True
+    in_row = True
     loads_states_first = True
 
     @cached_property

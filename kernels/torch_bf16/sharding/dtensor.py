@@ -6,50 +6,29 @@ A rank holds a box of the whole tensor, one interval per dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .exchange import all_gather, group_of
 from .local import is_dtensor, local, place_like, whole
 from .shard import Shard
 from .span import Span, runs_of
 
-__all__ = ["DTensorShard", "box_at", "reshard"]
+__all__ = ["DTensorShard", "box_at", "is_incomplete"]
 
 
-def reshard(parameters: Iterable[Tensor]) -> None:
-    """Make FSDP2 gather again the weights that are about to be written outside a step.
-
-    It keeps the root's gathered weights until a backward pass, which a validation does not have. A
-    DTensor does not know its module, so all modules give up what they keep.
-    """
-    if not any(map(is_dtensor, parameters)):
-        return
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for module in list(_module_state_mapping):
-        if callable(give_back := getattr(module, "reshard", None)):
-            give_back()
-
-
-def _places() -> Iterator[tuple[Tensor, nn.Module, str]]:
-    """What FSDP2 has sharded, each with the module that it is a parameter of and its name there."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for module in list(_module_state_mapping):
-        if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
-            continue
-        groups = getattr(state_of(), "_fsdp_param_groups", None)
-        if groups is None:  # older torch has one for each module
-            groups = filter(None, [state_of()._fsdp_param_group])
-        for each in (each for group in groups for each in group.fsdp_params):
-            yield each.sharded_param, each._module_info.module, each._module_info.param_name
+def is_incomplete(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor of which other ranks hold other numbers."""
+    if not is_dtensor(tensor):
+        return False
+    pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return any(size > 1 and not each.is_replicate() for size, each in pairs)
 
 
 class DTensorShard(Shard):
@@ -65,13 +44,9 @@ class DTensorShard(Shard):
         try:
             offset, width, pitch = runs_of(self.shape, box)
         except ValueError as error:
-            raise _refused(self.parameter.placements, str(error)) from None
+            raise _refusal(self.parameter.placements, str(error)) from None
         numel = prod(each.stop - each.start for each in box)
         return Span(self.name, self.shape, 0, numel, offset, width, pitch)
-
-    def place_in_model(self) -> tuple[nn.Module, str] | None:
-        places = ((module, name) for p, module, name in _places() if p is self.parameter)
-        return next(places, None)
 
     @cached_property
     def _box(self) -> tuple[slice, ...]:
@@ -79,7 +54,7 @@ class DTensorShard(Shard):
         box, found = self._box_of(self.shape), tuple(self.memory.shape)
         if tuple(each.stop - each.start for each in box) != found and self.memory.numel():
             why = f"its part here has shape {found}, where {box} was expected"
-            raise _refused(self.parameter.placements, why)
+            raise _refusal(self.parameter.placements, why)
         return box
 
     def _box_of(self, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -238,18 +213,18 @@ def _order(mesh_shape: Sequence[int], placements: Any) -> Iterable[int]:
             continue
         dim, factor = getattr(each, "dim", None), getattr(each, "split_factor", 1)
         if dim is None or each.is_partial():
-            raise _refused(placements, f"{each} leaves no element whole")
+            raise _refusal(placements, f"{each} leaves no element whole")
         before = prod(mesh_shape[i] for i in order if placements[i].dim == dim)
         if factor == 1:
             order.insert(0, mesh_dim)
         elif factor == before:
             order.append(mesh_dim)
         else:
-            raise _refused(placements, f"{each} does not cut what {before} ranks on its right hold")
+            raise _refusal(placements, f"{each} does not cut what {before} ranks on its right hold")
     return order
 
 
-def _refused(placements: Any, why: str) -> NotImplementedError:
+def _refusal(placements: Any, why: str) -> NotImplementedError:
     return NotImplementedError(
         f"a parameter placed as {tuple(placements)} cannot be trained: {why}. What works: "
         "Replicate, Shard(0) or Shard(1) of a matrix, FSDP2 over tensor parallelism, and whatever "

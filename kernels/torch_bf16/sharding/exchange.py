@@ -60,7 +60,7 @@ def exchange(
     Returns:
         By global rank what has come, of one dimension each.
     """
-    sent = {rank: _packed(tensors) for rank, tensors in outgoing.items() if tensors}
+    sent = {rank: _pack(tensors) for rank, tensors in outgoing.items() if tensors}
     places = {rank: _places(likes) for rank, likes in incoming.items() if likes}
     taken = {
         rank: torch.empty(ends[-1], dtype=torch.uint8, device=device)
@@ -89,7 +89,7 @@ def _places(likes: Sequence[Like]) -> list[int]:
     return [*accumulate(sizes, initial=0)]
 
 
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
     places = _places([(prod(each.shape), each.dtype) for each in tensors])
     message = torch.empty(places[-1], dtype=torch.uint8, device=tensors[0].device)
     for start, each in zip(places, tensors, strict=False):

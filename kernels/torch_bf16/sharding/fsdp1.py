@@ -38,8 +38,7 @@ class Fsdp1Shard(Shard):
 
     sharded = True
     can_gather = False
-    takes_parts = True
-    takes_part_without_gradient = True
+    in_row = True
     offload_obstacle = (
         "belongs to FullyShardedDataParallel (FSDP1), which gathers states on the device: "
         "offload='states' is not for it. Shard with fully_shard (FSDP2), or leave offload out"

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .local import is_dtensor, local, place_like, version_of, whole
 from .span import Span
@@ -32,9 +32,9 @@ class Shard:
         sharded: whether ranks hold parts of it.
         replaces_parameter: whether another object has taken the place of the module's own.
         can_gather: whether all ranks that hold parts take part in a step, so that they can gather.
-        takes_parts: whether states also come as this rank's part alone, of the memory's shape.
-        takes_part_without_gradient: whether a rank that holds nothing of it has no gradient, and
-            is waited for all the same where its group sums something up.
+        in_row: whether its memory is a stretch of a row of many parameters: states may come as that
+            stretch, and a rank that holds none of it has no gradient and is waited for all the same
+            where its group sums something up.
         loads_states_first: whether a checkpoint's states come before the weights that they are of.
         mixed: why it cannot hold numbers of several formats, if it is made of several tensors.
         offload_obstacle: why its states cannot be in host memory while it is not, or nothing.
@@ -43,8 +43,7 @@ class Shard:
     sharded: ClassVar[bool] = False
     replaces_parameter: ClassVar[bool] = False
     can_gather: ClassVar[bool] = True
-    takes_parts: ClassVar[bool] = False
-    takes_part_without_gradient: ClassVar[bool] = False
+    in_row: ClassVar[bool] = False
     loads_states_first: ClassVar[bool] = False
     mixed: ClassVar[str] = ""
     offload_obstacle: ClassVar[str] = ""
@@ -155,14 +154,6 @@ class Shard:
             shape: 1 where the whole shape may have more.
         """
         return part[tuple(map(slice, shape))] if tuple(part.shape) == self.shape else part
-
-    def place_in_model(self) -> tuple[nn.Module, str] | None:
-        """The module that it is a parameter of, and its name there, though others hide it there.
-
-        None where it shows itself as long as it is one. FSDP2 shows what it has gathered, from a
-        forward pass until a backward pass, which an evaluation does not have.
-        """
-        return None
 
     def groups(self) -> list[Any]:
         """The process groups whose ranks hold other elements: sums go over each of them."""

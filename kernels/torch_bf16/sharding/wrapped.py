@@ -58,7 +58,7 @@ def missing_memory(tensor: Tensor) -> str | None:
     called = f"a {kind.__module__}.{kind.__qualname__}"
     if found is not None:
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        held = ", ".join(_described(name, getattr(tensor, name)) for name in names)
+        held = ", ".join(_describe(name, getattr(tensor, name)) for name in names)
         return (
             f"{called}, which says that it is {tensor.dtype} and holds {held}: "
             f"{len(found) or 'none'} of these have its dtype, shape and strides, and the numbers "
@@ -82,7 +82,7 @@ def _looks_like(inner: Any, wrapper: Tensor) -> bool:
     )
 
 
-def _described(name: str, held: Any) -> str:
+def _describe(name: str, held: Any) -> str:
     if not isinstance(held, Tensor):
         return f"{name} ({type(held).__name__})"
     return f"{name} ({held.dtype}, shape {tuple(held.shape)})"

@@ -201,7 +201,7 @@ def _take_states(
         if key in factors:
             taken[key] = gathered(saved)
             continue
-        if shard.sharded and not (shard.takes_parts and saved.shape == shard.memory.shape):
+        if shard.sharded and not (shard.in_row and saved.shape == shard.memory.shape):
             _check_shape(saved, _whole_shape(key, shard), key, label)
         taken[key] = shard.take(saved)
     return taken

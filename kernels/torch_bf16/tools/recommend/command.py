@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from torch_bf16.foreign.capabilities import check_steps_on_copies
-from torch_bf16.foreign.convert import fused_class
+from torch_bf16.foreign.conversion import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
 from torch_bf16.tools.output import add_json_argument, positive_number, print_progress, write_json

@@ -1,0 +1,207 @@
+"""What an optimizer becomes when it is converted, and why it cannot: all of it before a change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_bf16.engine.wrappers import held_optimizers
+from torch_bf16.optim.adafactor import Adafactor
+from torch_bf16.optim.adam import Adam, AdamW, NAdam, RAdam
+from torch_bf16.optim.muon import Muon
+from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
+from torch_bf16.optim.sgd import SGD, Adagrad, Lion, RMSprop
+from torch_bf16.optim.validation import check_group, check_options
+from torch_bf16.recipe import Recipe
+from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
+from torch_bf16.sharding.zero import is_zero
+
+from .advice import EIGHT_BIT, SCHEDULE_FREE
+from .capabilities import check_steps_on_copies
+from .optimizer import foreign_class
+
+__all__ = [
+    "CONVERTIBLE",
+    "Conversion",
+    "check_conversion",
+    "check_roles",
+    "check_same",
+    "fused_class",
+]
+
+_FORMATS = tuple(f.name for f in dataclasses.fields(Recipe) if f.compare and f.name != "name")
+
+CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
+    each.torch_class: each
+    for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, Adafactor, Muon, SGD)
+}
+"""For each ``torch.optim`` class, ours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What an optimizer becomes.
+
+    Attributes:
+        optimizer: that is converted: of a ``ZeroRedundancyOptimizer`` the local one.
+        target: ours.
+        fused: whether kernels take its steps, and not its own code.
+        scheduled: whether an LR scheduler has wrapped its ``step``.
+    """
+
+    optimizer: Any
+    target: type[BF16Optimizer]
+    fused: bool
+    scheduled: bool
+
+
+def check_conversion(
+    function: str, optimizer: Any, recipe: Recipe, cast: Collection[int] = ()
+) -> Conversion | None:
+    """What an optimizer becomes; None where others, which it holds, were converted before.
+
+    Args:
+        function: that was called, for messages.
+        optimizer: not changed.
+        recipe: what is asked for.
+        cast: ids of parameters that will be of another dtype by then.
+
+    Raises:
+        ValueError: it was converted before, what it holds was so by another recipe, it is no
+            optimizer, or an option is out of range.
+        NotImplementedError: it can be neither fused nor step on copies.
+    """
+    if is_zero(optimizer):
+        local: Any = getattr(optimizer, "optim", None)
+        if not isinstance(local, torch.optim.Optimizer):
+            raise NotImplementedError(
+                "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True: it steps inside "
+                "the backward pass by functions of torch that store fp32 numbers as they are. Make "
+                "it with overlap_with_ddp=False. Nothing was changed"
+            )
+        if isinstance(local, BF16Optimizer):
+            raise ValueError(
+                "this ZeroRedundancyOptimizer was converted before, or made with torch_bf16's "
+                f"{type(local).__name__}, which does not see the parameters of other ranks: make "
+                "it with a class of torch.optim and convert it once"
+            )
+        return check_conversion(function, local, recipe, cast)
+    if isinstance(optimizer, BF16Optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} already stores its numbers by recipe "
+            f"{optimizer.recipe.name!r}. To change the recipe, make a new torch.optim optimizer "
+            "and convert that one"
+        )
+    if held := held_optimizers(optimizer):
+        for each in held:
+            made = f"the {type(each).__name__} in this {type(optimizer).__name__} was made with"
+            check_same(function, recipe, each.recipe, made)
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
+        raise ValueError(
+            f"{function} takes a torch.optim optimizer, not {type(optimizer).__name__}; known: "
+            f"{known}"
+        )
+    target = fused_class(optimizer, recipe)
+    if target is None:
+        check_steps_on_copies(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        if target is not None:
+            check_options(group, number)
+        places = [n for n, each in enumerate(group["params"]) if id(each) not in cast]
+        kept = [key for key in ("params", "param_names") if key in group]
+        check_group({**group, **{key: [group[key][n] for n in places] for key in kept}}, number)
+    scheduled = _scheduler_wrapper(optimizer)
+    if target is None:
+        return Conversion(optimizer, foreign_class(type(optimizer)), False, scheduled)
+    return Conversion(optimizer, target, True, scheduled)
+
+
+def check_same(
+    function: str, asked: Recipe, found: Recipe, where: str, fields: Sequence[str] = _FORMATS
+) -> None:
+    """Refuse a recipe where another one was followed already.
+
+    Args:
+        function: that was called.
+        asked: the one that it was asked for.
+        found: the other one.
+        where: what has followed it; begins the message.
+        fields: those that have to be the same; by default all that formats follow from.
+
+    Raises:
+        ValueError: they differ.
+    """
+    differing = [
+        f"{name} is {getattr(found, name)!r} there and {getattr(asked, name)!r} here"
+        for name in fields
+        if getattr(found, name) != getattr(asked, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{where} recipe {found.name!r} and {function} was asked for {asked.name!r}: "
+            f"{', '.join(differing)}. Give both one recipe: call {function} with that of the one "
+            "that exists, or make a new one in its place. Nothing was changed"
+        )
+
+
+def check_roles(roles: Mapping[str, str | None] | None) -> None:
+    """Refuse roles of states that no recipe has a format for."""
+    if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
+        raise ValueError(
+            f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
+            "None for fp32"
+        )
+
+
+def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Optimizer] | None:
+    """Ours for an optimizer, or None if it can step by its own code alone.
+
+    One with 8-bit moments becomes ours with such, where the recipe asks for them.
+
+    Raises:
+        NotImplementedError: it has options that ours has not, or has stepped already.
+    """
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if (free := SCHEDULE_FREE.get(name)) is not None:
+        return {each.__name__: each for each in (AdamWScheduleFree, SGDScheduleFree)}[free]
+    ours, named = CONVERTIBLE.get(kind), EIGHT_BIT.get(name)
+    if ours is not None or named is None:
+        return ours
+    target: Any = {"Adam": Adam, "AdamW": AdamW, "Lion": Lion}[named]
+    moments = [recipe.exp_avg] + [recipe.exp_avg_sq] * (target is not Lion)
+    if {*moments} != {"int8"}:
+        return None
+    args = getattr(optimizer, "args", None)
+    others = [name for name in ("max_unorm", "skip_zeros") if getattr(args, name, None)]
+    if getattr(args, "percentile_clipping", 100) != 100:
+        others.append("percentile_clipping")
+    if others or optimizer.state:
+        what = f"its options {', '.join(others)}" if others else "the 8-bit states that it has"
+        raise NotImplementedError(
+            f"{kind.__name__} cannot become torch_bf16.{named}, which knows nothing of {what}. "
+            "Make it without them, and convert it before its first step. Nothing was changed"
+        )
+    return target
+
+
+def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an LR scheduler put its own ``step`` on the optimizer, bound to the old class."""
+    step = optimizer.__dict__.get("step")
+    if step is None:
+        return False
+    # The scheduler's wrapper names the class's own step as what it wraps; a user's step on either
+    # side of it does not, though functools.wraps may have copied the scheduler's mark.
+    own = getattr(step, "__wrapped__", None) is type(optimizer).step
+    if not own or not hasattr(step, "_wrapped_by_lr_sched"):
+        raise NotImplementedError(
+            f"the step method of this {type(optimizer).__name__} was replaced by {step!r}, which "
+            "would go on running the old update; convert the optimizer first, replace its step then"
+        )
+    return True

@@ -1,0 +1,45 @@
+"""What a cast took from weights that FSDP2 then puts other parameters in place of."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import torch_bf16
+from torch_bf16.model import remainders
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["sharded", "gathered-for-an-evaluation"])
+def test_it_is_found_by_looking_through_the_modules_a_few_times_and_freed(mesh, recipe, gathered):
+    """However many there are: 1600 parameters took 10 s where each was looked for in all."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+    exact = [p.detach().clone() for p in model.parameters()]
+    torch_bf16.cast_model(model, recipe)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch_bf16.SGD(model.named_parameters(), lr=0.0, recipe=recipe)
+    if gathered:
+        with torch.no_grad():
+            model(torch.ones(1, 4).bfloat16())
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    with mock.patch.object(remainders, "_index", wraps=remainders._index) as index:
+        optimizer.step()
+    if not gathered:
+        assert index.call_count <= 3
+    for parameter, weight in zip(parameters, exact, strict=True):
+        if parameter.ndim == 1 or recipe == "bf16-fp32-master":
+            assert torch.equal(optimizer.exact_weight(parameter).to_local(), weight)
+    assert not [each for each in model if each in remainders._by_owner]
