@@ -80,7 +80,7 @@ def numba_codec(name: str):
     return (
         *codegen.reads(compiler, formats, [0]),
         *codegen.writes(compiler, formats, [0], [(0, WEIGHT.shift)]),
-        *codegen.words(compiler, [0]),
+        *codegen.words(compiler, 1),
     )
 
 

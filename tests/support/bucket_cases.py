@@ -130,7 +130,7 @@ def make_case(
     n = len(sizes)
     variant = Variant(rule, formats, gradient, gradients[0].device, runs is not None)
     bases = [
-        [stream_base(seed, tensor_key(f"p{number}"), draw.stream) for draw in variant.draws]
+        [stream_base(seed, tensor_key(f"p{number}"), stream) for stream in variant.streams]
         for number in range(n)
     ]
     bucket = Bucket(
@@ -140,7 +140,7 @@ def make_case(
         offsets=np.array(offsets, np.int64),
         widths=np.array([w for w, _ in runs] if runs else np.maximum(sizes, 1), np.int64),
         pitches=np.array([p for _, p in runs] if runs else np.maximum(sizes, 1), np.int64),
-        bases=np.array(bases, np.uint32).reshape(n, -1, 2),
+        bases=np.array(bases, np.uint32).reshape(n, len(variant.streams), 2),
         totals=Totals.of_whole(np.array(sizes), torch.device(device)) if rule.statistic else None,
     )
     return bucket, gradients

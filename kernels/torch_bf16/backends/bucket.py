@@ -63,6 +63,12 @@ class Variant:
         return (_DRAWS[self.rule.role], *(_DRAWS[state.role] for state in self.rule.states))
 
     @property
+    def streams(self) -> tuple[int, ...]:
+        """The streams of noise that are drawn from; numbers that share one share its words."""
+        pairs = zip(self.formats, self.draws, strict=True)
+        return tuple(dict.fromkeys(draw.stream for each, draw in pairs if each.stochastic))
+
+    @property
     def name(self) -> str:
         """A readable part of an identifier, such as ``adamw_bf16_plus_16_fp32_fp32_bfloat16``."""
         parts = [self.rule.name, *(each.name for each in self.formats)]
@@ -73,7 +79,7 @@ class Variant:
 class Bucket:
     """Tensors that share a variant. All are contiguous.
 
-    ``n`` is the number of tensors, ``f`` the number of formats.
+    ``n`` is the number of tensors, ``s`` the number of the variant's streams.
 
     Attributes:
         variant: what the kernel is compiled for.
@@ -83,7 +89,7 @@ class Bucket:
         widths: int64 ``[n]``, how many elements of a tensor have consecutive global indices, at
             least 1; all of them unless the variant is strided.
         pitches: int64 ``[n]``, global indices from the start of one such run to that of the next.
-        bases: uint32 ``[n, f, 2]``, what each tensor's noise for each format starts from.
+        bases: uint32 ``[n, s, 2]``, what each tensor's noise in each stream starts from.
         totals: where the rule's statistic is summed; None where it has none.
     """
 
@@ -122,11 +128,10 @@ class Bucket:
             seed: of the noise.
             totals: as the attribute; None where all tensors are whole.
         """
-        streams = [draw.stream for draw in variant.draws]
-        keys = map(tensor_key, names)
-        bases = [[stream_base(seed, key, stream) for stream in streams] for key in keys]
+        streams, keys = variant.streams, [*map(tensor_key, names)]
+        bases = np.array([stream_base(seed, k, each) for k in keys for each in streams], np.uint32)
+        bases = bases.reshape(len(keys), len(streams), 2)
         numels, offsets, widths, pitches = np.array(runs, np.int64).T.copy()
-        bases = np.array(bases, np.uint32)
         if totals is None and variant.rule.statistic is not None:
             totals = Totals.of_whole(numels, variant.device)
         return cls(variant, planes, numels, offsets, widths, pitches, bases, totals)

@@ -136,13 +136,13 @@ def _run_slice(
     for number, (each, x, views) in enumerate(zip(formats, (weight, *states), planes, strict=True)):
         r = None
         if each.stochastic:
-            word = _noise(bucket, inputs, tensor, number, start, stop)
-            r = draw16(word, bucket.variant.draws[number])
+            draw = bucket.variant.draws[number]
+            r = draw16(_noise(bucket, inputs, tensor, draw.stream, start, stop), draw)
         each.encode(x, r, views)
 
 
-def _noise(bucket, inputs, tensor: int, number: int, start: int, stop: int) -> Tensor:
-    """The noise words of elements ``start .. stop - 1`` of a tensor for one of its formats."""
+def _noise(bucket, inputs, tensor: int, stream: int, start: int, stop: int) -> Tensor:
+    """The noise words of elements ``start .. stop - 1`` of a tensor in one of its streams."""
     bases = bucket.bases if inputs.bases is None else inputs.bases
     offset = int(bucket.offsets[tensor])
     width, pitch = int(bucket.widths[tensor]), int(bucket.pitches[tensor])
@@ -152,7 +152,7 @@ def _noise(bucket, inputs, tensor: int, number: int, start: int, stop: int) -> T
     if bucket.variant.strided:
         indices += elements.div(width, rounding_mode="floor") * (pitch - width)
     first, last = (e + offset + e // width * (pitch - width) >> 32 for e in (start, stop - 1))
-    t0, t1 = (int(word) for word in bases[tensor, number])
+    t0, t1 = (int(word) for word in bases[tensor, bucket.variant.streams.index(stream)])
     words = torch.empty(0, device=indices.device)
     # Noise keys hold for one block of 2**32 global indices.
     for block in range(first, last + 1):

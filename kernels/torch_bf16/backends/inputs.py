@@ -62,7 +62,7 @@ class KernelInputs(NamedTuple):
         gradients: one tensor for each tensor of the bucket, contiguous; None leaves that one as it
             is.
         scalars: the rule's scalars for them.
-        bases: uint32 ``[n, f, 2]``, in place of the bucket's, where what the noise starts from
+        bases: uint32 ``[n, s, 2]``, in place of the bucket's, where what the noise starts from
             changes from call to call.
         given_addresses: :attr:`addresses`, where they are known already.
     """

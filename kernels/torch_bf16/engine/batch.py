@@ -86,7 +86,7 @@ class Batch:
     Attributes:
         backend: what runs it.
         variant: what its kernel is compiled for.
-        bases: uint32 ``[jobs, formats, 2]``: what the noise of each number starts from.
+        bases: uint32 ``[jobs, streams, 2]``: what the noise of each stream starts from.
     """
 
     def __init__(

@@ -74,10 +74,10 @@ class _Part:
     def noise(self, steps: list[int]) -> np.ndarray:
         """What the noise starts from, for sums that are for these steps of the parameters."""
         if self.bases is None or steps != self.steps:
-            base = self.batch.bases[:, 0].astype(np.int64)
-            step = np.array([steps[number] for number, _ in self.spans], np.int64)
-            words = sum_base((base[:, 0], base[:, 1]), step)
-            self.bases = np.stack(words, axis=1).astype(np.uint32)[:, None]
+            base = self.batch.bases.astype(np.int64)
+            step = np.array([[steps[number]] for number, _ in self.spans], np.int64)
+            words = sum_base((base[..., 0], base[..., 1]), step)
+            self.bases = np.stack(words, axis=-1).astype(np.uint32)
             self.steps = steps
         return self.bases
 

@@ -45,22 +45,22 @@ def scratch_offsets(formats):
     return [0, *accumulate(sizes)][:-1]
 
 
-def words(compiler: Compiler, first_keys):
+def words(compiler: Compiler, n: int):
     """``one(keys, index)`` and ``two(keys, index, near)``: random words of elements as tuples.
 
-    ``first_keys`` has for each word the position of the first of its two keys.
+    There are ``n`` for an element, and two keys for each.
     """
-    if not first_keys:
+    if not n:
         return no_values, no_values_of_two
-    key, (one_rest, two_rest) = first_keys[0], words(compiler, first_keys[1:])
+    key, (one_rest, two_rest) = 2 * (n - 1), words(compiler, n - 1)
 
     def one(keys, index):
-        return (word(keys[key], keys[key + 1], index), *one_rest(keys, index))
+        return (*one_rest(keys, index), word(keys[key], keys[key + 1], index))
 
     def two(keys, index, near):
         first, second = word_pair(keys[key], keys[key + 1], index, near)
         others = two_rest(keys, index, near)
-        return (first, *others[0]), (second, *others[1])
+        return (*others[0], first), (*others[1], second)
 
     return compiler.compile(one), compiler.compile(two)
 

@@ -63,7 +63,7 @@ def _mix32(x):
 
 @inlined
 def _block_keys(bases, tensor, step, index_hi):
-    """``counter_rng.block_keys`` for each format of a tensor: uint32 ``[formats * 2]``."""
+    """``counter_rng.block_keys`` for each stream of a tensor: uint32 ``[streams * 2]``."""
     keys = np.empty(2 * bases.shape[1], np.uint32)
     for number in range(bases.shape[1]):
         t0 = xor32(bases[tensor, number, 0], mul32(index_hi, _BLOCK))
@@ -168,27 +168,23 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     compiler = Compiler(name)
     formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
     offsets = codegen.scratch_offsets(formats)
-    # Numbers that share a stream share its word, which is computed once.
-    streams = [draw.stream for draw in variant.draws]
-    pairs = list(zip(variant.formats, variant.draws, strict=True))
-    drawn = sorted({draw.stream for each, draw in pairs if each.stochastic})
+    streams = variant.streams
     draws = [
-        (drawn.index(draw.stream), draw.shift) if each.stochastic else None for each, draw in pairs
+        (streams.index(draw.stream), draw.shift) if each.stochastic else None
+        for each, draw in zip(variant.formats, variant.draws, strict=True)
     ]
     built: Any = ModuleType("parts")
     built.rule = lift(variant.rule.update, ARITHMETIC, compiler.compile)
     built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
     built.write_one, built.write_two = codegen.writes(compiler, formats[1:], offsets[1:], draws)
     built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, offsets)
-    built.one_word, built.two_words = codegen.words(
-        compiler, [2 * streams.index(stream) for stream in drawn]
-    )
+    built.one_word, built.two_words = codegen.words(compiler, len(streams))
     built.arrays = compiler.views(formats)
     in_blocks = any(each.block > 1 for each in formats)
     built.tile = TILE if in_blocks else _STRIP
     built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], _STRIP)
     built.take_scalars = compiler.take(n_scalars)
-    built.take_keys = compiler.take(2 * len(variant.formats))
+    built.take_keys = compiler.take(2 * len(streams))
     built.update_one = no_effect if in_blocks else compiler.compile(with_parts(built, _update_one))
     built.update_slice = compiler.compile(with_parts(built, _update_slice))
     return compile_job(with_parts(built, _run), name, error_model="numpy")

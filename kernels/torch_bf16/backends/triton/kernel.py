@@ -25,7 +25,7 @@ from .chunks import find_chunk, load_numbers, store_plane
 from .codecs import encode, key_pair, noise_word
 from .ieee import together
 
-__all__ = ["BLOCK", "CHUNK", "constants", "noise_streams", "options", "step"]
+__all__ = ["BLOCK", "CHUNK", "constants", "options", "step"]
 
 # Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
 BLOCK = 1024
@@ -200,12 +200,6 @@ def step(
         start += TAIL
 
 
-def noise_streams(variant: Variant) -> list[int]:
-    """The streams that a variant draws from. Numbers that share one share its word."""
-    noisy = [d.stream for f, d in zip(variant.formats, variant.draws, strict=True) if f.stochastic]
-    return list(dict.fromkeys(noisy))
-
-
 def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
     """How ``step`` is compiled for a variant.
 
@@ -244,7 +238,7 @@ def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict
     then the states.
     """
     gradient = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
-    streams = noise_streams(variant)
+    streams = variant.streams
     column, draws = 2 + 2 * len(streams), [(0, 0, 0)]
     for each, draw in zip(variant.formats, variant.draws, strict=True):
         word = streams.index(draw.stream) if each.stochastic else 0

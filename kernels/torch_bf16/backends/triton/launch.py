@@ -19,11 +19,11 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from torch_bf16.backends.bucket import Bucket, Variant
+from torch_bf16.backends.bucket import Bucket
 from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 from torch_bf16.backends.pieces import cut
 
-from .kernel import CHUNK, constants, noise_streams, options, step
+from .kernel import CHUNK, constants, options, step
 from .launcher import launcher
 from .statistic import measure, measure_constants
 from .tables import Table, on, upload
@@ -119,7 +119,7 @@ class TritonKernel:
 
     def _tensors_of(self, bases: np.ndarray) -> Tensor:
         """The table ``tensors`` with other words of noise."""
-        words = _words(self._bucket.variant, bases)
+        words = _words(bases)
         changed = self._rows.copy()
         changed[:, 2 : 2 + words.shape[1]] = words
         return self._tensors_with_bases.of(changed)
@@ -148,15 +148,13 @@ def _rows(bucket: Bucket) -> np.ndarray:
     variant = bucket.variant
     sizes = np.stack([bucket.numels, bucket.offsets], axis=1)
     runs = np.stack([bucket.widths, bucket.pitches], axis=1)[:, : 2 * variant.strided]
-    words, totals = _words(variant, bucket.bases), np.empty((len(sizes), 0), np.int64)
+    words, totals = _words(bucket.bases), np.empty((len(sizes), 0), np.int64)
     if bucket.totals is not None:
         places = bucket.totals.sums.data_ptr() + 8 * bucket.totals.places
         totals = np.stack([places, bucket.totals.counts], axis=1)
     return np.concatenate([sizes, words, bucket.addresses, totals, runs], axis=1)
 
 
-def _words(variant: Variant, bases: np.ndarray) -> np.ndarray:
-    """For each tensor, the two base words of each noise stream that the variant draws from."""
-    streams = [draw.stream for draw in variant.draws]
-    numbers = [streams.index(stream) for stream in noise_streams(variant)]
-    return bases[:, numbers].reshape(len(bases), -1).astype(np.int64)
+def _words(bases: np.ndarray) -> np.ndarray:
+    """For each tensor, the two base words of each noise stream."""
+    return bases.reshape(len(bases), 2 * bases.shape[1]).astype(np.int64)
