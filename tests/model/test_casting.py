@@ -332,33 +332,6 @@ def test_members_of_a_module_list_compute_in_fp32():
     assert all(e.seen == (torch.float32, None, False, torch.float32) for e in module.experts)
 
 
-def test_a_forward_that_an_instance_has_is_called_in_fp32():
-    module = Net()
-    own = module.head.forward
-    module.head.forward = lambda x: 100 * own(x)
-    x = torch.randn(2, 4)
-    expected = module.head(x)
-    for _ in range(2):
-        cast_model(module, keeping("head"))
-        assert torch.equal(module.head(x), expected)
-        with torch.autocast("cpu", BF16):
-            assert torch.equal(module.head(x), expected)
-    depth, forward = 0, module.head.forward
-    while hasattr(forward, "func"):
-        depth, forward = depth + 1, forward.args[1]
-    assert depth == 1
-
-
-def test_a_module_that_carries_autocast_and_is_kept_later_computes_in_fp32():
-    module = Net()
-    x = torch.randn(2, 4)
-    expected = module.head(x)
-    torch_bf16.carry_autocast(module)
-    cast_model(module, keeping("head"))
-    assert torch.equal(module.head(x), expected)
-    assert module.head.seen[-1] == torch.float32
-
-
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copy_of_a_module_with_islands_has_islands_of_its_own(way):
     module = cast_model(Net(), keeping("head"))

@@ -68,3 +68,30 @@ def test_an_island_that_is_cast_later_computes_like_the_others(cast):
     with torch.autocast("cpu", BF16):
         assert module(torch.randn(2, 4)).dtype == BF16
     assert module.head.seen == (BF16, BF16, True)
+
+
+def test_a_forward_that_an_instance_has_is_called_in_fp32():
+    module = Net()
+    own = module.head.forward
+    module.head.forward = lambda x: 100 * own(x)
+    x = torch.randn(2, 4)
+    expected = module.head(x)
+    for _ in range(2):
+        cast_model(module, keeping("head"))
+        assert torch.equal(module.head(x), expected)
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(module.head(x), expected)
+    depth, forward = 0, module.head.forward
+    while hasattr(forward, "func"):
+        depth, forward = depth + 1, forward.args[1]
+    assert depth == 1
+
+
+def test_a_module_that_carries_autocast_and_is_kept_later_computes_in_fp32():
+    module = Net()
+    x = torch.randn(2, 4)
+    expected = module.head(x)
+    torch_bf16.carry_autocast(module)
+    cast_model(module, keeping("head"))
+    assert torch.equal(module.head(x), expected)
+    assert module.head.seen[:2] == (torch.float32, torch.float32)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 from torch_bf16 import get_recipe
-from torch_bf16.gradients import reduction, released_steps
+from torch_bf16.gradients import released_buckets, released_steps
 
 STEPS = 3
 CLIPPED = {"max_norm": 0.05, "norm": "last_step"}
@@ -76,7 +76,7 @@ def equal(one, other):
 
 def stepped_early(release):
     """Notes whether steps were taken before the pass was over, of buckets that are waited for."""
-    reduction.Bucket.done = lambda bucket: bucket._future.wait() is not None
+    released_buckets.Bucket.done = lambda bucket: bucket._future.wait() is not None
     seen = []
     original = release._take_buckets
 
