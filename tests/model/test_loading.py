@@ -98,6 +98,34 @@ def test_a_run_of_stock_fp32_goes_on_alike_in_either_order(recipe):
     assert_equal(exact(*runs[0]), exact(*runs[1]))
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["same set", "another set"])
+@pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adamax])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_weights_that_are_loaded_between_steps_are_exact(recipe, made, joins):
+    """With kernels, and where the optimizer steps by its own code on fp32 copies."""
+    net, source = network(1), network().state_dict()
+    optimizer = prepared(net, recipe, made)
+    net[0].bias.requires_grad_(not joins)
+    train(net, optimizer)
+    net[0].bias.requires_grad_()
+    copied = {k: v.clone() for k, v in optimizer.state[net[2].weight].items() if "exp" in k}
+    net.load_state_dict(source)
+    if recipe is not RECIPES["upper"]:
+        assert_equal(exact(net, optimizer), source.values())
+    saved = torch_bf16.fp32_state_dict(net, optimizer)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for found in (exact(net, optimizer), saved.values()):
+        for mine, theirs in zip(found, source.values(), strict=True):
+            bound = 2.0**-16 * theirs.abs() if recipe is RECIPES["upper"] else torch.zeros(())
+            assert ((mine - theirs).abs() <= bound).all()
+    assert copied.keys() <= optimizer.state[net[2].weight].keys()
+    assert all(remainders.find_remainder(shard_of(p)) is None for p in net.parameters())
+
+
 def test_the_dictionary_that_was_given_keeps_its_numbers():
     net, source = network(1), network().state_dict()
     prepared(net, RECIPES["remainder"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import Shard, local
+from torch_bf16.sharding import Shard
 
 from .direction import Direction
 from .versions import Snapshot
@@ -54,14 +54,14 @@ class Member:
         return self.shard.parameter
 
     @property
-    def has_remainder(self) -> bool:
-        """Whether the state has a remainder of the weight, which means nothing beside another."""
-        return bool(self.formats[0].remainders)
+    def weights(self) -> Format:
+        """The format of the weight."""
+        return self.formats[0]
 
-    def drop_remainder(self) -> None:
-        """Let the weight be what the parameter says alone: something else has written that."""
-        for key in self.formats[0].remainders:
-            local(self.state[key]).zero_()
+    @property
+    def has_master(self) -> bool:
+        """Whether the state has a part of the weight, which another weight makes void."""
+        return len(self.weights.planes) > 1
 
 
 def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:

@@ -166,7 +166,7 @@ class Active:
 
     Attributes:
         parameters: theirs.
-        with_remainder: places of those whose states have a remainder, among all such members.
+        with_master: places of those that have a master, among all such members.
         parts: those with such a member.
         sources: the scalars of those; for each the parts, and which of their rows take part, None
             for all.
@@ -174,7 +174,7 @@ class Active:
     """
 
     parameters: list[Tensor]
-    with_remainder: list[int]
+    with_master: list[int]
     parts: list[Part]
     sources: list[tuple[list[Part], ScalarSource, np.ndarray | None]]
     directed: bool
@@ -184,7 +184,7 @@ class Active:
         cls,
         flags: list[bool],
         parameters: Sequence[Tensor],
-        with_remainder: np.ndarray,
+        with_master: np.ndarray,
         parts: Sequence[Part],
         sources: Sequence[tuple[list[Part], ScalarSource]],
     ) -> Active:
@@ -193,7 +193,7 @@ class Active:
         Args:
             flags: for each member whether it does.
             parameters: of each member.
-            with_remainder: int64, numbers of the members whose states have a remainder.
+            with_master: int64, numbers of the members that have a master.
             parts: of all members.
             sources: the scalars of the parts.
         """
@@ -207,7 +207,7 @@ class Active:
         active = [part for part in parts if rows[part].any()]
         return cls(
             [*compress(parameters, flags)],
-            np.flatnonzero(taking_part[with_remainder]).tolist(),
+            np.flatnonzero(taking_part[with_master]).tolist(),
             active,
             active_sources,
             any(part.directed for part in active),

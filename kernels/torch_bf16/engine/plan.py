@@ -66,7 +66,7 @@ class Plan:
         self.members = members
         self._parameters = [each.parameter for each in members]
         # Nothing else asks whether a weight was written.
-        self._with_remainder = np.flatnonzero([each.has_remainder for each in members])
+        self._with_master = np.flatnonzero([each.has_master for each in members])
         self._setting = setting
         rows = [
             Row.of(number, member, piece)
@@ -77,7 +77,7 @@ class Plan:
         self._statistics = sums = Statistics(members, sharded)
         one_batch = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
         self._parts = [Part(some, seed, backend, sums) for some in one_batch]
-        watched = [each for each in members if each.has_remainder]
+        watched = [each for each in members if each.has_master]
         self._versions = Versions(
             [each.parameter for each in watched],
             [each.snapshot for each in watched],
@@ -158,17 +158,17 @@ class Plan:
         changed = self._versions.changed()
         if not changed:
             return []
-        flags, numbers = self._guard.taking_part, [self._with_remainder[n] for n in changed]
+        flags, numbers = self._guard.taking_part, [self._with_master[n] for n in changed]
         return [self.members[n] for n in numbers if flags[n]]
 
     def note_versions(self) -> None:
         """Remember what those that take part are now."""
-        self._versions.note(self._active().with_remainder)
+        self._versions.note(self._active().with_master)
 
     def note_step(self) -> None:
         """Tell autograd of the step that kernels have taken, and remember what it made of them."""
         active = self._active()
-        self._versions.note_step(active.with_remainder, active.parameters)
+        self._versions.note_step(active.with_master, active.parameters)
         self._guard.forget_gradients()
         data_writes.note_step(active.parameters)
 
@@ -315,7 +315,7 @@ class Plan:
                 if len(self._sets) == _SETS:
                     self._sets.clear()
                 self._sets[key] = Active.of(
-                    flags, self._parameters, self._with_remainder, self._parts, self._sources
+                    flags, self._parameters, self._with_master, self._parts, self._sources
                 )
             active = self._sets[key]
             self._selected = flags, active

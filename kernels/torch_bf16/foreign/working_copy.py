@@ -60,11 +60,6 @@ class WorkingCopy:
         """Whether something else has written the parameter since the last step."""
         return self.snapshot.version != self.shard.version()
 
-    def drop_remainder(self) -> None:
-        """Let the weight be what the parameter says alone: something else has written that."""
-        for key in self.weights.remainders:
-            local(self.state[key]).zero_()
-
     @property
     def bytes(self) -> int:
         """Memory of its fp32 copies: weight, gradient, and two states if none are there yet."""

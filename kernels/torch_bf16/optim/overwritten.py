@@ -1,4 +1,7 @@
-"""Weights that something else has written: the remainder of a master means nothing beside them."""
+"""Weights that something else has written: the remainder of a master means nothing beside them.
+
+Where fp32 weights were loaded, theirs takes its place.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import States
+from torch_bf16.formats import Format
+from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, shard_of
+from torch_bf16.states.views import MASTERS
 
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
@@ -22,7 +27,12 @@ __all__ = ["drop_remainders", "states_without_remainders", "without_remainders"]
 
 
 class _Written(Protocol):
-    def drop_remainder(self) -> None: ...
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+    @property
+    def weights(self) -> Format: ...
 
 
 def drop_remainders(
@@ -47,7 +57,9 @@ def drop_remainders(
     _drop_where_data_was_written(optimizer, parameters)
     found = written()
     for each in found:
-        each.drop_remainder()
+        for key in each.weights.plane_names("")[1:]:
+            _replace(local(each.state[key]), each.shard, key)
+        remainders.forget(each.shard)
     return bool(found)
 
 
@@ -61,20 +73,20 @@ def without_remainders(
         shard: of the parameter.
         state: the parameter's, not changed.
     """
-    snapshot = optimizer._engine.snapshots.get(shard.parameter)
-    stale: Tensor | None = None
-    if snapshot is not None:
-        watch = snapshot.data
-        if watch is not None and watch.knows(snapshot.version):
-            stale = watch.changed()
-        elif snapshot.version != shard.version():
-            stale = torch.ones((), dtype=torch.bool, device=shard.memory.device)
-    if stale is None:
-        return dict(state)
-    return {
-        key: shard.place(local(each).masked_fill(stale, 0)) if key in REMAINDERS else each
-        for key, each in state.items()
-    }
+    found, snapshot = dict(state), optimizer._engine.snapshots.get(shard.parameter)
+    if snapshot is None:
+        return found
+    watch = snapshot.data
+    if watch is not None and watch.knows(snapshot.version):
+        changed = watch.changed()
+        for key in REMAINDERS & state.keys() if changed is not None else ():
+            found[key] = shard.place(local(state[key]).masked_fill(changed, 0))
+    elif snapshot.version != shard.version():
+        for key in state.keys() & set(MASTERS):
+            plane = local(state[key]).clone()
+            _replace(plane, shard, key)
+            found[key] = shard.place(plane)
+    return found
 
 
 def states_without_remainders(optimizer: BF16Optimizer) -> States:
@@ -85,6 +97,16 @@ def states_without_remainders(optimizer: BF16Optimizer) -> States:
             state = without_remainders(optimizer, shard_of(key), state)
         dict.__setitem__(found, key, state)
     return found
+
+
+def _replace(plane: Tensor, shard: Shard, key: str) -> None:
+    """Let the second plane of a master be that of fp32 weights that were loaded, or drop it."""
+    loaded = remainders.second_plane(shard, plane.dtype)
+    if loaded is not None:
+        plane.copy_(loaded)
+    elif key in REMAINDERS:
+        # A whole master beside the weight is found out by its numbers.
+        plane.zero_()
 
 
 def _drop_where_data_was_written(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:

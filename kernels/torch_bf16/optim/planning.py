@@ -100,12 +100,11 @@ def make_plan(
         state = dict.get(optimizer.state, parameter, {})
         if parameter in steps:
             state = {**state, "step": steps[parameter]}
-        planes = [each for key in MASTERS if isinstance(each := state.get(key), Tensor)]
-        lower = [each for each in planes if not each.is_floating_point()]
+        has_master = any(isinstance(state.get(key), Tensor) for key in MASTERS)
         state = optimizer._complete(state, shard, group, label, changes)
         snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
-        if not lower:
-            # Versions are followed for what is the remainder of one weight and of no other.
+        if not has_master:
+            # Versions are followed for what belongs to one weight and to no other.
             snapshot.version = shard.version()
         formats = formats_of(shard, rule, optimizer.recipe)
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -226,7 +225,9 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state)
-    remainders.forget(*(each.shard for each in members))
+    # Of what something else has written, the step asks first whether fp32 weights were loaded.
+    intact = (e.shard for e in members if e.snapshot.version == e.shard.version())
+    remainders.forget(*intact)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     remainders.forget_empty(every)
     # A snapshot keeps its parameter alive. Hosts show groups in turn: states outlast that.
