@@ -13,7 +13,11 @@ check_torch()
 
 from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
 from .checkpoints.files import load_checkpoint, save_checkpoint
-from .environment import mode_from_environment, options_from_environment
+from .environment import (
+    mode_from_environment,
+    monitor_from_environment,
+    options_from_environment,
+)
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .foreign.convert import convert
 from .gradients.accumulation import accumulate_gradients
@@ -92,6 +96,7 @@ __all__ = [
     "inside_step",
     "load_checkpoint",
     "mode_from_environment",
+    "monitor_from_environment",
     "options_from_environment",
     "param_groups",
     "prepare",
