@@ -77,6 +77,16 @@ def test_a_trainers_folder_is_read_at_its_last_checkpoint(tmp_path, capsys):
     assert (status, found["steps"], found["measure"]) == (0, [10, 20, 30, 40], "loss")
 
 
+def test_the_one_mean_at_the_end_of_a_trainers_log_is_not_its_loss(tmp_path, capsys):
+    for name, losses in (("fp32", LOSSES), ("bf16", [v + 0.5 for v in LOSSES])):
+        file = trainer_state(tmp_path / name, losses) / "trainer_state.json"
+        content = json.loads(file.read_text())
+        content["log_history"].append({"step": 40, "train_loss": 2.0, "train_runtime": 3.0})
+        file.write_text(json.dumps(content))
+    status, found, _ = compare(capsys, "fp32", "bf16")
+    assert (status, found["measure"]) == (1, "loss")
+
+
 def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     path = trackio_database(tmp_path / "project.db", {"fp32": LOSSES, "bf16": ["NaN"] * 4})
     status, found, _ = compare(capsys, path)

@@ -88,8 +88,11 @@ def _metric_of(runs: Sequence[Logged]) -> str:
     shared = set(runs[0].values).intersection(*(run.values for run in runs))
     usual = [name for name in _USUAL if name in shared]
     losses = sorted(name for name in shared if "loss" in name.lower())
-    if usual or len(losses) == 1:
-        return (usual or losses)[0]
+    if usual:
+        # transformers ends a log with one train_loss beside its many of loss.
+        return max(usual, key=lambda name: min(len(run.values[name]) for run in runs))
+    if len(losses) == 1:
+        return losses[0]
     if not shared:
         each = "; ".join(f"{run.path}: {_listed(run.values)}" for run in runs[:4])
         raise ValueError(f"the runs have no metric in common ({each})")
