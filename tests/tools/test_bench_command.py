@@ -261,3 +261,30 @@ def test_it_needs_no_more_than_torch_and_numpy():
     )
     assert found.returncode == 0, found.stderr
     assert "our backend 'eager'" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--training", "--model", "gpt2-124m"], "--model without effect"),
+        (["--training", "--backend", "eager", "--against", "torchao"], "--against, --backend"),
+        (["--training", "--baseline", "nosuch"], "--baseline without effect"),
+        (
+            ["--rules", "--against", "torch"],
+            "its own entries, which leaves --against",
+        ),
+        (["--rules", "--ways", "moved", "--baseline", "torch"], "--baseline, --ways"),
+        (["--layers", "3"], "--layers without effect"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(arguments, said, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True), err
+
+
+def test_a_record_is_not_measured_anew(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    assert cli.main([*TINY, "--json", str(file)]) == 0
+    assert cli.main(["bench", "--from", str(file), "--rounds", "3"]) == 2
+    assert "--from measures nothing, which leaves --rounds" in capsys.readouterr().err

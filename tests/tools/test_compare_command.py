@@ -58,6 +58,14 @@ def test_a_record_is_drawn_again_without_training(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "all.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.parametrize("option", ["--reference", "--metric", "--device", "--schedule"])
+def test_a_record_takes_no_option_of_what_it_was_made_from(option, tmp_path, capsys):
+    record = tmp_path / "compare.json"
+    record.write_text('{"kind": "compare", "schema": 1, "rows": [{}]}')
+    assert cli.main(["compare", str(record), option, "constant"]) == 2
+    assert f"is only shown again, which leaves {option} without effect" in capsys.readouterr().err
+
+
 def test_ctrl_c_stops_between_two_steps_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
     compare("mine_to_compare:make", *QUICK, "--out", "whole")
     whole = json.loads((tmp_path / "whole" / "compare.json").read_text())

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +23,7 @@ __all__ = [
     "positive_number",
     "print_progress",
     "print_table",
+    "refuse",
     "say",
     "write_json",
 ]
@@ -122,6 +123,22 @@ def file_to_write(text: str) -> Path:
         why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
     return path
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse options that would change nothing.
+
+    Args:
+        options: parsed; those that were not given are None, False or empty.
+        names: of options.
+        why: they would not.
+
+    Raises:
+        ValueError: one was given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if given:
+        raise ValueError(f"{why}, which leaves {', '.join(given)} without effect: leave it out")
 
 
 def positive_number(text: str) -> float:

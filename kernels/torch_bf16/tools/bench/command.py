@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch_bf16.backends import BACKENDS, choose
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.model.slow_products import bf16_product_ratio
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.output import file_to_write
+from torch_bf16.tools.output import file_to_write, refuse
 
 from .clock import clock_for
 from .device_state import device_state
@@ -37,15 +37,31 @@ from .ways import WAYS, in_ways
 __all__ = ["add_arguments", "device_argument", "run"]
 
 _PARAMETERS, _TENSORS = 50_000_000, 150
+_DEFAULTS: Mapping[str, Any] = {
+    "device": torch.device("cpu"),
+    "model": RANDOM,
+    "rounds": 30,
+    "recipes": [list(OURS)],
+    "against": [["torch"]],
+    "baseline": BASELINE,
+    "ways": [],
+    "layers": 2,
+    "tokens": 256,
+    "time_limit": 600,
+}
+_OF_TRAINING = ("layers", "tokens")
+_OF_STEPS = ("model", "parameters", "tensors", "against", "baseline", "backend", "ways", "rules")
+_OF_CHOICE = ("recipes", "against", "baseline", "ways")
+_OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes", "training")
 # Of a hundred entries those measured at a time, so that a noisy machine meets them alike.
 _TOGETHER = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--device", type=device_argument, default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
     parser.add_argument(
-        "--model", choices=MODELS, default=RANDOM, help="parameter shapes (default: random)"
+        "--model", choices=MODELS, help="parameter shapes (default: random)"
     )
     parser.add_argument(
         "--parameters",
@@ -57,12 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensors", type=_count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
     )
     parser.add_argument(
-        "--rounds", type=_count, default=30, metavar="N", help="interleaved rounds (default: 30)"
+        "--rounds", type=_count, metavar="N", help="interleaved rounds (default: 30)"
     )
     parser.add_argument(
         "--threads",
         type=_count,
-        default=torch.get_num_threads(),
         metavar="N",
         help="on a CPU (default: as many as torch uses)",
     )
@@ -70,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipes",
         type=_names(RECIPES, "recipe"),
         nargs="+",
-        default=[list(OURS)],
         metavar="NAME",
         help=f"recipes to time: {', '.join(OURS)} (default: all)",
     )
@@ -78,13 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=_names(PEERS, "library"),
         nargs="+",
-        default=[["torch"]],
         metavar="NAME",
         help=f"other libraries, if installed: {','.join(PEERS)} (default: torch)",
     )
     parser.add_argument(
         "--baseline",
-        default=BASELINE,
         metavar="NAME",
         help=f"row that ratios refer to (default: {BASELINE})",
     )
@@ -94,7 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ways",
         type=_names(WAYS, "way"),
-        default=[],
         metavar="NAME",
         help=f"more rows for ours and the baseline: {','.join(WAYS)} (default: none)",
     )
@@ -109,19 +120,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whole steps of GPT-2's shape by phase, in fp32, bf16-mixed and ours; nothing else",
     )
     parser.add_argument(
-        "--layers", type=_count, default=2, metavar="N", help="layers of --training (default: 2)"
+        "--layers", type=_count, metavar="N", help="layers of --training (default: 2)"
     )
     parser.add_argument(
         "--tokens",
         type=_count,
-        default=256,
         metavar="N",
         help="tokens of --training (default: 256)",
     )
     parser.add_argument(
         "--time-limit",
         type=_count,
-        default=600,
         metavar="SECONDS",
         help="for a compiling library's first steps (default: 600)",
     )
@@ -149,7 +158,11 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status.
+
+    Raises:
+        ValueError: an option would have no effect.
     """
+    _settle(options)
     if options.plot and not can_plot():
         later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
         _say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
@@ -170,6 +183,21 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     elif options.plot and can_plot():
         plot([found], options.plot)
     return 0
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored, and give those left out their defaults."""
+    if options.record is not None:
+        refuse(options, (*_OF_RUNS, "time_limit"), "--from measures nothing")
+    elif options.training:
+        refuse(options, _OF_STEPS, "--training times whole steps of one model")
+    else:
+        refuse(options, _OF_TRAINING, "the model of --training is not timed")
+        if options.rules:
+            refuse(options, _OF_CHOICE, "--rules times its own entries")
+    for name, default in {**_DEFAULTS, "threads": torch.get_num_threads()}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
 
 
 def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:

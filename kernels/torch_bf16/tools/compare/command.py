@@ -17,6 +17,7 @@ from torch_bf16.tools.output import (
     add_json_argument,
     file_to_write,
     positive_number,
+    refuse,
     say,
     write_json,
 )
@@ -38,7 +39,10 @@ __all__ = ["add_compare_arguments", "compare"]
 
 _RECORD = "compare.json"
 _LR, _OPTIMIZER, _STEPS, _SEEDS = 1e-3, "torch.optim.AdamW", 300, 3
-_ONLY_TRAINED = ("precisions", "also", "optimizer", "lr", "steps", "seeds", "text", "fresh")
+_ONLY_TRAINED = (
+    *("precisions", "also", "optimizer", "lr", "schedule", "steps", "seeds", "device", "text"),
+    "fresh",
+)
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +73,6 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--schedule",
         choices=("cosine", "constant"),
-        default="cosine",
         help="short warm-up and half a cosine, or none (default: cosine)",
     )
     training.add_argument(
@@ -119,12 +122,13 @@ def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         require_matplotlib()
     record = _record_named(options.what)
     if record is not None:
-        _refuse_training_options(options, f"{record} is a record")
+        names = (*_ONLY_TRAINED, "reference", "metric")
+        refuse(options, names, f"{record} is a record, and is only shown again")
         found = _loaded(record)
     elif not options.what or _one_factory(options.what):
         found = _trained(options)
     else:
-        _refuse_training_options(options, "runs that exist are read")
+        refuse(options, _ONLY_TRAINED, "runs that exist are read and nothing is trained")
         rows, metric = runs_of(options.what, options.metric)
         found = _analysed(rows, options.reference, {"what": "runs that exist", "measure": metric})
         found["environment"] = {}
@@ -152,7 +156,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
         choice_of(options.optimizer or _OPTIMIZER),
         options.lr or _LR,
         options.steps or _STEPS,
-        options.schedule,
+        options.schedule or "cosine",
         _device(options.device),
     )
     own = plan.subject.made(plan.steps).optimizer is not None if factory else False
@@ -272,12 +276,6 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def _one_factory(words: Sequence[str]) -> bool:
     return len(words) == 1 and is_factory(words[0]) and not Path(words[0]).exists()
-
-
-def _refuse_training_options(options: argparse.Namespace, why: str) -> None:
-    given = [f"--{name}" for name in _ONLY_TRAINED if getattr(options, name)]
-    if given:
-        raise ValueError(f"{', '.join(given)} is for training, and {why}")
 
 
 def _device(name: str | None) -> torch.device:
