@@ -60,9 +60,7 @@ _TOGETHER = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--model", choices=MODELS, help="parameter shapes (default: random)"
-    )
+    parser.add_argument("--model", choices=MODELS, help="parameter shapes (default: random)")
     parser.add_argument(
         "--parameters",
         type=_count,
