@@ -23,6 +23,7 @@ from .foreign.convert import convert
 from .gradients.accumulation import accumulate_gradients
 from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
+from .gradients.release_options import release_options
 from .gradients.scaler import GradScaler
 from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
@@ -102,6 +103,7 @@ __all__ = [
     "prepare",
     "reduce_gradients",
     "release_gradients",
+    "release_options",
     "save_checkpoint",
     "separate_vectors",
     "sync_masters",

@@ -97,6 +97,7 @@ def test_a_module_that_is_not_waited_for_is_not_called_hooked(monkeypatch):
         ("BF16_VECTORS", "x", "refused: BF16_VECTORS: vectors='x' is not a way"),
         ("BF16_SEED", "1.5", "refused: BF16_SEED='1.5' must be a whole number"),
         ("BF16_RELEASE_GRADIENTS", "maybe", "refused: BF16_RELEASE_GRADIENTS='maybe' must be one"),
+        ("BF16_RELEASE_NORM", "last_step", "refused: release_norm='last_step' is for released"),
         ("BF16_MONITOR", "abc", "refused: BF16_MONITOR='abc' must be the number of steps"),
         ("BF16_WIEGHTS", "bf16+8", "note: BF16_WIEGHTS is set, and nothing reads it -> BF16_WEIG"),
         ("TORCH_BF16_CACHE", "/dev/null/cache", "slow: TORCH_BF16_CACHE=/dev/null/cache cannot"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch_bf16.environment import (
     options_from_environment,
 )
 from torch_bf16.errors import BackendUnavailableError
+from torch_bf16.gradients.release_options import release_options
 from torch_bf16.recipe import RECIPES
 from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
@@ -109,12 +110,19 @@ def _versions() -> Iterator[Obstacle]:
 
 
 def _environment() -> Iterator[Obstacle]:
+    refused = False
     for variable, read in _READERS.items():
         try:
             # Each alone, so that the first that cannot be read hides no other.
             read({variable: os.environ.get(variable, "")})
         except ValueError as error:
+            refused = refused or variable in OPTIONS
             yield Obstacle("refused", str(error), f"change {variable}, or unset it")
+    try:
+        if not refused:
+            release_options(options_from_environment(_set(OPTIONS)))
+    except ValueError as error:
+        yield Obstacle("refused", str(error), "BF16_RELEASE_GRADIENTS=1, or unset it")
     for name, meant in misspelt_variables().items():
         yield Obstacle("note", f"{name} is set, and nothing reads it", f"{meant} is read")
     try:
@@ -130,6 +138,10 @@ def _environment() -> Iterator[Obstacle]:
         yield Obstacle(
             "slow", "TRITON_INTERPRET=1: Triton's kernels run in its interpreter", "unset it"
         )
+
+
+def _set(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _read_backend(environment: Mapping[str, str]) -> None:
