@@ -230,10 +230,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(option, capsy
 
 def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
     file = tmp_path / "other.json"
-    file.write_text('{"schema": 7}')
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "--from", str(file)])
-    assert "is not a record that --json has written (schema 7)" in capsys.readouterr().err
+    for content in ('{"schema": 7}', '{"schema": 1, "kind": "estimate"}', "[]"):
+        file.write_text(content)
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["bench", "--from", str(file)])
+        assert "is not a record that bench --json has written" in capsys.readouterr().err
 
 
 def test_numbers_may_be_written_with_an_exponent(monkeypatch):

@@ -148,6 +148,8 @@ def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
     ("arguments", "said"),
     [
         (["--precisions", "fp8"], "unknown precision 'fp8'; known ones: 32-true, bf16-mixed"),
+        (["--precisions", ","], "there is no row, and nothing to compare"),
+        (["--device", "meta"], "--device meta cannot be used here"),
         (["--precisions", "32-true"], "there is one row, 32-true"),
         (["--precisions", "32-true,32-true"], "two rows have the name 32-true"),
         (["--precisions", "32-true,bf16+8/int9/int8"], "exp_avg='int9' is unknown"),
@@ -170,13 +172,16 @@ def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+NO_NUMBERS = '{"kind": "compare", "schema": 1, "rows": [{}]}'
+
+
 def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("to be")
     assert compare("--text", "short.txt") == 2
     assert "short.txt has 5 bytes, and must have 10,000" in capsys.readouterr().err
     assert compare("--text", "none.txt") == 2
     assert "none.txt" in capsys.readouterr().err
-    for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}'):
+    for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}', NO_NUMBERS):
         (tmp_path / "x.json").write_text(content)
         assert compare("x.json") == 2
         assert "x.json is not a record of" in capsys.readouterr().err

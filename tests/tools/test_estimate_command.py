@@ -142,6 +142,8 @@ ready = make()
 number = 3
 def reads():
     return nn.Linear(2, int(torch.ones(1).item()) + 2)
+def huge():
+    return nn.Linear(1 << 24, 1 << 24)
 def nothing():
     return None
 def needs(argument):
@@ -224,6 +226,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
     [
         (["8B", "--optimizer", "Nonesuch"], "no optimizer 'Nonesuch'"),
         (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 at least 0 and below 100"),
+        (["8B", "--optimizer", "AdamW(betas=(0.9,))"], "cannot be made"),
         (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
         (["8B", "--optimizer", "__import__('os')"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),
@@ -236,6 +239,12 @@ def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys, facto
     status, _, err = estimate(capsys, *arguments)
     assert status == 2
     assert said in err
+
+
+def test_weights_that_do_not_fit_are_told(capsys, factories):
+    arguments = ["mine_to_estimate:huge", "--batch", "1x8", "--device", "cpu"]
+    status, _, err = estimate(capsys, *arguments)
+    assert (status, "does not fit on cpu with such a batch" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(

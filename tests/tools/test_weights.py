@@ -158,7 +158,7 @@ CORRUPT = [
     *("empty.ckpt", "truncated.ckpt", "binary.pt", "text.pt", "archive.zip", "numbers.pt"),
     *("foreign.pt", "empty.safetensors", "short.safetensors", "huge.safetensors"),
     *("text.safetensors", "size.safetensors", "none.safetensors", "model.index.json"),
-    *("other.index.json", "other.json"),
+    *("other.index.json", "self.index.json", "other.json"),
 ]
 
 
@@ -186,6 +186,7 @@ def corrupt(path):
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
         "other.index.json": (b"[]", "is not an index of a checkpoint"),
+        "self.index.json": (b'{"weight_map": {"w": "self.index.json"}}', "another index"),
         "other.json": (b"{}", "such a name ends in .index.json"),
     }
 

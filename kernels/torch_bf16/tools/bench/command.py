@@ -345,12 +345,13 @@ def device_argument(text: str) -> torch.device:
 def _record(text: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(text).read_text())
-        if found["schema"] != 1:
-            raise ValueError(f"schema {found['schema']}")
+        kind, schema = found.get("kind", "bench"), found["schema"]
+        if kind not in ("bench", "training") or schema != 1:
+            raise ValueError(f"it is one of {kind}, schema {schema}")
         return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a record that --json has written ({error})"
+            f"{text!r} is not a record that bench --json has written ({error})"
         ) from None
 
 

@@ -146,11 +146,12 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     if options.metric:
         raise ValueError("--metric is for runs that exist; a model is compared by its own loss")
     rows = _rows(options)
+    if len(rows) < 2:
+        there = f"one row, {rows[0].name}" if rows else "no row"
+        raise ValueError(f"there is {there}, and nothing to compare: --precisions A,B names two")
     reference = options.reference or rows[0].name
     if reference not in {row.name for row in rows}:
         raise ValueError(f"--reference {reference!r} is not a row; those: {_names(rows)}")
-    if len(rows) < 2:
-        raise ValueError(f"there is one row, {rows[0].name}, and nothing to compare it with")
     plan = Plan(
         subject_of(factory, options.text),
         choice_of(options.optimizer or _OPTIMIZER),
@@ -269,8 +270,14 @@ def _loaded(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not a record of compare: {type(error).__name__}: {error}"
         ) from None
-    if not known:
-        raise ValueError(f"{path} is not a record of this version of compare")
+    try:
+        if not known:
+            raise ValueError("it has no rows, or is of another version")
+        page(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a record of this version of compare: {type(error).__name__}: {error}"
+        ) from None
     return found
 
 
@@ -281,7 +288,7 @@ def _one_factory(words: Sequence[str]) -> bool:
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"--device {name} cannot be used here: {str(error).splitlines()[0]}"

@@ -101,7 +101,8 @@ def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
         rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
         known = getattr(torch.optim, name, None)
         theirs = known and _made(known, parameter, {**options, "foreach": not rule.stage_states})
-    except (NotImplementedError, TypeError, ValueError) as error:
+    # It is torch's code, and raises what its lines happen to.
+    except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
     return Stepped(text, rule, theirs and _scratch(theirs, parameter))
 

@@ -121,6 +121,10 @@ def _indexed(path: Path) -> Saved:
             f"{path} names {len(files)} files and {', '.join(missing[:4])} "
             f"{'is' if len(missing) == 1 else 'are'} not there: the checkpoint is incomplete"
         )
+    if inner := [each.name for each in files if each.name.endswith(_INDEX)]:
+        raise CheckpointError(
+            f"{path} names {inner[0]}, another index, in place of a file of tensors"
+        )
     found = _merged(path, [_file(each) for each in files])
     if missing := [name for name in placed if name not in found.tensors]:
         raise CheckpointError(
