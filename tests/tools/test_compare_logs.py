@@ -87,6 +87,23 @@ def test_the_one_mean_at_the_end_of_a_trainers_log_is_not_its_loss(tmp_path, cap
     assert (status, found["measure"]) == (1, "loss")
 
 
+def test_folders_with_an_equals_sign_are_folders(tmp_path, capsys):
+    for name in ("lr=0.001", "lr=0.01"):
+        trainer_state(tmp_path / name, LOSSES)
+    (tmp_path / "runs=1").mkdir()
+    trackio_database(tmp_path / "runs=1" / "t.db", {"one": LOSSES, "two": LOSSES})
+    for words, rows in (
+        (["lr=0.001", "lr=0.01"], ["lr=0.001", "lr=0.01"]),
+        (["a=lr=0.001", "lr=0.01"], ["a", "lr=0.01"]),
+        (["runs=1/t.db"], ["one", "two"]),
+        (["./runs=1/t.db"], ["one", "two"]),
+        (["runs=1/t.db:one", "x=runs=1/t.db:two"], ["t.db:one", "x"]),
+    ):
+        status, found, err = compare(capsys, *words)
+        assert status != 2, err
+        assert [row["name"] for row in found["rows"]] == rows
+
+
 def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     path = trackio_database(tmp_path / "project.db", {"fp32": LOSSES, "bf16": ["NaN"] * 4})
     status, found, _ = compare(capsys, path)

@@ -40,7 +40,7 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
                 known = ", ".join(each.run for each in logged_in(path))
                 raise ValueError(f"{path} has no run {run!r}; those in it: {known}")
         for each in logged:
-            named = "=" in word or run is not None or not each.run
+            named = _split(word)[0] or run is not None or not each.run
             found.setdefault(name if named else each.run, []).append(each)
     chosen = metric or _metric_of([run for runs in found.values() for run in runs])
     rows = {
@@ -72,6 +72,9 @@ def _names(words: Sequence[str]) -> list[str]:
 
 
 def _split(word: str) -> tuple[str, str]:
+    # A folder may be called lr=0.001.
+    if any(os.path.exists(path) for path in (word, word.rpartition(":")[0]) if path):
+        return "", word
     name, equals, path = word.partition("=")
     return (name, path) if equals and os.sep not in name and name else ("", word)
 
