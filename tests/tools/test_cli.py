@@ -71,3 +71,9 @@ def test_bad_arguments_end_with_status_2_and_a_message(arguments, message, capsy
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("usage: python -m torch_bf16")
+
+
+def test_help_is_for_a_terminal(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "`" not in capsys.readouterr().out

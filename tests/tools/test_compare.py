@@ -208,6 +208,12 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
 
 
+def test_an_optimizers_own_learning_rate_is_the_one_it_gets():
+    parameters = torch.nn.Linear(2, 2)
+    for text, lr in (("torch.optim.SGD(lr=0.5)", 0.5), ("torch.optim.SGD", 0.1)):
+        assert choice_of(text).over(parameters, 0.1).param_groups[0]["lr"] == lr
+
+
 def test_options_of_an_optimizer_are_plain_values():
     choice = choice_of("torch.optim.SGD(momentum=0.9, nesterov=True)")
     assert (choice.make, choice.options) == (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})

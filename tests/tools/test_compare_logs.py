@@ -111,6 +111,8 @@ def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     assert [row["name"] for row in found["rows"]] == ["fp32", "bf16"]
     assert found["rows"][1]["broken"] == {"0": 0}
     assert found["rows"][0]["ms"]["p50"] == 2000
+    cli.main(["compare", str(path)])
+    assert " 2000 (2000 to 2000)" in capsys.readouterr().out
     status, found, _ = compare(capsys, f"{path}:fp32", f"same={path}:fp32")
     assert (status, found["rows"][1]["against"]["mean"]) == (0, 0.0)
 

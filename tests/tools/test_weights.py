@@ -210,9 +210,9 @@ def test_a_file_that_is_none_is_named_with_what_is_wrong(name, tmp_path):
 def test_folders_that_are_none_say_what_they_hold(tmp_path):
     for name, inside, said in (
         ("nothing", [], "It holds nothing"),
-        ("run", ["checkpoint-10", "checkpoint-20"], "give two of those"),
+        ("run", ["checkpoint-10", "checkpoint-20"], "name what is in one of those"),
         ("deepspeed", ["zero_to_fp32.py", "global_step5"], "zero_to_fp32.py"),
-        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: give two of those"),
+        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: name what is in one of those"),
     ):
         folder = tmp_path / name
         folder.mkdir()

@@ -20,6 +20,7 @@ __all__ = [
     "add_json_argument",
     "ended",
     "file_to_write",
+    "number",
     "positive_number",
     "print_progress",
     "print_table",
@@ -114,6 +115,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
+
+
+def number(value: float, digits: int = 3) -> str:
+    """With so many significant digits, and never an exponent."""
+    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, digits - before)}f}"
 
 
 def file_to_write(text: str) -> Path:

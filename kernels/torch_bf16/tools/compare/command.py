@@ -152,10 +152,13 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     reference = options.reference or rows[0].name
     if reference not in {row.name for row in rows}:
         raise ValueError(f"--reference {reference!r} is not a row; those: {_names(rows)}")
+    choice = choice_of(options.optimizer or _OPTIMIZER)
+    if options.lr and "lr" in choice.options:
+        raise ValueError(f"--lr {options.lr:g} and {choice.text} are two learning rates: give one")
     plan = Plan(
         subject_of(factory, options.text),
-        choice_of(options.optimizer or _OPTIMIZER),
-        options.lr or _LR,
+        choice,
+        options.lr or choice.options.get("lr", _LR),
         options.steps or _STEPS,
         options.schedule or "cosine",
         _device(options.device),

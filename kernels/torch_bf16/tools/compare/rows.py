@@ -46,7 +46,7 @@ class Choice:
     Attributes:
         text: that.
         make: the class, or a function like it.
-        options: beside the parameters and ``lr``.
+        options: beside the parameters; an ``lr`` among them is what :meth:`over` takes.
     """
 
     text: str
@@ -61,7 +61,7 @@ class Choice:
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         try:
-            made = self.make(parameters, lr=lr, **self.options)
+            made = self.make(parameters, **{"lr": lr, **self.options})
         # It is somebody else's code.
         except Exception as error:
             raise ValueError(f"{self.text} cannot be made: {_one_line(error)}") from error

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch_bf16.foreign.capabilities import check_steps_on_copies
 from torch_bf16.foreign.convert import fused_class
@@ -73,7 +74,8 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
     notes = _plan(found, options.total_steps)
     verdict = judge(list(found.parameters.values()))
     shapes, held, note = sizes(found, verdict.candidates)
-    command = shlex.join(["python", text, *script_arguments])
+    # A factory is no program.
+    command = shlex.join(["python", text, *script_arguments]) if Path(text).exists() else text
     notes += [note] if note else []
     content = record(command, found, verdict, shapes, held, notes)
     if options.json:
