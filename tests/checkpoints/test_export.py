@@ -198,7 +198,7 @@ def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, cap
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         match = f"half.safetensors ({path.stat().st_size:,} bytes) was cut short or damaged"
     output = tmp_path / "out.pt"
-    assert cli.main(["export", str(path), str(output)]) == 1
+    assert cli.main(["export", str(path), str(output)]) == 2
     assert match in capsys.readouterr().err
     assert not output.exists()
 
@@ -227,7 +227,7 @@ def test_a_folder_that_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_
             data = (folder / "optimizer.bin").read_bytes()
             (folder / "optimizer.bin").write_bytes(data[: len(data) // 2])
             match = "was cut short or damaged"
-    assert cli.main(["export", str(folder), str(output)]) == 1
+    assert cli.main(["export", str(folder), str(output)]) == 2
     assert match in capsys.readouterr().err
     assert not output.exists()
 

@@ -18,6 +18,7 @@ __all__ = [
     "FAILED",
     "INTERRUPTED",
     "add_json_argument",
+    "count",
     "ended",
     "file_to_write",
     "number",
@@ -26,6 +27,7 @@ __all__ = [
     "print_table",
     "refuse",
     "say",
+    "share",
     "write_json",
 ]
 
@@ -146,6 +148,24 @@ def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     if given:
         raise ValueError(f"{why}, which leaves {', '.join(given)} without effect: leave it out")
+
+
+def share(value: float | None) -> str:
+    """A percentage; small ones with a digit more."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+
+
+def count(text: str) -> int:
+    """The type of an argument that is a whole number of 1 or more, ``1e6`` too."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < math.inf or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(value)
 
 
 def positive_number(text: str) -> float:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 
 from torch_bf16.backends import BACKENDS, choose
-from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.model.slow_products import bf16_product_ratio
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.output import file_to_write, refuse
+from torch_bf16.tools.output import add_json_argument, count, file_to_write, refuse, say, write_json
 
 from .clock import clock_for
 from .device_state import device_state
@@ -63,19 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, help="parameter shapes (default: random)")
     parser.add_argument(
         "--parameters",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"elements in random (default: {_PARAMETERS:,})",
     )
     parser.add_argument(
-        "--tensors", type=_count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
+        "--tensors", type=count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
     )
     parser.add_argument(
-        "--rounds", type=_count, metavar="N", help="interleaved rounds (default: 30)"
+        "--rounds", type=count, metavar="N", help="interleaved rounds (default: 30)"
     )
     parser.add_argument(
         "--threads",
-        type=_count,
+        type=count,
         metavar="N",
         help="on a CPU (default: as many as torch uses)",
     )
@@ -118,23 +116,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whole steps of GPT-2's shape by phase, in fp32, bf16-mixed and ours; nothing else",
     )
     parser.add_argument(
-        "--layers", type=_count, metavar="N", help="layers of --training (default: 2)"
+        "--layers", type=count, metavar="N", help="layers of --training (default: 2)"
     )
     parser.add_argument(
         "--tokens",
-        type=_count,
+        type=count,
         metavar="N",
         help="tokens of --training (default: 256)",
     )
     parser.add_argument(
         "--time-limit",
-        type=_count,
+        type=count,
         metavar="SECONDS",
         help="for a compiling library's first steps (default: 600)",
     )
-    parser.add_argument(
-        "--json", type=file_to_write, metavar="FILE", help="write all figures there"
-    )
+    add_json_argument(parser)
     parser.add_argument(
         "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
     )
@@ -158,26 +154,26 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         The exit status.
 
     Raises:
-        ValueError: an option would have no effect.
+        BackendUnavailableError, MemoryError, ValueError: an option would have no effect, or what is
+            asked for cannot be timed here.
     """
     _settle(options)
     if options.plot and not can_plot():
         later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
-        _say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
+        say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
     found = options.record
     if found is None:
-        try:
-            measured = _measured_training if options.training else _measured
-            found = measured(options, arguments)
-        except (BackendUnavailableError, MemoryError, RuntimeError, ValueError) as error:
-            _say(f"error: {error}")
-            return 1
+        measured = _measured_training if options.training else _measured
+        found = measured(options, arguments)
     training = found.get("kind") == "training"
-    print(training_table(found) if training else table(found))
+    if options.json != "-":
+        if options.record is None and not training:
+            print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
+        print(training_table(found) if training else table(found))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(found, options.json)
     if options.plot and training:
-        _say("no plot: whole training steps have none; --json FILE keeps the figures")
+        say("no plot: whole training steps have none; --json FILE keeps the figures")
     elif options.plot and can_plot():
         plot([found], options.plot)
     return 0
@@ -219,7 +215,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
         shapes,
         device,
         options.rounds,
-        _say,
+        say,
         first_seconds=options.time_limit,
         most=_TOGETHER if options.rules else None,
     )
@@ -241,9 +237,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     # Of a hundred kinds, what is held says enough.
     peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
     cache = clock_for(device).cache_bytes()
-    found = record(measured, setting, device, peaks, missing, cache)
-    print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
-    return found
+    return record(measured, setting, device, peaks, missing, cache)
 
 
 def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -251,7 +245,7 @@ def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) ->
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
     shape = options.layers, options.tokens
-    timed = time_rows(rows, *shape, device, options.rounds, _say)
+    timed = time_rows(rows, *shape, device, options.rounds, say)
     peaks = {
         each.name: peak_of(each, *shape, options.threads, options.time_limit)
         for each in (rows if cpu else [])
@@ -295,7 +289,7 @@ def _peaks(
     peaks = {}
     for each in (result.entry for result in measured.results):
         peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
-        _say(f"{each.name}: peak memory of a process of its own measured")
+        say(f"{each.name}: peak memory of a process of its own measured")
     return peaks
 
 
@@ -307,10 +301,6 @@ def _shapes(options: argparse.Namespace) -> Shapes:
             )
         return MODELS[options.model]()
     return random_shapes(options.parameters or _PARAMETERS, options.tensors or _TENSORS)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
@@ -353,13 +343,3 @@ def _record(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a record that bench --json has written ({error})"
         ) from None
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(float(text))
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value

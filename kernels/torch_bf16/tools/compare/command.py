@@ -15,6 +15,7 @@ from torch_bf16.tools.bench.record import hardware, versions
 from torch_bf16.tools.factory import CONTRACT, is_factory
 from torch_bf16.tools.output import (
     add_json_argument,
+    count,
     file_to_write,
     positive_number,
     refuse,
@@ -76,10 +77,10 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="short warm-up and half a cosine, or none (default: cosine)",
     )
     training.add_argument(
-        "--steps", type=_count, metavar="N", help=f"steps of each run (default: {_STEPS})"
+        "--steps", type=count, metavar="N", help=f"steps of each run (default: {_STEPS})"
     )
     training.add_argument(
-        "--seeds", type=_count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
+        "--seeds", type=count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
     )
     training.add_argument("--device", help="default: cuda where torch sees a GPU, else cpu")
     training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
@@ -301,9 +302,3 @@ def _device(name: str | None) -> torch.device:
 
 def _names(rows: Sequence[Row]) -> str:
     return ", ".join(row.name for row in rows)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)

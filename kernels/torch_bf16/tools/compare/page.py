@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_bf16.tools.output import share
+
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
 from .report import summary
 from .style import STYLE, colours
@@ -313,9 +315,7 @@ def _options_that_are_on(options: str) -> str:
 
 
 def _share(value: float | None) -> str:
-    if value is None:
-        return "&#8211;"
-    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    return "&#8211;" if value is None else share(value)
 
 
 def _capital(text: str) -> str:

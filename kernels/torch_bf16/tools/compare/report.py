@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_bf16.tools.output import number, print_table
+from torch_bf16.tools.output import number, print_table, share
 
 __all__ = ["difference", "show", "summary"]
 
@@ -51,7 +51,7 @@ def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
         "" if row["name"] == reference else difference(against and against["mean"]),
         f"{against['low']:+.4f} to {against['high']:+.4f}" if against and both else "",
         _kept(row),
-        _share(row["unmoved"]),
+        share(row["unmoved"]),
         f"{sum(size.values()):.2f}" if size else "-",
         f"{number(ms['p50'])} ({number(ms['p10'])} to {number(ms['p90'])})" if ms else "-",
     )
@@ -64,10 +64,4 @@ def difference(value: float | None) -> str:
 
 def _kept(row: Mapping[str, Any]) -> str:
     known = [each["survived"] for each in row["layers"].values() if each["survived"] is not None]
-    return f"{_share(row['survived'])} ({_share(min(known))})" if known else "-"
-
-
-def _share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    return f"{share(row['survived'])} ({share(min(known))})" if known else "-"

@@ -8,7 +8,7 @@ import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
-from torch_bf16.tools.output import add_json_argument, write_json
+from torch_bf16.tools.output import add_json_argument, count, write_json
 
 from .activations import activations, batch_argument
 from .memory import memory
@@ -215,10 +215,7 @@ def _batch_text(options: argparse.Namespace) -> str | None:
 
 
 def _ranks(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    value = count(text)
+    if value > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_RANKS:,} ranks")
     return value
