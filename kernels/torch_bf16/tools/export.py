@@ -45,9 +45,16 @@ def export(options: argparse.Namespace) -> int:
     """Write them.
 
     Raises:
-        CheckpointError, OSError: there are none, and nothing was written.
+        CheckpointError, OSError, ValueError: there are none, or they would be written over what
+            they come from; nothing was written.
     """
     source, rest = options.checkpoint, (options.output, options.dtype, options.optimizer)
+    for each in (source, options.optimizer):
+        if each is not None and options.output.exists() and options.output.samefile(each):
+            raise ValueError(
+                f"{options.output} is what would be read, and an export keeps weights alone: give "
+                "another name to write"
+            )
     if source.is_dir() or source.name.endswith(".index.json"):
         print(export_weights(*_state_dicts(source, options.optimizer is None), *rest))
     else:
