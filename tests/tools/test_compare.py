@@ -252,6 +252,7 @@ def test_an_optimizers_own_learning_rate_is_the_one_it_gets():
 def test_options_of_an_optimizer_are_plain_values():
     choice = choice_of("torch.optim.SGD(momentum=0.9, nesterov=True)")
     assert (choice.make, choice.options) == (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
-    for text in ("SGD", "torch.optim.SGD(momentum=x)", "torch.optim.SGD(0.9)", "a b"):
+    assert choice_of("SGD").make is choice_of("torch.optim:SGD").make is torch.optim.SGD
+    for text in ("torch.optim.SGD(momentum=x)", "SGD(0.9)", "SGD(**{})", "a b"):
         with pytest.raises(ValueError, match=r"not an optimizer such as|not plain values"):
             choice_of(text)

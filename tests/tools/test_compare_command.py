@@ -160,7 +160,7 @@ def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
         (["--also", "x=torch.nn:Linear(bias=False)"], "cannot be made"),
         (["--optimizer", "torch.optim.AdamW(betas=3)"], "cannot be made"),
         (["--optimizer", "torch.optim.SGD(lr=1)", "--lr", "2"], "two learning rates: give one"),
-        (["--optimizer", "AdamW"], "give the module, too"),
+        (["--optimizer", "AdamX"], "'torch.optim:AdamX' names nothing"),
         (["--device", "cuda:77"], "--device cuda:77 cannot be used here"),
         (["--reference", "bf16-mixed"], "'bf16-mixed' is not a row; those: 32-true"),
         (["--metric", "loss"], "--metric is for runs that exist"),

@@ -228,6 +228,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
         (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 at least 0 and below 100"),
         (["8B", "--optimizer", "AdamW(betas=(0.9,))"], "cannot be made"),
         (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
+        (["8B", "--optimizer", "SGD(0.9)"], "each must have its name, as in momentum=0.9"),
         (["8B", "--optimizer", "__import__('os')"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),
         (["mine_to_estimate:make", "--batch", "8x7"], "took no step over a batch of (8, 7)"),
@@ -239,6 +240,13 @@ def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys, facto
     status, _, err = estimate(capsys, *arguments)
     assert status == 2
     assert said in err
+
+
+@pytest.mark.parametrize("options", ["", "(momentum=0.9)"])
+def test_an_optimizer_may_be_named_with_its_module(options, capsys):
+    _, bare, _ = estimate(capsys, "1M", "--optimizer", f"SGD{options}")
+    _, dotted, _ = estimate(capsys, "1M", "--optimizer", f"torch.optim.SGD{options}")
+    assert dotted["rows"] == bare["rows"]
 
 
 def test_weights_that_do_not_fit_are_told(capsys, factories):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
-__all__ = ["LayerUpdate", "UpdateMonitor", "places", "sample_of"]
+__all__ = ["LayerUpdate", "UpdateMonitor", "kind_of", "layer_of", "places", "sample_of"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -193,7 +194,7 @@ class UpdateMonitor:
         by_layer: dict[str, list[tuple[Sample, list[float]]]] = defaultdict(list)
         for sample, row in zip(samples, table, strict=True):
             name = sample.member.shard.name
-            by_layer[name.rpartition(".")[0] or name].append((sample, row))
+            by_layer[layer_of(name)].append((sample, row))
         self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
         if self.warn:
             self._warn_once({layer: rows[0][0].member for layer, rows in by_layer.items()})
@@ -230,6 +231,16 @@ class UpdateMonitor:
                 "(%d %s more per parameter)",
                 *(layer, trouble, each.lr, more, "byte" if more == 1 else "bytes"),
             )
+
+
+def kind_of(name: str) -> str:
+    """A name with ``*`` for the number of a block, as ``blocks.*.qkv.weight``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def layer_of(name: str) -> str:
+    """The module of a parameter, by the parameter's name."""
+    return name.rpartition(".")[0] or name
 
 
 def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int) -> Sample:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_bf16.tools.monitor import kind_of
 from torch_bf16.tools.output import share
 
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
@@ -270,7 +271,7 @@ def layers_of(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         return {_short(name, layers): dict(each) for name, each in layers.items()}
     kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for name, each in layers.items():
-        kinds[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)].append(each)
+        kinds[kind_of(name)].append(each)
     shown = list(kinds.items())[:_MOST_LAYERS]
     return {
         _short(name, kinds): {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.tools.foreign_states import MASTER, SUM, kept_beyond
-from torch_bf16.tools.monitor import places
+from torch_bf16.tools.monitor import layer_of, places
 
 from .rows import Trained, set_rate
 
@@ -112,7 +112,7 @@ class Survival:
             self._moved[name] |= weight != self._first[name]
             now = self._sampled(name, weight)
             intended = (self._twins[name].detach() - self._start[name]).double()
-            sums = by_layer[_layer(name)]
+            sums = by_layer[layer_of(name)]
             sums[0] += float((now - self._start[name]).double() @ intended)
             sums[1] += float(intended @ intended)
             self._start[name] = now
@@ -126,8 +126,8 @@ class Survival:
         """Elements of each layer that were at no look another number, and all of them."""
         found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for name, moved in self._moved.items():
-            found[_layer(name)][0] += moved.numel() - int(moved.count_nonzero())
-            found[_layer(name)][1] += moved.numel()
+            found[layer_of(name)][0] += moved.numel() - int(moved.count_nonzero())
+            found[layer_of(name)][1] += moved.numel()
         return {layer: (stood, numel) for layer, (stood, numel) in found.items()}
 
     def state(self) -> dict[str, Any]:
@@ -155,7 +155,3 @@ class Survival:
 
     def _sampled(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.detach().reshape(-1)[self._places[name]].float()
-
-
-def _layer(name: str) -> str:
-    return name.rpartition(".")[0] or name

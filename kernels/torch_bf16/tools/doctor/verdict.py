@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch_bf16.tools.monitor import kind_of
 
 from .examination import Examination, Examined
 
@@ -69,7 +70,7 @@ def judge(found: Examination) -> Verdict:
     findings.sort(key=lambda each: (order.index(each.verdict), -(each.lost or 0.0)))
     kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for each in findings:
-        kinds[each.verdict, each.why, _kind(each.weight.name)].append(each)
+        kinds[each.verdict, each.why, kind_of(each.weight.name)].append(each)
     unusual = [each for each in kinds.items() if each[0][0] != FINE]
     sentences = [_sentence(*key, members, found, usual) for key, members in unusual[:_MOST]]
     if more := unusual[_MOST:]:
@@ -123,10 +124,6 @@ def _gains_stand_still(found: Examination, usual: float | None) -> bool:
     if not found.compared or usual is None or not gains:
         return False
     return not any(each.moved for each in gains) and usual > gains[0].half_unit / 4
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _sentence(

@@ -9,7 +9,7 @@ import torch
 
 from torch_bf16.recipe import Recipe, get_recipe
 
-__all__ = ["Precision", "precisions"]
+__all__ = ["TORCH", "Precision", "precisions"]
 
 _INT8 = {"exp_avg": "int8", "exp_avg_sq": "int8"}
 _FP32 = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
@@ -55,6 +55,14 @@ class Precision:
         return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
 
 
+TORCH = (
+    Precision("32-true", dtype=torch.float32),
+    Precision("bf16-mixed", dtype=torch.float32, autocast=True),
+    Precision("bf16-true", loses=True),
+)
+"""Those of torch's own optimizers."""
+
+
 def precisions(
     accumulate: str = "bf16_nearest", reduce: str = "wrapper", offload: str = "none"
 ) -> Iterator[Precision]:
@@ -66,8 +74,8 @@ def precisions(
         reduce: how the recipes' gradients are summed over ranks.
         offload: what of the recipes lives in host memory.
     """
-    yield Precision("32-true", dtype=torch.float32)
-    yield Precision("bf16-mixed", dtype=torch.float32, autocast=True)
+    *wide, nearest = TORCH
+    yield from wide
     recipes: dict[str, Recipe] = {}
     ways = {"accumulate": accumulate, "reduce": reduce, "offload": offload}
     recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", **ways)
@@ -79,4 +87,4 @@ def precisions(
         yield Precision(name, recipe)
         if accumulate == "bf16_nearest":
             yield Precision(name, recipe, released=True)
-    yield Precision("bf16-true", loses=True)
+    yield nearest
