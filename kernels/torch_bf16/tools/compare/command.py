@@ -67,7 +67,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--optimizer",
-        metavar="module.Class(...)",
+        metavar="[module.]Class(...)",
         help=f"of all other rows (default: {_OPTIMIZER})",
     )
     training.add_argument("--lr", type=positive_number, help=f"peak learning rate (default: {_LR})")

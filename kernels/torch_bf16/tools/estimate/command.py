@@ -97,7 +97,9 @@ def estimate(options: argparse.Namespace) -> int:
             "config.json or module:factory"
         )
     rows = []
-    for precision in precisions(options.accumulate, options.reduce, options.offload):
+    rules = {optimizer.rule_of(each) for each in shapes.weights}
+    roles = {state.role for rule in rules for state in rule.states} & {"exp_avg", "exp_avg_sq"}
+    for precision in precisions(options.accumulate, options.reduce, options.offload, roles):
         if precision.recipe is None and optimizer.scratch is None:
             continue
         live = None
@@ -110,7 +112,7 @@ def estimate(options: argparse.Namespace) -> int:
         if part is not None:
             sent = traffic(shapes, precision, options.ranks, stepped=optimizer)
         rows.append(row(precision, alone, live, part, sent))
-    zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate))]
+    zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]
     zero = zero if options.ranks > 1 else []
     found = {
         "schema": 1,

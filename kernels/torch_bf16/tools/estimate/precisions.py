@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,10 @@ TORCH = (
 
 
 def precisions(
-    accumulate: str = "bf16_nearest", reduce: str = "wrapper", offload: str = "none"
+    accumulate: str = "bf16_nearest",
+    reduce: str = "wrapper",
+    offload: str = "none",
+    roles: Collection[str] = ("exp_avg", "exp_avg_sq"),
 ) -> Iterator[Precision]:
     """All of them, the largest first.
 
@@ -73,6 +76,8 @@ def precisions(
             which are kept over several passes, released gradients save nothing and are left out.
         reduce: how the recipes' gradients are summed over ranks.
         offload: what of the recipes lives in host memory.
+        roles: of the moments that the optimizer keeps; of recipes that differ in none of their
+            formats the first is listed.
     """
     *wide, nearest = TORCH
     yield from wide
@@ -83,7 +88,12 @@ def precisions(
         recipe = get_recipe("bf16-stochastic", **ways, **options)
         recipes[" / ".join((recipe.weights, recipe.exp_avg, recipe.exp_avg_sq))] = recipe
     recipes["bf16-stochastic"] = get_recipe("bf16-stochastic", **ways)
+    stored = set()
     for name, recipe in sorted(recipes.items(), key=lambda each: -each[1].bytes_per_parameter):
+        formats = (recipe.weights, *(getattr(recipe, role) for role in sorted(roles)))
+        if formats in stored:
+            continue
+        stored.add(formats)
         yield Precision(name, recipe)
         if accumulate == "bf16_nearest":
             yield Precision(name, recipe, released=True)
