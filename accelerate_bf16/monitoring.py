@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -20,13 +19,7 @@ PREFIX = "bf16"
 
 def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Give each of our optimizers a monitor, unless ``BF16_MONITOR`` is 0."""
-    value = os.environ.get("BF16_MONITOR", "100")
-    if not value.isdecimal():
-        raise ValueError(
-            f"BF16_MONITOR={value!r} must be the number of steps from one look of the monitor to "
-            "the next, or 0 for no monitor"
-        )
-    every = int(value)
+    every = torch_bf16.monitor_from_environment()
     for optimizer in converted_optimizers(optimizers) if every else ():
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
             # Where gradients are released, steps run inside backward, one parameter at a time.

@@ -143,7 +143,7 @@ class Preparation:
             steps: the accelerator's ``gradient_accumulation_steps``.
             sync_each: whether every micro-batch is reduced; FSDP2 hides those that are not.
         """
-        options = self._options
+        release = self._options.release()
         for optimizer, bare_models in self._newly_trained():
             self._end_releases(bare_models)
             for model in bare_models:
@@ -156,13 +156,13 @@ class Preparation:
                 torch_bf16.accumulate_gradients(model, optimizer)
             if optimizer.recipe.reduce != "wrapper":
                 torch_bf16.reduce_gradients(model, optimizer)
-            if options.release_gradients:
+            if release is not None:
                 shows_last = hasattr(models[0], "set_requires_gradient_sync") and not sync_each
                 _releases[optimizer] = torch_bf16.release_gradients(
                     model,
                     optimizer,
-                    max_norm=options.release_max_norm,
-                    norm=options.release_norm or "parameter",
+                    max_norm=release.max_norm,
+                    norm=release.norm,
                     accumulation_steps=1 if shows_last else steps,
                 )
 

@@ -59,15 +59,9 @@ class BF16RecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if isinstance(self.keep_fp32, Iterable) and not isinstance(self.keep_fp32, (str, type)):
             self.keep_fp32 = tuple(self.keep_fp32)
-        if self.release_gradients not in (None, True, False):
-            raise ValueError(
-                f"release_gradients={self.release_gradients!r} must be True, False or None"
-            )
-        if self.release_max_norm is not None and self.release_gradients is False:
-            raise ValueError(
-                f"release_max_norm={self.release_max_norm} clips released gradients, and "
-                "release_gradients=False; use accelerator.clip_grad_norm_"
-            )
+        # Where that is left open, the environment may ask for it.
+        if self.release_gradients is not None:
+            self.release()
 
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
         """These options, with the other's in place of those that are None."""
@@ -79,17 +73,13 @@ class BF16RecipeKwargs(KwargsHandler):
         Raises:
             ValueError: a format is unknown, or gradients that are not released would be clipped.
         """
-        for name in ("release_max_norm", "release_norm"):
-            if getattr(self, name) is not None and not self.release_gradients:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} clips released gradients, and "
-                    "release_gradients=True was not asked for. Ask for it, or use "
-                    "accelerator.clip_grad_norm_. Nothing was prepared"
-                )
-        options = self.to_kwargs().items()
-        return torch_bf16.get_recipe(
-            mode, **{name: value for name, value in options if not name.startswith("release_")}
-        )
+        options = self.to_kwargs()
+        torch_bf16.release_options(options)
+        return torch_bf16.get_recipe(mode, **options)
+
+    def release(self) -> Any:
+        """What :func:`torch_bf16.release_options` makes of them: None if nothing is released."""
+        return torch_bf16.release_options(self.to_kwargs())
 
 
 def options_of(accelerator: Any) -> BF16RecipeKwargs:

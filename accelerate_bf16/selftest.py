@@ -51,9 +51,11 @@ def main() -> None:
             raise RuntimeError(f"mixed_precision={mode!r}: not true: {claim}")
         accelerator.print(f"{mode}: {claim}")
 
-    data = _data(accelerator.num_processes)
+    steps = accelerator.gradient_accumulation_steps
+    data = _data(_STEPS * steps, accelerator.num_processes)
     # Without an Accelerator, on the batches of all processes together.
-    reference = _train(*_model_and_optimizer(), *(each.flatten(1, 2) for each in data))
+    whole = (each.flatten(1, 2) for each in data)
+    reference = _train(*_model_and_optimizer(), *whole, accumulation_steps=steps)
     inputs, targets = (each[:, accelerator.process_index].to(accelerator.device) for each in data)
     bare, optimizer = _model_and_optimizer()
     model, optimizer = accelerator.prepare(bare, optimizer)
@@ -62,7 +64,8 @@ def main() -> None:
         isinstance(inner, torch_bf16.BF16Optimizer) and bare[0].weight.dtype == torch.bfloat16,
         f"weights are bfloat16 and {type(inner).__name__} keeps them by its recipe",
     )
-    loss = fmean(gather_object([_train(model, optimizer, inputs, targets, accelerator)]))
+    ended = _train(model, optimizer, inputs, targets, accelerator=accelerator)
+    loss = fmean(gather_object([ended]))
     check(
         loss < 1.25 * reference + 1e-3,
         f"the loss ends at {loss:.4f}, that of fp32 at {reference:.4f}",
@@ -74,11 +77,12 @@ def main() -> None:
     made = tempfile.mkdtemp(prefix="bf16-selftest-") if accelerator.is_main_process else ""
     folder = str(broadcast_object_list([made])[0])
     try:
+        ten = inputs[: 10 * steps], targets[: 10 * steps]
         accelerator.save_state(folder)
-        _train(model, optimizer, inputs[:10], targets[:10], accelerator)
+        _train(model, optimizer, *ten, accelerator=accelerator)
         expected = _digest(model, inner)
         accelerator.load_state(folder)
-        _train(model, optimizer, inputs[:10], targets[:10], accelerator)
+        _train(model, optimizer, *ten, accelerator=accelerator)
     finally:
         accelerator.wait_for_everyone()
         if accelerator.is_local_main_process:
@@ -94,23 +98,41 @@ def _model_and_optimizer() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _data(processes: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, by step and process."""
+def _data(batches: int, processes: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, by batch and process."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(_STEPS, processes, _BATCH, 8, generator=generator)
+    inputs = torch.randn(batches, processes, _BATCH, 8, generator=generator)
     return inputs, (inputs[..., :1] * inputs[..., 1:2] + inputs[..., 2:3]).tanh()
 
 
-def _train(model, optimizer, inputs: Tensor, targets: Tensor, accelerator=None) -> float:
-    """Take a step per batch, and return the mean loss of the last ones."""
+def _train(
+    model: nn.Module,
+    optimizer: Any,
+    inputs: Tensor,
+    targets: Tensor,
+    accumulation_steps: int = 1,
+    accelerator: Accelerator | None = None,
+) -> float:
+    """Take a step for each ``accumulation_steps`` batches; the mean loss of the last ones.
+
+    Args:
+        model: wrapped, if there is an ``accelerator``, and so is ``optimizer``.
+        inputs, targets: of each batch.
+        accumulation_steps: without an ``accelerator``, which counts by itself.
+    """
     losses = []
-    for x, y in zip(inputs, targets, strict=True):
+    for number, (x, y) in enumerate(zip(inputs, targets, strict=True), 1):
         with accelerator.accumulate(model) if accelerator else nullcontext():
             loss = mse_loss(model(x), y)
-            accelerator.backward(loss) if accelerator else loss.backward()
+            losses.append(loss.item())
+            if accelerator is not None:
+                accelerator.backward(loss)
+            else:
+                (loss / accumulation_steps).backward()
+                if number % accumulation_steps:
+                    continue
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.item())
     return fmean(losses[-20:])
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ def _installed() -> dict[str, str | None]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 register()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 import torch_bf16
 
 from ._patches.private_attributes import logs_this_step
@@ -42,6 +44,12 @@ class MonitorBody:
             for each in trainer.optimizers
             if isinstance(each, torch_bf16.BF16Optimizer)
         ]
+        if not self._monitors:
+            modes = ", ".join(repr(name) for name in torch_bf16.RECIPES)
+            rank_zero_warn(
+                "BF16Monitor logs nothing in this run: none of its optimizers is one of torch_bf16 "
+                f"with precision={trainer.precision!r}. Those are watched with {modes}"
+            )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are there; the update comes next."""

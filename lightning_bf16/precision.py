@@ -21,8 +21,6 @@ from ._patches.private_attributes import is_placeholder, syncs_module_states
 
 __all__ = ["PrecisionBody", "end_releases"]
 
-_NORMS = ("parameter", "last_step")
-
 _releases: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 """The handle of each optimizer whose gradients a plugin has released."""
 
@@ -119,18 +117,13 @@ class PrecisionBody(_Base):
             "release_gradients": release_gradients,
             "release_max_norm": release_max_norm,
             "release_norm": release_norm,
+            "release_accumulation_steps": release_accumulation_steps,
         }
         options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
         options |= {name: value for name, value in given.items() if value is not None}
-        release = options.pop("release_gradients", False)
-        clip: dict[str, Any] = {
-            "max_norm": options.pop("release_max_norm", None),
-            "norm": options.pop("release_norm", "parameter"),
-        }
-        _check_release(release, **clip)
+        self.release = torch_bf16.release_options(options)
         self.recipe = torch_bf16.get_recipe(recipe, **options)
         self.compute = self.recipe.compute
-        self.release = clip if release else None
         self.release_accumulation_steps = release_accumulation_steps
         self._modules: list[weakref.ref[Module]] = []
 
@@ -271,9 +264,12 @@ class PrecisionBody(_Base):
             if optimizer.recipe.reduce != "wrapper":
                 torch_bf16.reduce_gradients(module, optimizer)
             if self.release is not None:
-                steps = self.accumulation_steps()
                 _releases[optimizer] = torch_bf16.release_gradients(
-                    module, optimizer, **self.release, accumulation_steps=steps
+                    module,
+                    optimizer,
+                    max_norm=self.release.max_norm,
+                    norm=self.release.norm,
+                    accumulation_steps=self.accumulation_steps(),
                 )
 
     def accumulation_steps(self) -> int:
@@ -315,19 +311,3 @@ def _trained_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
     return _trained_by(optimizer) <= set(module.parameters())
-
-
-def _check_release(release: bool, max_norm: float | None, norm: str) -> None:
-    """Refuse options that cannot be meant, before anything is trained."""
-    if max_norm is not None and not release:
-        raise ValueError(
-            f"release_max_norm={max_norm} clips released gradients, and release_gradients=False; "
-            "use the Trainer's gradient_clip_val, or fabric.clip_gradients"
-        )
-    number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-    if max_norm is not None and not (number and max_norm > 0):
-        raise ValueError(
-            f"release_max_norm={max_norm!r} must be a positive number, or None to clip nothing"
-        )
-    if norm not in _NORMS:
-        raise ValueError(f"release_norm={norm!r} is unknown; use one of {', '.join(_NORMS)}")

@@ -13,12 +13,17 @@ check_torch()
 
 from .checkpoints.export import fp32_optimizer_state_dict, fp32_state_dict
 from .checkpoints.files import load_checkpoint, save_checkpoint
-from .environment import mode_from_environment, options_from_environment
+from .environment import (
+    mode_from_environment,
+    monitor_from_environment,
+    options_from_environment,
+)
 from .errors import BackendUnavailableError, CheckpointError, StateMismatchError
 from .foreign.convert import convert
 from .gradients.accumulation import accumulate_gradients
 from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
+from .gradients.release_options import release_options
 from .gradients.scaler import GradScaler
 from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
@@ -92,11 +97,13 @@ __all__ = [
     "inside_step",
     "load_checkpoint",
     "mode_from_environment",
+    "monitor_from_environment",
     "options_from_environment",
     "param_groups",
     "prepare",
     "reduce_gradients",
     "release_gradients",
+    "release_options",
     "save_checkpoint",
     "separate_vectors",
     "sync_masters",

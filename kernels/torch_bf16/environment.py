@@ -7,16 +7,26 @@ it, and integrations into other trainers can; functions of this package that are
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from .recipe import RECIPES, Recipe, get_recipe
 
-__all__ = ["OPTIONS", "mode_from_environment", "options_from_environment"]
+__all__ = [
+    "OPTIONS",
+    "misspelt_variables",
+    "mode_from_environment",
+    "monitor_from_environment",
+    "options_from_environment",
+]
+
+_PREFIX = "BF16_"
 
 OPTIONS: dict[str, str] = {
-    f"BF16_{name.upper()}": name
+    f"{_PREFIX}{name.upper()}": name
     for name in (
         *(field.name for field in dataclasses.fields(Recipe) if field.name != "name"),
         "release_gradients",
@@ -26,6 +36,7 @@ OPTIONS: dict[str, str] = {
 }
 """For each variable the option that it sets, where a script leaves that open."""
 
+_KNOWN = (*OPTIONS, "BF16_MODE", "BF16_MONITOR", "BF16_AUTOLOAD")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -53,19 +64,60 @@ def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The options that ``BF16_WEIGHTS`` and its like set; an empty variable sets nothing.
 
+    A variable whose name is nearly one of these is warned of.
+
     Raises:
-        ValueError: the value of one cannot be read.
+        ValueError: the value of one cannot be read, or is none that the option can have.
 
     Example:
         >>> options_from_environment({"BF16_SEED": "7", "BF16_KEEP_FP32": "head, *.router"})
         {'keep_fp32': ('head', '*.router'), 'seed': 7}
     """
+    for name, meant in misspelt_variables(environment).items():
+        warnings.warn(f"{name} is set, and nothing reads it; {meant} is read", stacklevel=2)
     texts = {variable: environment.get(variable, "").strip() for variable in OPTIONS}
     return {
         name: _parsed(variable, name, texts[variable])
         for variable, name in OPTIONS.items()
         if texts[variable]
     }
+
+
+def monitor_from_environment(environment: Mapping[str, str] = os.environ) -> int:
+    """How many steps ``BF16_MONITOR`` puts between two looks of a monitor; 0 is no monitor.
+
+    Raises:
+        ValueError: it is no such number.
+
+    Example:
+        >>> monitor_from_environment({})
+        100
+    """
+    value = environment.get("BF16_MONITOR", "").strip() or "100"
+    if not value.isdecimal():
+        raise ValueError(
+            f"BF16_MONITOR={value!r} must be the number of steps from one look of the monitor to "
+            "the next, or 0 for no monitor"
+        )
+    return int(value)
+
+
+def misspelt_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables whose names are nearly those of ours, and which one each may mean.
+
+    Others that begin with ``BF16_`` may be somebody else's.
+
+    Example:
+        >>> misspelt_variables({"BF16_WIEGHTS": "bf16+8", "BF16_TRAINING": "1"})
+        {'BF16_WIEGHTS': 'BF16_WEIGHTS'}
+    """
+    known = [name.removeprefix(_PREFIX) for name in _KNOWN]
+    found = {}
+    for name in environment:
+        if name.startswith(_PREFIX) and name not in _KNOWN:
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, 0.75)
+            found.update((name, _PREFIX + each) for each in near)
+    return found
 
 
 def _parsed(variable: str, name: str, text: str) -> Any:
@@ -75,7 +127,17 @@ def _parsed(variable: str, name: str, text: str) -> Any:
         return text.lower() in _TRUE
     if name == "keep_fp32":
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    read, number = {
+        "seed": (int, "a whole number"),
+        "release_max_norm": (float, "a number"),
+    }.get(name, (str, ""))
     try:
-        return {"seed": int, "release_max_norm": float}.get(name, str)(text)
+        value = read(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} must be a number") from None
+        raise ValueError(f"{variable}={text!r} must be {number}") from None
+    if not name.startswith("release_"):
+        try:
+            get_recipe("bf16-stochastic", **{name: value})
+        except ValueError as error:
+            raise ValueError(f"{variable}: {error}") from None
+    return value

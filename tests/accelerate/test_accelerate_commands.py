@@ -209,6 +209,15 @@ def test_selftest_passes_in_one_process_and_fails_without_the_mode(monkeypatch, 
     assert capsys.readouterr().out.count(f"{mode}: ") == 3
 
 
+@pytest.mark.parametrize("steps", ["3", "4"])
+def test_selftest_passes_where_gradients_are_accumulated(steps, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
+    selftest.main()
+    assert "a resumed run repeats itself bit for bit" in capsys.readouterr().out
+
+
 def test_accelerate_test_leaves_accelerates_own_modes_to_accelerate(monkeypatch, config, cli):
     from accelerate.commands import test as command
 

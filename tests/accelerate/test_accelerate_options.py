@@ -105,10 +105,12 @@ def test_the_backend_comes_from_the_handler_else_from_the_environment(
 def test_options_that_cannot_be_meant_are_refused():
     with pytest.raises(ValueError, match="has no effect with mixed_precision='no'"):
         Accelerator(cpu=True, kwargs_handlers=[BF16RecipeKwargs()])
-    with pytest.raises(ValueError, match="clips released gradients"):
+    with pytest.raises(ValueError, match="is for released gradients"):
         BF16RecipeKwargs(release_gradients=False, release_max_norm=1.0)
     with pytest.raises(ValueError, match="release_gradients='maybe' must be True, False or None"):
         BF16RecipeKwargs(release_gradients="maybe")
+    with pytest.raises(ValueError, match="release_norm='all' is unknown; use one of parameter"):
+        BF16RecipeKwargs(release_gradients=True, release_norm="all")
 
 
 @pytest.mark.parametrize(

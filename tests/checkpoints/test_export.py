@@ -198,9 +198,31 @@ def test_what_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_path, cap
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         match = f"half.safetensors ({path.stat().st_size:,} bytes) was cut short or damaged"
     output = tmp_path / "out.pt"
-    assert cli.main(["export", str(path), str(output)]) == 1
+    assert cli.main(["export", str(path), str(output)]) == 2
     assert match in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_checkpoint_is_not_written_over(tmp_path, capsys):
+    _, _, path = saved_run(tmp_path, "ours")
+    content = path.read_bytes()
+    link = tmp_path / "link.pt"
+    link.symlink_to(path)
+    for output in (path, link):
+        assert cli.main(["export", str(path), str(output)]) == 2
+        assert "give another name to write" in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+def test_the_names_of_torchs_tutorial_are_read(tmp_path):
+    model, optimizer, path = saved_run(tmp_path, "ours")
+    content = {"model_state_dict": model.state_dict()}
+    torch.save({**content, "optimizer_state_dict": optimizer.state_dict()}, tmp_path / "tut.pt")
+    for source in (path, tmp_path / "tut.pt"):
+        assert cli.main(["export", str(source), str(source.with_suffix(".out"))]) == 0
+    ours, theirs = (torch.load(each.with_suffix(".out")) for each in (path, tmp_path / "tut.pt"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "no weights", "cut short", "another run"])
@@ -227,7 +249,7 @@ def test_a_folder_that_cannot_be_exported_says_why_and_writes_nothing(kind, tmp_
             data = (folder / "optimizer.bin").read_bytes()
             (folder / "optimizer.bin").write_bytes(data[: len(data) // 2])
             match = "was cut short or damaged"
-    assert cli.main(["export", str(folder), str(output)]) == 1
+    assert cli.main(["export", str(folder), str(output)]) == 2
     assert match in capsys.readouterr().err
     assert not output.exists()
 

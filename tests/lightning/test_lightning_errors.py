@@ -180,3 +180,8 @@ def test_complex_parameters_are_refused_and_train_by_the_advice_of_the_refusal(p
     assert apart.net[0].weight.dtype == torch.bfloat16
     assert apart.filter.dtype == torch.complex64
     assert (apart.filter != 1).any()
+
+
+def test_a_release_candidate_of_a_host_is_as_new_as_its_release(monkeypatch):
+    monkeypatch.setattr(lightning_bf16, "_installed", lambda: {"lightning": "2.6rc1"})
+    lightning_bf16.register()

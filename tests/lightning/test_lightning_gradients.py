@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from lightning_models import batches, make_module, make_trainer
@@ -240,14 +242,39 @@ def test_what_cannot_be_released_is_refused_before_training(pl):
 
 
 def test_options_that_exclude_each_other_or_are_unknown_are_refused():
-    with pytest.raises(ValueError, match="clips released gradients"):
-        lightning_bf16.BF16Precision(release_max_norm=1.0)
-    with pytest.raises(ValueError, match=r"release_max_norm=-1.0 must be a positive number"):
-        lightning_bf16.BF16Precision(release_gradients=True, release_max_norm=-1.0)
-    with pytest.raises(ValueError, match="release_norm='all' is unknown; use one of parameter"):
-        lightning_bf16.BF16Precision(release_gradients=True, release_norm="all")
     with pytest.raises(ValueError, match="accumulate='int4' is not a format"):
         lightning_bf16.BF16Precision(accumulate="int4")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"release_max_norm": 1.0}, "release_max_norm=1.0 is for released gradients"),
+        ({"release_norm": "last_step"}, "release_norm='last_step' is for released gradients"),
+        ({"release_accumulation_steps": 4}, "release_accumulation_steps=4 is for released"),
+        ({"release_gradients": "no"}, "release_gradients='no' must be True, False or None"),
+        ({"release_gradients": True, "release_max_norm": -1.0}, "release_max_norm=-1.0 must be"),
+        ({"release_gradients": True, "release_norm": "all"}, "release_norm='all' is unknown; use"),
+        ({"release_gradients": True, "release_accumulation_steps": 0}, "steps=0 must be an int"),
+        ({"release_gradients": True, "release_accumulation_steps": "four"}, "='four' must be an"),
+    ],
+)
+def test_options_of_released_gradients_that_cannot_be_meant_are_refused(options, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        lightning_bf16.BF16Precision(**options)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"clip_val": 1.0}, {"max_norm": 1.0, "norm_type": 1.0}, {"max_norm": 1.0}]
+)
+def test_fabric_clips_no_gradients_that_were_released(fabric_package, clip):
+    plugin = plugin_of(fabric_package, release_gradients=True)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(NotImplementedError, match="gradients were released inside backward"):
+        fabric.clip_gradients(model, optimizer, **clip)
 
 
 @pytest.mark.parametrize("weights", ["bf16_stochastic", "bf16+16", "bf16+fp32"])

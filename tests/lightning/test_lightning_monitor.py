@@ -61,7 +61,8 @@ def test_an_interval_of_its_own(pl, mode, logged):
     assert norms[9] != norms[8]
 
 
-def test_a_precision_that_is_not_ours_is_left_alone(pl):
-    callback = monitor_of(pl)
-    make_trainer(pl, "32-true", callbacks=[callback]).fit(make_module(pl), batches(2))
-    assert callback._monitors == []
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_run_in_which_nothing_is_watched_is_told(pl, precision):
+    trainer = make_trainer(pl, precision, callbacks=[monitor_of(pl, every=2)])
+    with pytest.warns(UserWarning, match=f"BF16Monitor logs nothing .* precision='{precision}'"):
+        trainer.fit(make_module(pl), batches(2))

@@ -32,10 +32,18 @@ def test_each_option_of_a_plugin_has_a_variable():
 
 
 def test_what_cannot_be_read_is_refused():
-    with pytest.raises(ValueError, match="BF16_SEED='one' must be a number"):
-        options_from_environment({"BF16_SEED": "one"})
+    with pytest.raises(ValueError, match=r"BF16_SEED='1\.5' must be a whole number"):
+        options_from_environment({"BF16_SEED": "1.5"})
+    with pytest.raises(ValueError, match="BF16_COMPUTE: compute='fp16' is unknown; use one of"):
+        options_from_environment({"BF16_COMPUTE": "fp16"})
     with pytest.raises(ValueError, match="BF16_RELEASE_GRADIENTS='maybe' must be one of 1, true"):
         options_from_environment({"BF16_RELEASE_GRADIENTS": "maybe"})
+
+
+def test_a_misspelt_variable_is_warned_of_and_somebody_elses_is_not():
+    with pytest.warns(UserWarning, match="BF16_WIEGHTS is set, and nothing reads it; BF16_WEIGHTS"):
+        assert options_from_environment({"BF16_WIEGHTS": "bf16+8"}) == {}
+    assert options_from_environment({"BF16_TRAINING": "1", "BF16_MODE": "bf16-stochastic"}) == {}
 
 
 @pytest.mark.parametrize(

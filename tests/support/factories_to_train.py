@@ -56,6 +56,15 @@ def others():
 def mismatched(): return Squared(), batches(width=31)
 def no_loss(): return nn.Linear(32, 2), batches()
 def not_finite(): return Squared(), [x * float("nan") for x in batches()]
+def closure():
+    model = Squared()
+    return model, batches(), torch.optim.LBFGS(model.parameters())
+def with_an_empty_parameter():
+    model, data, _ = made(1e-3)
+    model.none = nn.Parameter(torch.empty(0, 4))
+    inner = model.forward
+    model.forward = lambda x: inner(x) + model.none.sum()
+    return model, data, torch.optim.AdamW(model.parameters(), lr=1e-3)
 def still(): return made(0.0)
 def released():
     import torch_bf16

@@ -129,8 +129,8 @@ def test_the_baseline_can_be_any_contender(peers, capsys):
     out = capsys.readouterr().out
     assert " 1.00 [1.00, 1.00] " in table_line(out, "fake one")
     assert "time of 'fake one' in the same round" in " ".join(out.split())
-    assert cli.main([*TINY, "--baseline", "sgd"]) == 1
-    assert "error: no entry 'sgd'; known ones: torch fused" in capsys.readouterr().err
+    assert cli.main([*TINY, "--baseline", "sgd"]) == 2
+    assert "bench: no entry 'sgd'; known ones: torch fused" in capsys.readouterr().err
 
 
 def test_the_backend_can_be_chosen(capsys):
@@ -138,8 +138,8 @@ def test_the_backend_can_be_chosen(capsys):
     assert cli.main([*TINY, *wanted]) == 0
     assert "our backend 'eager'" in capsys.readouterr().out
     if not torch.cuda.is_available():
-        assert cli.main([*TINY, "--backend", "triton"]) == 1
-        assert "error: backend 'triton' was asked for and cannot run" in capsys.readouterr().err
+        assert cli.main([*TINY, "--backend", "triton"]) == 2
+        assert "bench: backend 'triton' was asked for and cannot run" in capsys.readouterr().err
 
 
 def test_peaks_of_processes_are_shown(capsys, monkeypatch):
@@ -176,13 +176,13 @@ def test_without_matplotlib_the_figures_are_kept(capsys, tmp_path, monkeypatch):
 
 
 def test_a_models_own_shapes_cannot_be_resized(capsys):
-    assert cli.main(["bench", "--model", "gpt2-124m", "--parameters", "1e6"]) == 1
+    assert cli.main(["bench", "--model", "gpt2-124m", "--parameters", "1e6"]) == 2
     assert "are for --model random; gpt2-124m has its own" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(capsys, monkeypatch):
     monkeypatch.setattr("torch_bf16.tools.bench.rounds.available_bytes", lambda device: 10 * 2**30)
-    assert cli.main(["bench", "--model", "llama-1b"]) == 1
+    assert cli.main(["bench", "--model", "llama-1b"]) == 2
     err = capsys.readouterr().err
     assert "'torch fused fp32' needs about 18.4 GiB on cpu, where 9.0 GiB can be used" in err
     assert "--model random --parameters 603e6" in err
@@ -191,12 +191,18 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(capsys, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rounds", "0"], "argument --rounds: '0' is not a positive number"),
-        (["--parameters", "-5"], "argument --parameters: '-5' is not a positive number"),
-        (["--tensors", "many"], "argument --tensors: 'many' is not a positive number"),
-        (["--parameters", "inf"], "argument --parameters: 'inf' is not a positive number"),
-        (["--parameters", "nan"], "argument --parameters: 'nan' is not a positive number"),
-        (["--time-limit", "0"], "argument --time-limit: '0' is not a positive number"),
+        (["--rounds", "0"], "argument --rounds: '0' is not a whole number of 1 or more"),
+        (["--parameters", "-5"], "argument --parameters: '-5' is not a whole number of 1 or more"),
+        (["--tensors", "many"], "argument --tensors: 'many' is not a whole number of 1 or more"),
+        (
+            ["--parameters", "inf"],
+            "argument --parameters: 'inf' is not a whole number of 1 or more",
+        ),
+        (
+            ["--parameters", "nan"],
+            "argument --parameters: 'nan' is not a whole number of 1 or more",
+        ),
+        (["--time-limit", "0"], "argument --time-limit: '0' is not a whole number of 1 or more"),
         (
             ["--recipes", "bf16"],
             "argument --recipes: no recipe 'bf16'; known ones: bf16-stochastic",
@@ -208,7 +214,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(capsys, monkeypatc
         (["--device", "meta"], "argument --device: 'meta' is not cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "argument --device: 'cuda:99' is not here: torch sees "),
         (["--json"], "argument --json: expected one argument"),
-        (["--from", "missing.json"], "argument --from: 'missing.json' is not a record that --json"),
+        (
+            ["--from", "missing.json"],
+            "argument --from: 'missing.json' is not a record that bench --json",
+        ),
     ],
     ids=" ".join,
 )
@@ -230,10 +239,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(option, capsy
 
 def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
     file = tmp_path / "other.json"
-    file.write_text('{"schema": 7}')
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "--from", str(file)])
-    assert "is not a record that --json has written (schema 7)" in capsys.readouterr().err
+    for content in ('{"schema": 7}', '{"schema": 1, "kind": "estimate"}', "[]"):
+        file.write_text(content)
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["bench", "--from", str(file)])
+        assert "is not a record that bench --json has written" in capsys.readouterr().err
 
 
 def test_numbers_may_be_written_with_an_exponent(monkeypatch):
@@ -261,3 +271,35 @@ def test_it_needs_no_more_than_torch_and_numpy():
     )
     assert found.returncode == 0, found.stderr
     assert "our backend 'eager'" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--training", "--model", "gpt2-124m"], "--model without effect"),
+        (["--training", "--backend", "eager", "--against", "torchao"], "--against, --backend"),
+        (["--training", "--baseline", "nosuch"], "--baseline without effect"),
+        (
+            ["--rules", "--against", "torch"],
+            "its own entries, which leaves --against",
+        ),
+        (["--rules", "--ways", "moved", "--baseline", "torch"], "--baseline, --ways"),
+        (["--layers", "3"], "--layers without effect"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(arguments, said, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True), err
+
+
+def test_a_record_is_not_measured_anew(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    assert cli.main([*TINY, "--json", str(file)]) == 0
+    assert cli.main(["bench", "--from", str(file), "--rounds", "3"]) == 2
+    assert "--from measures nothing, which leaves --rounds" in capsys.readouterr().err
+
+
+def test_scripts_get_json_alone_on_standard_output(capsys):
+    assert cli.main([*TINY, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds"] == 2

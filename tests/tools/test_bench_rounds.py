@@ -133,7 +133,7 @@ def test_launches_are_counted_after_all_groups_were_timed(monkeypatch):
 
 
 def test_without_the_baseline_there_is_no_result():
-    with pytest.raises(RuntimeError, match="the baseline 'base' failed: RuntimeError: step 4"):
+    with pytest.raises(ValueError, match="the baseline 'base' failed: RuntimeError: step 4"):
         measure([entry("base", fail_at=4), entry()], SHAPES, CPU, 2)
 
 

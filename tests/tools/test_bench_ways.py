@@ -105,7 +105,7 @@ def test_without_triton_a_gpu_is_refused_and_not_timed_with_eager(monkeypatch, c
     monkeypatch.delenv("TORCH_BF16_BACKEND", raising=False)
     monkeypatch.setattr("torch_bf16.backends.triton._missing", lambda: "it is not installed")
     monkeypatch.setattr(command, "measure", None)
-    assert cli.main(["bench", "--device", "cuda"]) == 1
+    assert cli.main(["bench", "--device", "cuda"]) == 2
     said = capsys.readouterr().err
     assert "'triton' was asked for and cannot run on cuda:0: it is not installed" in said
     assert "Working here: eager" in said

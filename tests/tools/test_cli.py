@@ -1,5 +1,6 @@
 """The command line: what it prints and what it refuses; test_bench_command.py has the rest."""
 
+import argparse
 import runpy
 import sys
 
@@ -12,6 +13,7 @@ from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.tools import cli
 from torch_bf16.tools.info import command
+from torch_bf16.tools.output import count
 
 
 def test_info_tells_versions_recipes_and_backends(capsys):
@@ -79,3 +81,16 @@ def test_bad_arguments_end_with_status_2_and_a_message(arguments, message, capsy
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("usage: python -m torch_bf16")
+
+
+def test_help_is_for_a_terminal(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "`" not in capsys.readouterr().out
+
+
+def test_whole_numbers_are_read_alike_by_all_commands():
+    assert [count(text) for text in ("1", "1e3", "20.0")] == [1, 1000, 20]
+    for text in ("0", "-1", "1.9", "nan", "inf", "many", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of 1 or more"):
+            count(text)

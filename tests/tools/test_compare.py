@@ -8,10 +8,12 @@ import torch
 from compare_cases import FACTORIES, plan_of, run, trained
 
 import torch_bf16
+from torch_bf16.tools.bench.memory import held_by_role
 from torch_bf16.tools.compare.analysis import analysed
 from torch_bf16.tools.compare.intervals import band_of
 from torch_bf16.tools.compare.rows import also_argument, choice_of, row_of
 from torch_bf16.tools.compare.store import Store
+from torch_bf16.tools.compare.survival import exact_weight
 from torch_bf16.tools.compare.training import OngoingRun
 from torch_bf16.tools.compare.verdict import judge
 
@@ -108,6 +110,39 @@ def test_exact_weights_keep_all_and_plain_bf16_does_not():
     assert (stood, numel) == (32, 64)
     kept = found["bf16-true"].survived["norm"]
     assert sum(a for a, _ in kept) < 0.7 * sum(b for _, b in kept)
+
+
+class Kept(torch.optim.Optimizer):
+    """SGD that keeps what bf16 takes of a weight, in a state of a given name."""
+
+    def __init__(self, parameters, lr, name, whole):
+        super().__init__(parameters, {"lr": lr, "name": name, "whole": whole})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                exact = self.state[p].setdefault("held", p.detach().double())
+                exact -= group["lr"] * p.grad
+                p.copy_(exact)
+                rest = exact if group["whole"] else exact - p.double()
+                self.state[p][group["name"]] = rest.float()
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"), [("compensation", False), ("kahan_comp", False), ("fp32_param", True)]
+)
+def test_what_other_libraries_keep_of_a_weight_is_read_and_booked(name, whole):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+    optimizer = Kept(layer.parameters(), lr=1e-5, name=name, whole=whole)
+    before = layer.weight.detach().float().clone()
+    layer.weight.grad, layer.bias.grad = (torch.ones_like(p) for p in layer.parameters())
+    optimizer.step()
+    moved = exact_weight(optimizer, layer.weight) - before
+    torch.testing.assert_close(moved, torch.full((32, 32), -1e-5), rtol=1e-2, atol=0)
+    roles = held_by_role(optimizer, layer.parameters())
+    assert roles["master"] == 4 * sum(p.numel() for p in layer.parameters())
 
 
 def test_never_moved_is_counted_over_all_looks():
@@ -208,9 +243,16 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
 
 
+def test_an_optimizers_own_learning_rate_is_the_one_it_gets():
+    parameters = torch.nn.Linear(2, 2)
+    for text, lr in (("torch.optim.SGD(lr=0.5)", 0.5), ("torch.optim.SGD", 0.1)):
+        assert choice_of(text).over(parameters, 0.1).param_groups[0]["lr"] == lr
+
+
 def test_options_of_an_optimizer_are_plain_values():
     choice = choice_of("torch.optim.SGD(momentum=0.9, nesterov=True)")
     assert (choice.make, choice.options) == (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
-    for text in ("SGD", "torch.optim.SGD(momentum=x)", "torch.optim.SGD(0.9)", "a b"):
+    assert choice_of("SGD").make is choice_of("torch.optim:SGD").make is torch.optim.SGD
+    for text in ("torch.optim.SGD(momentum=x)", "SGD(0.9)", "SGD(**{})", "a b"):
         with pytest.raises(ValueError, match=r"not an optimizer such as|not plain values"):
             choice_of(text)

@@ -58,6 +58,14 @@ def test_a_record_is_drawn_again_without_training(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "all.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.parametrize("option", ["--reference", "--metric", "--device", "--schedule"])
+def test_a_record_takes_no_option_of_what_it_was_made_from(option, tmp_path, capsys):
+    record = tmp_path / "compare.json"
+    record.write_text('{"kind": "compare", "schema": 1, "rows": [{}]}')
+    assert cli.main(["compare", str(record), option, "constant"]) == 2
+    assert f"is only shown again, which leaves {option} without effect" in capsys.readouterr().err
+
+
 def test_ctrl_c_stops_between_two_steps_and_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
     compare("mine_to_compare:make", *QUICK, "--out", "whole")
     whole = json.loads((tmp_path / "whole" / "compare.json").read_text())
@@ -140,6 +148,8 @@ def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
     ("arguments", "said"),
     [
         (["--precisions", "fp8"], "unknown precision 'fp8'; known ones: 32-true, bf16-mixed"),
+        (["--precisions", ","], "there is no row, and nothing to compare"),
+        (["--device", "meta"], "--device meta cannot be used here"),
         (["--precisions", "32-true"], "there is one row, 32-true"),
         (["--precisions", "32-true,32-true"], "two rows have the name 32-true"),
         (["--precisions", "32-true,bf16+8/int9/int8"], "exp_avg='int9' is unknown"),
@@ -149,7 +159,8 @@ def test_a_factory_that_is_none_ends_with_status_2_and_the_reason(name, capsys):
         (["--also", "x=mine_to_compare:slow_steps"], "cannot be made: TypeError: not today"),
         (["--also", "x=torch.nn:Linear(bias=False)"], "cannot be made"),
         (["--optimizer", "torch.optim.AdamW(betas=3)"], "cannot be made"),
-        (["--optimizer", "AdamW"], "give the module, too"),
+        (["--optimizer", "torch.optim.SGD(lr=1)", "--lr", "2"], "two learning rates: give one"),
+        (["--optimizer", "AdamX"], "'torch.optim:AdamX' names nothing"),
         (["--device", "cuda:77"], "--device cuda:77 cannot be used here"),
         (["--reference", "bf16-mixed"], "'bf16-mixed' is not a row; those: 32-true"),
         (["--metric", "loss"], "--metric is for runs that exist"),
@@ -162,13 +173,16 @@ def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+NO_NUMBERS = '{"kind": "compare", "schema": 1, "rows": [{}]}'
+
+
 def test_a_text_that_is_too_short_and_a_record_that_is_none_are_refused(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("to be")
     assert compare("--text", "short.txt") == 2
     assert "short.txt has 5 bytes, and must have 10,000" in capsys.readouterr().err
     assert compare("--text", "none.txt") == 2
     assert "none.txt" in capsys.readouterr().err
-    for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}'):
+    for content in ("", "{}", '{"kind": "compare", "schema": 2, "rows": [1]}', NO_NUMBERS):
         (tmp_path / "x.json").write_text(content)
         assert compare("x.json") == 2
         assert "x.json is not a record of" in capsys.readouterr().err

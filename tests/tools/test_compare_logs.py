@@ -77,6 +77,33 @@ def test_a_trainers_folder_is_read_at_its_last_checkpoint(tmp_path, capsys):
     assert (status, found["steps"], found["measure"]) == (0, [10, 20, 30, 40], "loss")
 
 
+def test_the_one_mean_at_the_end_of_a_trainers_log_is_not_its_loss(tmp_path, capsys):
+    for name, losses in (("fp32", LOSSES), ("bf16", [v + 0.5 for v in LOSSES])):
+        file = trainer_state(tmp_path / name, losses) / "trainer_state.json"
+        content = json.loads(file.read_text())
+        content["log_history"].append({"step": 40, "train_loss": 2.0, "train_runtime": 3.0})
+        file.write_text(json.dumps(content))
+    status, found, _ = compare(capsys, "fp32", "bf16")
+    assert (status, found["measure"]) == (1, "loss")
+
+
+def test_folders_with_an_equals_sign_are_folders(tmp_path, capsys):
+    for name in ("lr=0.001", "lr=0.01"):
+        trainer_state(tmp_path / name, LOSSES)
+    (tmp_path / "runs=1").mkdir()
+    trackio_database(tmp_path / "runs=1" / "t.db", {"one": LOSSES, "two": LOSSES})
+    for words, rows in (
+        (["lr=0.001", "lr=0.01"], ["lr=0.001", "lr=0.01"]),
+        (["a=lr=0.001", "lr=0.01"], ["a", "lr=0.01"]),
+        (["runs=1/t.db"], ["one", "two"]),
+        (["./runs=1/t.db"], ["one", "two"]),
+        (["runs=1/t.db:one", "x=runs=1/t.db:two"], ["t.db:one", "x"]),
+    ):
+        status, found, err = compare(capsys, *words)
+        assert status != 2, err
+        assert [row["name"] for row in found["rows"]] == rows
+
+
 def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     path = trackio_database(tmp_path / "project.db", {"fp32": LOSSES, "bf16": ["NaN"] * 4})
     status, found, _ = compare(capsys, path)
@@ -84,6 +111,8 @@ def test_runs_in_a_database_of_trackio_have_names_and_times(tmp_path, capsys):
     assert [row["name"] for row in found["rows"]] == ["fp32", "bf16"]
     assert found["rows"][1]["broken"] == {"0": 0}
     assert found["rows"][0]["ms"]["p50"] == 2000
+    cli.main(["compare", str(path)])
+    assert " 2000 (2000 to 2000)" in capsys.readouterr().out
     status, found, _ = compare(capsys, f"{path}:fp32", f"same={path}:fp32")
     assert (status, found["rows"][1]["against"]["mean"]) == (0, 0.0)
 
@@ -178,7 +207,8 @@ def test_what_is_no_run_ends_with_status_2_and_the_reason(kind, tmp_path, capsys
         (["good", "empty"], "empty holds no run"),
         (["a=good", "b=good", "--metric", "val"], "has no metric 'val'; those in it: train_loss"),
         (["a=good", "b=good", "--reference", "c"], "'c' is not a row; those: a, b"),
-        (["a=good", "b=good", "--steps", "5"], "--steps is for training"),
+        (["a=good", "b=good", "--steps", "5"], "which leaves --steps without effect"),
+        (["a=good", "b=good", "--device", "cpu", "--schedule", "cosine"], "--schedule, --device"),
         (["a=good", "b=project.db:other"], "has no run 'other'; those in it: fp32"),
         (["a=two", "b=two"], "which metric? Give --metric: all runs have gen_loss, loss_d"),
     ],

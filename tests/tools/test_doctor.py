@@ -188,6 +188,71 @@ def test_fp32_moments_beside_bf16_weights_say_that_the_file_is_a_copy(tmp_path, 
     assert "it does not say how its weights were rounded" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad"])
+def test_one_checkpoint_whose_next_update_nobody_knows_clears_nobody(name, tmp_path, capsys):
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    optimizer = getattr(torch.optim, name)(model.named_parameters(), lr=1e-6)
+    model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "run.pt")
+    status, found = doctor(tmp_path / "run.pt", tmp_path / "found.json")
+    assert status == 0
+    assert verdicts(found) == {"weight": "not judged", "bias": "not judged"}
+    assert {each["lost"] for each in found["weights"]} == {None}
+    assert "VERDICT: one checkpoint is not enough: it does not say what" in capsys.readouterr().out
+
+
+def test_weights_that_were_not_judged_are_counted_beside_those_that_were(tmp_path, capsys):
+    path, _, _ = adamw(tmp_path, torch.bfloat16, 0.3)
+    content = torch.load(path, weights_only=True)
+    content["model"]["another"] = gaussian(8, 8).bfloat16()
+    torch.save(content, path)
+    status, found = doctor(path, tmp_path / "found.json")
+    assert (status, verdicts(found)["another"]) == (0, "not judged")
+    out = capsys.readouterr().out
+    assert "another was not judged" in out
+    assert "VERDICT: no weight stalls after 5 steps" in out
+    assert out.rstrip().endswith("; 1 of 7 weights were not judged")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["names", "numbers"])
+def test_the_states_of_all_optimizers_of_a_run_are_looked_at(named, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).to(torch.bfloat16)
+    optimizers = []
+    for each, prefix in zip(model, ("0.", "1."), strict=True):
+        pairs = [(prefix + name, p) for name, p in each.named_parameters()]
+        optimizers.append(torch.optim.AdamW(pairs if named else [p for _, p in pairs], lr=1e-6))
+    model(torch.randn(8, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+    states = []
+    for each in optimizers:
+        each.step()
+        states.append(each.state_dict())
+    weights = model.state_dict()
+    torch.save({"state_dict": weights, "optimizer_states": states}, tmp_path / "gan.ckpt")
+    status, found = doctor(tmp_path / "gan.ckpt", tmp_path / "found.json")
+    assert status == 1
+    assert set(verdicts(found)) == set(weights)
+    assert set(verdicts(found).values()) <= {"stalls", "loses"}
+
+
+def test_optimizers_of_other_recipes_are_left_out_and_that_is_told(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    optimizers = []
+    recipes = ("bf16-fp32-master", "bf16-stochastic")
+    for prefix, part, recipe in zip(("0.", "1."), model, recipes, strict=True):
+        pairs = [(prefix + name, p) for name, p in part.named_parameters()]
+        optimizers.append(torch.optim.AdamW(pairs, lr=1e-6))
+        torch_bf16.prepare(part, optimizers[-1], recipe)
+    states = [each.state_dict() for each in optimizers]
+    content = {"state_dict": model.state_dict(), "optimizer_states": states}
+    torch.save(content, tmp_path / "two.ckpt")
+    cli.main(["doctor", str(tmp_path / "two.ckpt")])
+    assert "1 of 2 optimizers are of another recipe" in capsys.readouterr().out
+
+
 def of_ours(tmp_path):
     """Files of a run with exact masters, at two steps: with its optimizer, and weights alone."""
     torch.manual_seed(0)

@@ -98,6 +98,13 @@ def test_three_checkpoints_and_bad_rates_are_refused(pair, capsys):
         assert "is not a positive number" in capsys.readouterr().err
 
 
+def test_swapped_checkpoints_are_refused(pair, capsys):
+    assert cli.main(["doctor", *reversed(pair)]) == 2
+    said = capsys.readouterr().err
+    assert "step=25.pt is of step 25 and" in said
+    assert "give the earlier one first" in said
+
+
 def test_an_interrupt_ends_without_a_traceback(pair, capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt

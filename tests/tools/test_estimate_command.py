@@ -142,6 +142,8 @@ ready = make()
 number = 3
 def reads():
     return nn.Linear(2, int(torch.ones(1).item()) + 2)
+def huge():
+    return nn.Linear(1 << 24, 1 << 24)
 def nothing():
     return None
 def needs(argument):
@@ -224,8 +226,11 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
     [
         (["8B", "--optimizer", "Nonesuch"], "no optimizer 'Nonesuch'"),
         (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 at least 0 and below 100"),
+        (["8B", "--optimizer", "AdamW(betas=(0.9,))"], "cannot be made"),
         (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
-        (["8B", "--optimizer", "__import__('os')"], "is not an optimizer such as"),
+        (["8B", "--optimizer", "SGD(0.9)"], "each must have its name, as in momentum=0.9"),
+        (["8B", "--optimizer", "__import__('os')"], "are not plain values"),
+        (["8B", "--optimizer", "1 + 1"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),
         (["mine_to_estimate:make", "--batch", "8x7"], "took no step over a batch of (8, 7)"),
         (["mine_to_estimate:make", "--batch", "8x7"], "unless said: --batch 8x7:int64"),
@@ -236,6 +241,33 @@ def test_options_that_cannot_be_meant_are_refused(arguments, said, capsys, facto
     status, _, err = estimate(capsys, *arguments)
     assert status == 2
     assert said in err
+
+
+@pytest.mark.parametrize("options", ["", "(momentum=0.9)"])
+def test_an_optimizer_may_be_named_with_its_module(options, capsys):
+    _, bare, _ = estimate(capsys, "1M", "--optimizer", f"SGD{options}")
+    _, dotted, _ = estimate(capsys, "1M", "--optimizer", f"torch.optim.SGD{options}")
+    assert dotted["rows"] == bare["rows"]
+
+
+def test_a_recipe_is_listed_once_whatever_an_optimizer_does_not_keep(capsys):
+    def kept(optimizer):
+        rows = estimate(capsys, "1M", "--optimizer", optimizer)[1]["rows"]
+        return [each["precision"] for each in rows if not each["released"]]
+
+    ours = ["bf16_stochastic / int8 / int8", "bf16+8 / int8 / int8"]
+    assert set(ours) < set(kept("AdamW"))
+    assert set(ours) < set(kept("Lion"))
+    assert kept("SGD") == [
+        *("32-true", "bf16-mixed", "bf16+fp32 / fp32 / fp32", "bf16-fp32-master"),
+        *("bf16+8 / bf16_nearest / bf16_stochastic", "bf16-stochastic", "bf16-true"),
+    ]
+
+
+def test_weights_that_do_not_fit_are_told(capsys, factories):
+    arguments = ["mine_to_estimate:huge", "--batch", "1x8", "--device", "cpu"]
+    status, _, err = estimate(capsys, *arguments)
+    assert (status, "does not fit on cpu with such a batch" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,24 @@ def test_a_module_that_is_not_waited_for_is_not_called_hooked(monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("TORCH_BF16_BACKEND", "tpu", "refused: TORCH_BF16_BACKEND=tpu is unknown"),
+        ("TORCH_BF16_BACKEND", "tpu", "refused: TORCH_BF16_BACKEND: unknown backend 'tpu'"),
         ("TORCH_BF16_BACKEND", "triton", "backend 'triton' was asked for and cannot run on cpu"),
-        ("BF16_MODE", "bf16_stochastic", "refused: BF16_MODE=bf16_stochastic names no mode"),
-        ("BF16_MODE", "banana", "refused: BF16_MODE=banana names no mode"),
+        ("BF16_MODE", "bf16_stochastic", "refused: BF16_MODE='bf16_stochastic' is not one"),
+        ("BF16_MODE", "banana", "refused: BF16_MODE='banana' is not one of the modes"),
         ("ACCELERATE_MIXED_PRECISION", "bf16-stochastc", "names no mode"),
-        ("BF16_WEIGHTS", "bf16+9", "refused: BF16_WEIGHTS=bf16+9 is unknown"),
-        ("BF16_EXP_AVG", "int4", "refused: BF16_EXP_AVG=int4 is unknown"),
-        ("BF16_ACCUMULATE", "fp16", "refused: BF16_ACCUMULATE=fp16 is unknown"),
-        ("BF16_BACKEND", "cuda", "refused: BF16_BACKEND=cuda is unknown"),
+        ("BF16_WEIGHTS", "bf16+9", "refused: BF16_WEIGHTS: weights='bf16+9' is unknown"),
+        ("BF16_EXP_AVG", "int4", "refused: BF16_EXP_AVG: exp_avg='int4' is unknown"),
+        ("BF16_ACCUMULATE", "fp16", "refused: BF16_ACCUMULATE: accumulate='fp16' is not a format"),
+        ("BF16_BACKEND", "cuda", "refused: BF16_BACKEND: unknown backend 'cuda'"),
+        ("BF16_COMPUTE", "fp16", "refused: BF16_COMPUTE: compute='fp16' is unknown"),
+        ("BF16_OFFLOAD", "all", "refused: BF16_OFFLOAD: offload='all' does not say"),
+        ("BF16_REDUCE", "foo", "refused: BF16_REDUCE: reduce='foo' is not a way"),
+        ("BF16_VECTORS", "x", "refused: BF16_VECTORS: vectors='x' is not a way"),
+        ("BF16_SEED", "1.5", "refused: BF16_SEED='1.5' must be a whole number"),
+        ("BF16_RELEASE_GRADIENTS", "maybe", "refused: BF16_RELEASE_GRADIENTS='maybe' must be one"),
+        ("BF16_RELEASE_NORM", "last_step", "refused: release_norm='last_step' is for released"),
+        ("BF16_MONITOR", "abc", "refused: BF16_MONITOR='abc' must be the number of steps"),
+        ("BF16_WIEGHTS", "bf16+8", "note: BF16_WIEGHTS is set, and nothing reads it -> BF16_WEIG"),
         ("TORCH_BF16_CACHE", "/dev/null/cache", "slow: TORCH_BF16_CACHE=/dev/null/cache cannot"),
         ("NUMBA_CACHE_DIR", "/dev/null/cache", "slow: Numba finds no folder"),
         ("BF16_AUTOLOAD", "off", "BF16_AUTOLOAD=off turns it off -> import lightning_bf16"),
@@ -120,6 +129,14 @@ def test_what_can_be_meant_is_no_obstacle(variable, value, capsys, monkeypatch):
     before = met(capsys)
     monkeypatch.setenv(variable, value)
     assert met(capsys) == before
+
+
+def test_one_variable_that_is_refused_hides_no_other(capsys, monkeypatch):
+    monkeypatch.setenv("BF16_COMPUTE", "fp16")
+    monkeypatch.setenv("BF16_SEED", "abc")
+    said = met(capsys)
+    assert "refused: BF16_COMPUTE" in said
+    assert "refused: BF16_SEED" in said
 
 
 def test_versions_that_are_too_old_or_not_tested_are_named(capsys, monkeypatch):

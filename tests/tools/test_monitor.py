@@ -82,6 +82,7 @@ def test_rounding_to_nearest_loses_small_updates_and_is_told_so_once(caplog):
     assert "layer 0" in warnings[0]
     assert "lost to rounding at lr 1e-06" in warnings[0]
     assert "weights='bf16+16'" in warnings[0]
+    assert "(2 bytes more per parameter)" in warnings[0]
 
 
 def test_stochastic_rounding_lets_updates_through_on_average():
@@ -106,6 +107,14 @@ def test_noise_above_the_drift_is_pointed_out(caplog):
         # sqrt(100 * 1e-8 / u), where the spacing u is 2**-11 or 2**-12 for most weights.
         assert math.sqrt(1e-6 * 2**11) < layer.snr < math.sqrt(1e-6 * 2**13)
     assert any("rounding noise" in record.message for record in caplog.records)
+
+
+def test_what_exact_weights_cost_is_counted_from_the_format_there_is(caplog):
+    model, optimizer = model_and_optimizer("bf16+8", lr=1e-12)
+    UpdateMonitor(optimizer, every=1, horizon=100)
+    with caplog.at_level(logging.WARNING, "torch_bf16"):
+        take_step(model, optimizer)
+    assert "(1 byte more per parameter)" in caplog.records[0].message
 
 
 def test_it_looks_when_it_is_due_or_asked_and_gives_metrics_once():

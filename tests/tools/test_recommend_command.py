@@ -62,8 +62,9 @@ def test_batches_are_given_as_the_model_takes_them(name, capsys, here):
 
 
 def test_a_factory_may_lie_in_a_file(capsys, here):
-    status, _, _ = recommend(capsys, str(here / "mine_to_train.py:fast"), "-n", "4")
-    assert status == 0
+    text = str(here / "mine_to_train.py:fast")
+    status, found, _ = recommend(capsys, text, "-n", "4")
+    assert (status, found["command"]) == (0, text)
 
 
 def test_the_schedule_is_followed_to_its_end(capsys, here):

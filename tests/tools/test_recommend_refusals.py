@@ -65,6 +65,7 @@ FACTORY_SAID = {
     "still": "no weight is to move: every update that was looked at is exactly 0",
     "half": "trains weights in torch.float16",
     "released": "its gradients are released",
+    "closure": "LBFGS took no step: TypeError",
     "refused": "no recipe trains with this optimizer",
     "lost_gradients": "hold NaN or infinities",
 }
@@ -95,6 +96,11 @@ def test_a_factory_of_something_else_ends_with_status_2_and_the_reason(name, cap
 def test_arguments_that_cannot_be_meant_are_refused(arguments, said, capsys, here):
     status, _, err = recommend(capsys, *arguments)
     assert (status, said in err) == (2, True), err
+
+
+def test_a_parameter_without_elements_is_passed_over(capsys, here):
+    status, _, err = recommend(capsys, "mine_to_train:with_an_empty_parameter", "-n", "4")
+    assert status == 0, err
 
 
 def test_an_unreadable_script_and_one_of_several_ranks_are_refused(capsys, here, monkeypatch):

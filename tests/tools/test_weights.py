@@ -158,7 +158,7 @@ CORRUPT = [
     *("empty.ckpt", "truncated.ckpt", "binary.pt", "text.pt", "archive.zip", "numbers.pt"),
     *("foreign.pt", "empty.safetensors", "short.safetensors", "huge.safetensors"),
     *("text.safetensors", "size.safetensors", "none.safetensors", "model.index.json"),
-    *("other.index.json", "other.json"),
+    *("other.index.json", "self.index.json", "other.json"),
 ]
 
 
@@ -186,6 +186,7 @@ def corrupt(path):
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
         "other.index.json": (b"[]", "is not an index of a checkpoint"),
+        "self.index.json": (b'{"weight_map": {"w": "self.index.json"}}', "another index"),
         "other.json": (b"{}", "such a name ends in .index.json"),
     }
 
@@ -209,9 +210,9 @@ def test_a_file_that_is_none_is_named_with_what_is_wrong(name, tmp_path):
 def test_folders_that_are_none_say_what_they_hold(tmp_path):
     for name, inside, said in (
         ("nothing", [], "It holds nothing"),
-        ("run", ["checkpoint-10", "checkpoint-20"], "give two of those"),
+        ("run", ["checkpoint-10", "checkpoint-20"], "name what is in one of those"),
         ("deepspeed", ["zero_to_fp32.py", "global_step5"], "zero_to_fp32.py"),
-        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: give two of those"),
+        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: name what is in one of those"),
     ):
         folder = tmp_path / name
         folder.mkdir()

@@ -230,6 +230,10 @@ def export_weights(
     return f"{target}: {len(weights)} tensors, {said}"
 
 
+# As torch's tutorial names them.
+_NAMES = {"model_state_dict": "model", "optimizer_state_dict": "optimizer"}
+
+
 def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
     """The state dicts of the model and of its optimizers in a file."""
     if source.suffix == ".safetensors":
@@ -240,13 +244,13 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
             return torch_files.load_file(source), None
         except SafetensorError as error:
             raise damaged_safetensors(source, error) from None
-    content = read_file(source, mmap=True)
+    content = {_NAMES.get(key, key): each for key, each in read_file(source, mmap=True).items()}
     weights, states = _parts(content)
     if weights is None:
         held = ", ".join(map(str, list(content)[:8]))
         raise CheckpointError(
-            f"{source} has no weights: it holds {held}. They are looked for under 'model' and "
-            "'state_dict', or as the whole file"
+            f"{source} has no weights: it holds {held}. They are looked for under 'model', "
+            "'state_dict' and 'model_state_dict', or as the whole file"
         )
     return weights, states
 

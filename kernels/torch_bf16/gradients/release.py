@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bf16.argument_checks import check_max_norm, check_module
+from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
 from torch_bf16.sharding import unit_shapes
 
 from .backward import released
+from .release_options import check_release
 from .released_steps import ReleasedSteps, ReleaseOptions
 
 __all__ = ["release_as", "release_gradients"]
-
-_NORMS = ("parameter", "last_step")
 
 
 def release_gradients(
@@ -114,15 +113,7 @@ def release_as(release: bool | Mapping[str, Any], optimizer: Any) -> None:
 
 
 def _check(optimizer: Any, options: ReleaseOptions) -> None:
-    check_max_norm(options.max_norm)
-    if options.norm not in _NORMS:
-        raise ValueError(f"norm={options.norm!r} is unknown; use one of {', '.join(_NORMS)}")
-    steps: Any = options.accumulation_steps
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(
-            f"accumulation_steps={steps!r} must be an int of at least 1: how many backward passes "
-            "make one step"
-        )
+    check_release(options)
     engine = optimizer._engine
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     why = None

@@ -78,9 +78,9 @@ def without_remainders(
         return found
     watch = snapshot.data
     if watch is not None and watch.knows(snapshot.version):
-        changed = watch.changed()
-        for key in REMAINDERS & state.keys() if changed is not None else ():
-            found[key] = shard.place(local(state[key]).masked_fill(changed, 0))
+        if (changed := watch.changed()) is not None:
+            for key in REMAINDERS & state.keys():
+                found[key] = shard.place(local(state[key]).masked_fill(changed, 0))
     elif snapshot.version != shard.version():
         for key in state.keys() & set(MASTERS):
             plane = local(state[key]).clone()

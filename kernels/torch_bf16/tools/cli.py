@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 2 after an error meant for the user, 130 after Ctrl-C, else the command's.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser("python -m torch_bf16", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m torch_bf16", description="What bf16 training takes, keeps and loses."
+    )
     run: Any = None
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {name: commands.add_parser(name, help=each.help) for name, each in _COMMANDS.items()}

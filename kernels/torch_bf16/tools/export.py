@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch_bf16.checkpoints.export import export_file, export_weights
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
-from .output import file_to_write
+from .output import file_to_write, say
 from .weights import SavedTensor, open_checkpoint
 
 __all__ = ["add_export_arguments", "export"]
@@ -43,16 +42,23 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write them; the exit status is 1 where there are none, and nothing was written."""
+    """Write them.
+
+    Raises:
+        CheckpointError, OSError, ValueError: there are none, or they would be written over what
+            they come from; nothing was written.
+    """
     source, rest = options.checkpoint, (options.output, options.dtype, options.optimizer)
-    try:
-        if source.is_dir() or source.name.endswith(".index.json"):
-            print(export_weights(*_state_dicts(source, options.optimizer is None), *rest))
-        else:
-            print(export_file(source, *rest))
-    except (CheckpointError, OSError) as error:
-        print(f"python -m torch_bf16 export: {error}", file=sys.stderr)
-        return 1
+    for each in (source, options.optimizer):
+        if each is not None and options.output.exists() and options.output.samefile(each):
+            raise ValueError(
+                f"{options.output} is what would be read, and an export keeps weights alone: give "
+                "another name to write"
+            )
+    if source.is_dir() or source.name.endswith(".index.json"):
+        print(export_weights(*_state_dicts(source, options.optimizer is None), *rest))
+    else:
+        print(export_file(source, *rest))
     return 0
 
 
@@ -66,7 +72,7 @@ def _state_dicts(path: Path, with_optimizer: bool) -> tuple[dict[str, Any], dict
         )
     saved = open_checkpoint(path)
     for note in saved.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     # What was one tensor stays one, so that each of its names gets the master.
     read = {each.tied or name: _whole(each) for name, each in saved.tensors.items()}
     weights = {name: read[each.tied or name] for name, each in saved.tensors.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CONTRACT", "Training", "imported", "is_factory", "loss_of", "training_of"]
+__all__ = [
+    "CONTRACT",
+    "Training",
+    "class_and_options",
+    "imported",
+    "is_factory",
+    "loss_of",
+    "training_of",
+]
 
 CONTRACT = (
     "a function without arguments that returns (model, batches) or (model, batches, optimizer), "
@@ -86,6 +96,33 @@ def imported(text: str) -> Any:
     finally:
         sys.path.remove(here)
     return found
+
+
+def class_and_options(text: str) -> tuple[str, dict[str, Any]]:
+    """A class's name, as it was written, and the options in brackets after it.
+
+    Args:
+        text: ``Name``, ``module.Name`` or ``module:Name``, or one of these with ``(option=value)``.
+
+    Raises:
+        ValueError: it has no such form, or options are not plain values.
+
+    Example:
+        >>> class_and_options("torch.optim.SGD(momentum=0.9)")
+        ('torch.optim.SGD', {'momentum': 0.9})
+    """
+    match = re.fullmatch(r"([\w.:]+)(\(.*\))?", text.strip(), re.S)
+    if not match:
+        raise ValueError(
+            f"{text!r} is not an optimizer such as AdamW, torch.optim.AdamW or 'SGD(momentum=0.9)'"
+        )
+    try:
+        call: Any = ast.parse(f"f{match[2] or '()'}", mode="eval").body
+        if call.args or any(each.arg is None for each in call.keywords):
+            raise ValueError("each must have its name, as in momentum=0.9")
+        return match[1], {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ValueError(f"options of {text!r} are not plain values: {error}") from None
 
 
 def training_of(text: str) -> Training:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from torch_bf16.backends.eager import lift_rule
 from torch_bf16.engine.member import Member
-from torch_bf16.formats import Format
+from torch_bf16.formats import BF16_PLUS_16, Format
 from torch_bf16.gradients.clipping import total_norm
 from torch_bf16.numerics.roots import has_fp64
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import local
 
-__all__ = ["LayerUpdate", "UpdateMonitor", "places", "sample_of"]
+__all__ = ["LayerUpdate", "UpdateMonitor", "kind_of", "layer_of", "places", "sample_of"]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -193,10 +194,10 @@ class UpdateMonitor:
         by_layer: dict[str, list[tuple[Sample, list[float]]]] = defaultdict(list)
         for sample, row in zip(samples, table, strict=True):
             name = sample.member.shard.name
-            by_layer[name.rpartition(".")[0] or name].append((sample, row))
+            by_layer[layer_of(name)].append((sample, row))
         self.layers = {layer: self._update_of(rows) for layer, rows in by_layer.items()}
         if self.warn:
-            self._warn_once()
+            self._warn_once({layer: rows[0][0].member for layer, rows in by_layer.items()})
 
     def _update_of(self, rows: list[tuple[Sample, list[float]]]) -> LayerUpdate:
         columns = zip(*(row for _, row in rows), strict=True)
@@ -211,7 +212,7 @@ class UpdateMonitor:
             stochastic=any(sample.noise is not None for sample, _ in rows),
         )
 
-    def _warn_once(self) -> None:
+    def _warn_once(self, members: Mapping[str, Member]) -> None:
         for layer, each in self.layers.items():
             if layer in self._warned or each.update == 0:
                 continue
@@ -223,11 +224,23 @@ class UpdateMonitor:
             else:
                 continue
             self._warned.add(layer)
+            stored = members[layer].formats[0]
+            more = BF16_PLUS_16.bytes_per_element - stored.bytes_per_element
             _logger.warning(
                 "layer %s: %s at lr %.3g; use weights='bf16+16', which keeps every update "
-                "(2 bytes more per parameter)",
-                *(layer, trouble, each.lr),
+                "(%d %s more per parameter)",
+                *(layer, trouble, each.lr, more, "byte" if more == 1 else "bytes"),
             )
+
+
+def kind_of(name: str) -> str:
+    """A name with ``*`` for the number of a block, as ``blocks.*.qkv.weight``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def layer_of(name: str) -> str:
+    """The module of a parameter, by the parameter's name."""
+    return name.rpartition(".")[0] or name
 
 
 def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int) -> Sample:

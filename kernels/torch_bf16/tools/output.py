@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,12 +18,16 @@ __all__ = [
     "FAILED",
     "INTERRUPTED",
     "add_json_argument",
+    "count",
     "ended",
     "file_to_write",
+    "number",
     "positive_number",
     "print_progress",
     "print_table",
+    "refuse",
     "say",
+    "share",
     "write_json",
 ]
 
@@ -115,6 +119,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         )
 
 
+def number(value: float, digits: int = 3) -> str:
+    """With so many significant digits, and never an exponent."""
+    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, digits - before)}f}"
+
+
 def file_to_write(text: str) -> Path:
     """The type of an argument that names a file to write: asked now, not after minutes of work."""
     path = Path(text)
@@ -122,6 +132,40 @@ def file_to_write(text: str) -> Path:
         why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
     return path
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse options that would change nothing.
+
+    Args:
+        options: parsed; those that were not given are None, False or empty.
+        names: of options.
+        why: they would not.
+
+    Raises:
+        ValueError: one was given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if given:
+        raise ValueError(f"{why}, which leaves {', '.join(given)} without effect: leave it out")
+
+
+def share(value: float | None) -> str:
+    """A percentage; small ones with a digit more."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+
+
+def count(text: str) -> int:
+    """The type of an argument that is a whole number of 1 or more, ``1e6`` too."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < math.inf or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(value)
 
 
 def positive_number(text: str) -> float:

@@ -6,18 +6,16 @@ import argparse
 import json
 import os
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_bf16.backends import BACKENDS, choose
-from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.model.slow_products import bf16_product_ratio
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.output import file_to_write
+from torch_bf16.tools.output import add_json_argument, count, file_to_write, refuse, say, write_json
 
 from .clock import clock_for
 from .device_state import device_state
@@ -37,32 +35,45 @@ from .ways import WAYS, in_ways
 __all__ = ["add_arguments", "device_argument", "run"]
 
 _PARAMETERS, _TENSORS = 50_000_000, 150
+_DEFAULTS: Mapping[str, Any] = {
+    "device": torch.device("cpu"),
+    "model": RANDOM,
+    "rounds": 30,
+    "recipes": [list(OURS)],
+    "against": [["torch"]],
+    "baseline": BASELINE,
+    "ways": [],
+    "layers": 2,
+    "tokens": 256,
+    "time_limit": 600,
+}
+_OF_TRAINING = ("layers", "tokens")
+_OF_STEPS = ("model", "parameters", "tensors", "against", "baseline", "backend", "ways", "rules")
+_OF_CHOICE = ("recipes", "against", "baseline", "ways")
+_OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes", "training")
 # Of a hundred entries those measured at a time, so that a noisy machine meets them alike.
 _TOGETHER = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--device", type=device_argument, default="cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--model", choices=MODELS, default=RANDOM, help="parameter shapes (default: random)"
-    )
+    parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
+    parser.add_argument("--model", choices=MODELS, help="parameter shapes (default: random)")
     parser.add_argument(
         "--parameters",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"elements in random (default: {_PARAMETERS:,})",
     )
     parser.add_argument(
-        "--tensors", type=_count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
+        "--tensors", type=count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
     )
     parser.add_argument(
-        "--rounds", type=_count, default=30, metavar="N", help="interleaved rounds (default: 30)"
+        "--rounds", type=count, metavar="N", help="interleaved rounds (default: 30)"
     )
     parser.add_argument(
         "--threads",
-        type=_count,
-        default=torch.get_num_threads(),
+        type=count,
         metavar="N",
         help="on a CPU (default: as many as torch uses)",
     )
@@ -70,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipes",
         type=_names(RECIPES, "recipe"),
         nargs="+",
-        default=[list(OURS)],
         metavar="NAME",
         help=f"recipes to time: {', '.join(OURS)} (default: all)",
     )
@@ -78,13 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=_names(PEERS, "library"),
         nargs="+",
-        default=[["torch"]],
         metavar="NAME",
         help=f"other libraries, if installed: {','.join(PEERS)} (default: torch)",
     )
     parser.add_argument(
         "--baseline",
-        default=BASELINE,
         metavar="NAME",
         help=f"row that ratios refer to (default: {BASELINE})",
     )
@@ -94,7 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ways",
         type=_names(WAYS, "way"),
-        default=[],
         metavar="NAME",
         help=f"more rows for ours and the baseline: {','.join(WAYS)} (default: none)",
     )
@@ -109,25 +116,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whole steps of GPT-2's shape by phase, in fp32, bf16-mixed and ours; nothing else",
     )
     parser.add_argument(
-        "--layers", type=_count, default=2, metavar="N", help="layers of --training (default: 2)"
+        "--layers", type=count, metavar="N", help="layers of --training (default: 2)"
     )
     parser.add_argument(
         "--tokens",
-        type=_count,
-        default=256,
+        type=count,
         metavar="N",
         help="tokens of --training (default: 256)",
     )
     parser.add_argument(
         "--time-limit",
-        type=_count,
-        default=600,
+        type=count,
         metavar="SECONDS",
         help="for a compiling library's first steps (default: 600)",
     )
-    parser.add_argument(
-        "--json", type=file_to_write, metavar="FILE", help="write all figures there"
-    )
+    add_json_argument(parser)
     parser.add_argument(
         "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
     )
@@ -149,27 +152,46 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status.
+
+    Raises:
+        BackendUnavailableError, MemoryError, ValueError: an option would have no effect, or what is
+            asked for cannot be timed here.
     """
+    _settle(options)
     if options.plot and not can_plot():
         later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
-        _say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
+        say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
     found = options.record
     if found is None:
-        try:
-            measured = _measured_training if options.training else _measured
-            found = measured(options, arguments)
-        except (BackendUnavailableError, MemoryError, RuntimeError, ValueError) as error:
-            _say(f"error: {error}")
-            return 1
+        measured = _measured_training if options.training else _measured
+        found = measured(options, arguments)
     training = found.get("kind") == "training"
-    print(training_table(found) if training else table(found))
+    if options.json != "-":
+        if options.record is None and not training:
+            print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
+        print(training_table(found) if training else table(found))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(found, options.json)
     if options.plot and training:
-        _say("no plot: whole training steps have none; --json FILE keeps the figures")
+        say("no plot: whole training steps have none; --json FILE keeps the figures")
     elif options.plot and can_plot():
         plot([found], options.plot)
     return 0
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored, and give those left out their defaults."""
+    if options.record is not None:
+        refuse(options, (*_OF_RUNS, "time_limit"), "--from measures nothing")
+    elif options.training:
+        refuse(options, _OF_STEPS, "--training times whole steps of one model")
+    else:
+        refuse(options, _OF_TRAINING, "the model of --training is not timed")
+        if options.rules:
+            refuse(options, _OF_CHOICE, "--rules times its own entries")
+    for name, default in {**_DEFAULTS, "threads": torch.get_num_threads()}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
 
 
 def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -193,7 +215,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
         shapes,
         device,
         options.rounds,
-        _say,
+        say,
         first_seconds=options.time_limit,
         most=_TOGETHER if options.rules else None,
     )
@@ -215,9 +237,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     # Of a hundred kinds, what is held says enough.
     peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
     cache = clock_for(device).cache_bytes()
-    found = record(measured, setting, device, peaks, missing, cache)
-    print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
-    return found
+    return record(measured, setting, device, peaks, missing, cache)
 
 
 def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
@@ -225,7 +245,7 @@ def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) ->
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
     shape = options.layers, options.tokens
-    timed = time_rows(rows, *shape, device, options.rounds, _say)
+    timed = time_rows(rows, *shape, device, options.rounds, say)
     peaks = {
         each.name: peak_of(each, *shape, options.threads, options.time_limit)
         for each in (rows if cpu else [])
@@ -269,7 +289,7 @@ def _peaks(
     peaks = {}
     for each in (result.entry for result in measured.results):
         peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
-        _say(f"{each.name}: peak memory of a process of its own measured")
+        say(f"{each.name}: peak memory of a process of its own measured")
     return peaks
 
 
@@ -281,10 +301,6 @@ def _shapes(options: argparse.Namespace) -> Shapes:
             )
         return MODELS[options.model]()
     return random_shapes(options.parameters or _PARAMETERS, options.tensors or _TENSORS)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
@@ -319,20 +335,11 @@ def device_argument(text: str) -> torch.device:
 def _record(text: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(text).read_text())
-        if found["schema"] != 1:
-            raise ValueError(f"schema {found['schema']}")
+        kind, schema = found.get("kind", "bench"), found["schema"]
+        if kind not in ("bench", "training") or schema != 1:
+            raise ValueError(f"it is one of {kind}, schema {schema}")
         return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a record that --json has written ({error})"
+            f"{text!r} is not a record that bench --json has written ({error})"
         ) from None
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(float(text))
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.tools.foreign_states import kept_beyond
+
 from .entries import Entry
 from .models import Shapes
 from .time_limit import quiet
@@ -29,9 +31,6 @@ __all__ = [
     "peak_bytes",
     "peak_growth",
 ]
-
-# What optimizers call it, ours and others.
-_BEYOND = re.compile("master|remainder|kahan|error|correction", re.IGNORECASE)
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -59,7 +58,7 @@ def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor])
     roles |= {"gradients": [p.grad for p in weights if p.grad is not None], "master": []}
     for state in optimizer.state.values():
         for name, value in dict(state).items():
-            role = "master" if _BEYOND.search(str(name)) else "moments"
+            role = "master" if kept_beyond(name) else "moments"
             roles[role] += _tensors([value])
     seen: dict[int, Any] = {}
     found = {}

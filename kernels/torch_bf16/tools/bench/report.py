@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LEGEND", "bracket", "number", "table"]
+from torch_bf16.tools.output import number
+
+__all__ = ["LEGEND", "bracket", "table"]
 
 _WIDTHS = {
     "ms per step": 23,
@@ -87,9 +89,3 @@ def bracket(spread: Mapping[str, float]) -> str:
     """``median [p10, p90]``."""
     median, low, high = (number(spread[name]) for name in ("median", "p10", "p90"))
     return f"{median} [{low}, {high}]"
-
-
-def number(value: float, digits: int = 3) -> str:
-    """With so many significant digits, and never an exponent."""
-    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, digits - before)}f}"

@@ -109,7 +109,7 @@ def measure(
 
     Raises:
         MemoryError: the baseline does not fit.
-        RuntimeError: the baseline failed.
+        ValueError: the baseline failed.
     """
     clock = clock_for(device)
     if available is None and (free := available_bytes(device)) is not None:
@@ -141,7 +141,7 @@ def measure(
                 np.median(each, keepdims=True) if len(each) else each for each in references
             ]
         else:
-            raise RuntimeError(
+            raise ValueError(
                 f"the baseline {baseline.name!r} failed: {measured.failures[baseline.name]}"
             )
         for each in running:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_bf16.tools.output import number
+
 from .record import hardware, spread, versions
-from .report import bracket, number
+from .report import bracket
 from .training import BASELINE, PHASES, Timed
 
 __all__ = ["training_record", "training_table"]

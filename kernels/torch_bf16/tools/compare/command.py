@@ -15,8 +15,10 @@ from torch_bf16.tools.bench.record import hardware, versions
 from torch_bf16.tools.factory import CONTRACT, is_factory
 from torch_bf16.tools.output import (
     add_json_argument,
+    count,
     file_to_write,
     positive_number,
+    refuse,
     say,
     write_json,
 )
@@ -38,7 +40,10 @@ __all__ = ["add_compare_arguments", "compare"]
 
 _RECORD = "compare.json"
 _LR, _OPTIMIZER, _STEPS, _SEEDS = 1e-3, "torch.optim.AdamW", 300, 3
-_ONLY_TRAINED = ("precisions", "also", "optimizer", "lr", "steps", "seeds", "text", "fresh")
+_ONLY_TRAINED = (
+    *("precisions", "also", "optimizer", "lr", "schedule", "steps", "seeds", "device", "text"),
+    "fresh",
+)
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,21 +67,20 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--optimizer",
-        metavar="module.Class(...)",
+        metavar="[module.]Class(...)",
         help=f"of all other rows (default: {_OPTIMIZER})",
     )
     training.add_argument("--lr", type=positive_number, help=f"peak learning rate (default: {_LR})")
     training.add_argument(
         "--schedule",
         choices=("cosine", "constant"),
-        default="cosine",
         help="short warm-up and half a cosine, or none (default: cosine)",
     )
     training.add_argument(
-        "--steps", type=_count, metavar="N", help=f"steps of each run (default: {_STEPS})"
+        "--steps", type=count, metavar="N", help=f"steps of each run (default: {_STEPS})"
     )
     training.add_argument(
-        "--seeds", type=_count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
+        "--seeds", type=count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
     )
     training.add_argument("--device", help="default: cuda where torch sees a GPU, else cpu")
     training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
@@ -119,12 +123,13 @@ def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         require_matplotlib()
     record = _record_named(options.what)
     if record is not None:
-        _refuse_training_options(options, f"{record} is a record")
+        names = (*_ONLY_TRAINED, "reference", "metric")
+        refuse(options, names, f"{record} is a record, and is only shown again")
         found = _loaded(record)
     elif not options.what or _one_factory(options.what):
         found = _trained(options)
     else:
-        _refuse_training_options(options, "runs that exist are read")
+        refuse(options, _ONLY_TRAINED, "runs that exist are read and nothing is trained")
         rows, metric = runs_of(options.what, options.metric)
         found = _analysed(rows, options.reference, {"what": "runs that exist", "measure": metric})
         found["environment"] = {}
@@ -142,17 +147,21 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     if options.metric:
         raise ValueError("--metric is for runs that exist; a model is compared by its own loss")
     rows = _rows(options)
+    if len(rows) < 2:
+        there = f"one row, {rows[0].name}" if rows else "no row"
+        raise ValueError(f"there is {there}, and nothing to compare: --precisions A,B names two")
     reference = options.reference or rows[0].name
     if reference not in {row.name for row in rows}:
         raise ValueError(f"--reference {reference!r} is not a row; those: {_names(rows)}")
-    if len(rows) < 2:
-        raise ValueError(f"there is one row, {rows[0].name}, and nothing to compare it with")
+    choice = choice_of(options.optimizer or _OPTIMIZER)
+    if options.lr and "lr" in choice.options:
+        raise ValueError(f"--lr {options.lr:g} and {choice.text} are two learning rates: give one")
     plan = Plan(
         subject_of(factory, options.text),
-        choice_of(options.optimizer or _OPTIMIZER),
-        options.lr or _LR,
+        choice,
+        options.lr or choice.options.get("lr", _LR),
         options.steps or _STEPS,
-        options.schedule,
+        options.schedule or "cosine",
         _device(options.device),
     )
     own = plan.subject.made(plan.steps).optimizer is not None if factory else False
@@ -265,8 +274,14 @@ def _loaded(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not a record of compare: {type(error).__name__}: {error}"
         ) from None
-    if not known:
-        raise ValueError(f"{path} is not a record of this version of compare")
+    try:
+        if not known:
+            raise ValueError("it has no rows, or is of another version")
+        page(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a record of this version of compare: {type(error).__name__}: {error}"
+        ) from None
     return found
 
 
@@ -274,16 +289,10 @@ def _one_factory(words: Sequence[str]) -> bool:
     return len(words) == 1 and is_factory(words[0]) and not Path(words[0]).exists()
 
 
-def _refuse_training_options(options: argparse.Namespace, why: str) -> None:
-    given = [f"--{name}" for name in _ONLY_TRAINED if getattr(options, name)]
-    if given:
-        raise ValueError(f"{', '.join(given)} is for training, and {why}")
-
-
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"--device {name} cannot be used here: {str(error).splitlines()[0]}"
@@ -293,9 +302,3 @@ def _device(name: str | None) -> torch.device:
 
 def _names(rows: Sequence[Row]) -> str:
     return ", ".join(row.name for row in rows)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_bf16.tools.monitor import kind_of
+from torch_bf16.tools.output import share
+
 from .charts import Curve, curves, heat_map, panel, scale_of_differences, stack
 from .report import summary
 from .style import STYLE, colours
@@ -268,7 +271,7 @@ def layers_of(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
         return {_short(name, layers): dict(each) for name, each in layers.items()}
     kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for name, each in layers.items():
-        kinds[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)].append(each)
+        kinds[kind_of(name)].append(each)
     shown = list(kinds.items())[:_MOST_LAYERS]
     return {
         _short(name, kinds): {
@@ -313,9 +316,7 @@ def _options_that_are_on(options: str) -> str:
 
 
 def _share(value: float | None) -> str:
-    if value is None:
-        return "&#8211;"
-    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    return "&#8211;" if value is None else share(value)
 
 
 def _capital(text: str) -> str:

@@ -40,7 +40,7 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
                 known = ", ".join(each.run for each in logged_in(path))
                 raise ValueError(f"{path} has no run {run!r}; those in it: {known}")
         for each in logged:
-            named = "=" in word or run is not None or not each.run
+            named = _split(word)[0] or run is not None or not each.run
             found.setdefault(name if named else each.run, []).append(each)
     chosen = metric or _metric_of([run for runs in found.values() for run in runs])
     rows = {
@@ -72,6 +72,9 @@ def _names(words: Sequence[str]) -> list[str]:
 
 
 def _split(word: str) -> tuple[str, str]:
+    # A folder may be called lr=0.001.
+    if any(os.path.exists(path) for path in (word, word.rpartition(":")[0]) if path):
+        return "", word
     name, equals, path = word.partition("=")
     return (name, path) if equals and os.sep not in name and name else ("", word)
 
@@ -88,8 +91,11 @@ def _metric_of(runs: Sequence[Logged]) -> str:
     shared = set(runs[0].values).intersection(*(run.values for run in runs))
     usual = [name for name in _USUAL if name in shared]
     losses = sorted(name for name in shared if "loss" in name.lower())
-    if usual or len(losses) == 1:
-        return (usual or losses)[0]
+    if usual:
+        # transformers ends a log with one train_loss beside its many of loss.
+        return max(usual, key=lambda name: min(len(run.values[name]) for run in runs))
+    if len(losses) == 1:
+        return losses[0]
     if not shared:
         each = "; ".join(f"{run.path}: {_listed(run.values)}" for run in runs[:4])
         raise ValueError(f"the runs have no metric in common ({each})")

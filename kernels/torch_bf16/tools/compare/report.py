@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_bf16.tools.output import print_table
+from torch_bf16.tools.output import number, print_table, share
 
-__all__ = ["number", "show", "summary"]
+__all__ = ["difference", "show", "summary"]
 
 _COLUMNS = (
     "",
@@ -48,26 +48,20 @@ def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
     return (
         row["name"],
         "no number" if row["final"] is None else f"{row['final']:.4f}",
-        "" if row["name"] == reference else number(against and against["mean"]),
+        "" if row["name"] == reference else difference(against and against["mean"]),
         f"{against['low']:+.4f} to {against['high']:+.4f}" if against and both else "",
         _kept(row),
-        _share(row["unmoved"]),
+        share(row["unmoved"]),
         f"{sum(size.values()):.2f}" if size else "-",
-        f"{ms['p50']:.3g} ({ms['p10']:.3g} to {ms['p90']:.3g})" if ms else "-",
+        f"{number(ms['p50'])} ({number(ms['p10'])} to {number(ms['p90'])})" if ms else "-",
     )
 
 
-def number(value: float | None) -> str:
-    """A difference, with its sign."""
+def difference(value: float | None) -> str:
+    """With its sign."""
     return "-" if value is None else f"{value:+.4f}"
 
 
 def _kept(row: Mapping[str, Any]) -> str:
     known = [each["survived"] for each in row["layers"].values() if each["survived"] is not None]
-    return f"{_share(row['survived'])} ({_share(min(known))})" if known else "-"
-
-
-def _share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
+    return f"{share(row['survived'])} ({share(min(known))})" if known else "-"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
-from torch_bf16.tools.factory import imported
+from torch_bf16.tools.factory import class_and_options, imported
 
 __all__ = [
     "DEFAULT",
@@ -46,7 +45,7 @@ class Choice:
     Attributes:
         text: that.
         make: the class, or a function like it.
-        options: beside the parameters and ``lr``.
+        options: beside the parameters; an ``lr`` among them is what :meth:`over` takes.
     """
 
     text: str
@@ -61,7 +60,7 @@ class Choice:
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         try:
-            made = self.make(parameters, lr=lr, **self.options)
+            made = self.make(parameters, **{"lr": lr, **self.options})
         # It is somebody else's code.
         except Exception as error:
             raise ValueError(f"{self.text} cannot be made: {_one_line(error)}") from error
@@ -173,27 +172,14 @@ class Trained:
 
 
 def choice_of(text: str) -> Choice:
-    """An optimizer by its dotted name, with options: ``torch.optim.SGD(momentum=0.9)``.
+    """An optimizer by its name, torch's without a module: ``SGD(momentum=0.9)``.
 
     Raises:
         ImportError, ValueError: there is none, or options are not plain values.
     """
-    match = re.fullmatch(r"([\w.:]+)(\(.*\))?", text.strip(), re.S)
-    if not match or not re.search(r"[.:]", match[1]):
-        raise ValueError(
-            f"{text!r} is not an optimizer such as torch.optim.AdamW or "
-            "'torch.optim.SGD(momentum=0.9)': give the module, too"
-        )
-    name, arguments = match[1], match[2] or "()"
-    try:
-        call: Any = ast.parse(f"f{arguments}", mode="eval").body
-        if call.args:
-            raise ValueError("options have names")
-        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError, AttributeError) as error:
-        raise ValueError(f"options of {text!r} are not plain values: {error}") from None
+    name, options = class_and_options(text)
     module, _, last = name.rpartition(":" if ":" in name else ".")
-    return Choice(text, imported(f"{module}:{last}"), options)
+    return Choice(text, imported(f"{module or 'torch.optim'}:{last}"), options)
 
 
 def row_of(name: str) -> Row:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.tools.monitor import places
+from torch_bf16.tools.foreign_states import MASTER, SUM, kept_beyond
+from torch_bf16.tools.monitor import layer_of, places
 
 from .rows import Trained, set_rate
 
@@ -24,8 +25,6 @@ __all__ = ["Survival", "exact_weight"]
 
 _SAMPLE = 4096
 _COLUMNS = 24
-# Of other libraries: what Kahan's sum has beyond the weight.
-_REMAINDER = "kahan_comp"
 
 
 def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
@@ -33,9 +32,11 @@ def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> T
     if isinstance(optimizer, BF16Optimizer):
         return optimizer.exact_weight(parameter).float()
     weight = parameter.detach().float()
-    remainder = optimizer.state.get(parameter, {}).get(_REMAINDER)
-    known = isinstance(remainder, Tensor) and remainder.shape == weight.shape
-    return weight + remainder.float() if known else weight.clone()
+    for name, each in optimizer.state.get(parameter, {}).items():
+        kind = kept_beyond(name)
+        if kind in (SUM, MASTER) and isinstance(each, Tensor) and each.shape == weight.shape:
+            return weight + each.float() if kind == SUM else each.detach().float().clone()
+    return weight.clone()
 
 
 class Survival:
@@ -77,7 +78,8 @@ class Survival:
         optimizer = self._trained.optimizer
         if isinstance(optimizer, BF16Optimizer):
             return True
-        return any(_REMAINDER in state for state in optimizer.state.values())
+        kinds = {kept_beyond(name) for state in optimizer.state.values() for name in state}
+        return not kinds.isdisjoint((SUM, MASTER))
 
     def before_step(self) -> None:
         """Take the gradients over, before the optimizer has consumed them."""
@@ -110,7 +112,7 @@ class Survival:
             self._moved[name] |= weight != self._first[name]
             now = self._sampled(name, weight)
             intended = (self._twins[name].detach() - self._start[name]).double()
-            sums = by_layer[_layer(name)]
+            sums = by_layer[layer_of(name)]
             sums[0] += float((now - self._start[name]).double() @ intended)
             sums[1] += float(intended @ intended)
             self._start[name] = now
@@ -124,8 +126,8 @@ class Survival:
         """Elements of each layer that were at no look another number, and all of them."""
         found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for name, moved in self._moved.items():
-            found[_layer(name)][0] += moved.numel() - int(moved.count_nonzero())
-            found[_layer(name)][1] += moved.numel()
+            found[layer_of(name)][0] += moved.numel() - int(moved.count_nonzero())
+            found[layer_of(name)][1] += moved.numel()
         return {layer: (stood, numel) for layer, (stood, numel) in found.items()}
 
     def state(self) -> dict[str, Any]:
@@ -153,7 +155,3 @@ class Survival:
 
     def _sampled(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.detach().reshape(-1)[self._places[name]].float()
-
-
-def _layer(name: str) -> str:
-    return name.rpartition(".")[0] or name

@@ -80,8 +80,10 @@ def examine(
         progress: is told how it goes.
 
     Raises:
-        CheckpointError: they have no weight in common, or there is one and nothing to say of it.
+        CheckpointError: they have no weight in common, the earlier one is the later one by its
+            step, or there is one and nothing to say of it.
     """
+    _refuse_swapped(before, after)
     notes = [*(before.notes if before else []), *after.notes]
     pairs = _pairs(before, after, notes)
     states, note = assigned(after)
@@ -123,6 +125,15 @@ def examine(
                 "moves of a bf16 spacing show"
             )
     return Examination(found, before is not None, _steps(before, after, states), notes)
+
+
+def _refuse_swapped(before: Saved | None, after: Saved) -> None:
+    if before is None or before.step is None or after.step is None or before.step <= after.step:
+        return
+    raise CheckpointError(
+        f"{before.path} is of step {before.step:,} and {after.path} of step {after.step:,}: give "
+        "the earlier one first"
+    )
 
 
 def _readers(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_bf16.tools.foreign_states import kept_beyond
 from torch_bf16.tools.weights import SavedTensor
 
 from .exact import CHUNK, Read, has_master, moment
@@ -20,9 +21,6 @@ __all__ = ["Expected", "Rounding", "expected", "rounding"]
 Rounding = str
 """``"nearest"``, ``"stochastic"``, ``"none"`` where weights have more bits than bf16 or what they
 lost is kept, or ``"unknown"``."""
-
-# What other libraries keep of what rounding takes.
-_KEPT = ("kahan_comp", "compensation", "kahan_compensation", "weight_residual", "fp32_param")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,10 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
     """
     if tensor.dtype != torch.bfloat16 or has_master(tensor, state):
         return "none" if tensor.dtype.itemsize >= 4 or has_master(tensor, state) else "unknown"
-    if any(key in state for key in _KEPT):
+    if any(
+        kept_beyond(key) and isinstance(each, SavedTensor) and each.numel == tensor.numel
+        for key, each in state.items()
+    ):
         return "none"
     if recipe := header.get("recipe"):
         return "nearest" if recipe.get("weights") == "bf16_nearest" else "stochastic"

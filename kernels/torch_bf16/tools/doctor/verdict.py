@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch_bf16.tools.monitor import kind_of
 
 from .examination import Examination, Examined
 
 __all__ = ["Finding", "Verdict", "judge"]
 
 STALLS, BROKEN, LOSES, STANDS = "stalls", "broken", "loses", "stands still"
-UNSEEN, FINE = "not seen", "learns"
+UNSEEN, UNJUDGED, FINE = "not seen", "not judged", "learns"
 _BAD = (STALLS, BROKEN)
 _STALLING = 0.5  # as in the monitor: less than that share of the updates arrives
 _LOSING = 0.9
@@ -29,14 +30,15 @@ class Finding:
         weight: which.
         verdict: ``"stalls"``, ``"broken"``, ``"loses"``, ``"stands still"`` (frozen, or without a
             gradient: not by rounding), ``"not seen"`` (it has an exact master, which one of the
-            checkpoints lacks, and no bf16 number moved) or ``"learns"``.
-        lost: share of what it was to move that it did not.
-        why: what shows it, ``"size"``, ``"gain"``, ``"state"`` or empty.
+            checkpoints lacks, and no bf16 number moved), ``"not judged"`` (one checkpoint, which
+            does not say what its next update is, or how it is rounded) or ``"learns"``.
+        lost: share of what it was to move that it did not; None where that was not looked at.
+        why: what shows it, ``"size"``, ``"gain"``, ``"state"``, ``"rounding"`` or empty.
     """
 
     weight: Examined
     verdict: str
-    lost: float
+    lost: float | None
     why: str = ""
 
 
@@ -64,11 +66,11 @@ def judge(found: Examination) -> Verdict:
     # Of bf16 weights that were saved in fp32 all are bf16 numbers; one alone may be by chance.
     wide = all(each.movement.rounded for each in found.weights)
     findings = [_finding(each, found.compared, gains, wide) for each in found.weights]
-    order = {name: n for n, name in enumerate((BROKEN, STALLS, LOSES, STANDS, UNSEEN, FINE))}
-    findings.sort(key=lambda each: (order[each.verdict], -each.lost))
+    order = (BROKEN, STALLS, LOSES, STANDS, UNSEEN, UNJUDGED, FINE)
+    findings.sort(key=lambda each: (order.index(each.verdict), -(each.lost or 0.0)))
     kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for each in findings:
-        kinds[each.verdict, each.why, _kind(each.weight.name)].append(each)
+        kinds[each.verdict, each.why, kind_of(each.weight.name)].append(each)
     unusual = [each for each in kinds.items() if each[0][0] != FINE]
     sentences = [_sentence(*key, members, found, usual) for key, members in unusual[:_MOST]]
     if more := unusual[_MOST:]:
@@ -106,6 +108,9 @@ def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding
         return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
     if compared and not moved.moved:
         return Finding(each, STANDS if each.lacks is None else UNSEEN, 0.0)
+    untold = each.rounding == "unknown" or (each.rounding == "nearest" and plan is None)
+    if untold and not compared:
+        return Finding(each, UNJUDGED, None, "state" if plan is None else "rounding")
     return Finding(each, LOSES if 1 - lost < _LOSING else FINE, lost, why)
 
 
@@ -119,10 +124,6 @@ def _gains_stand_still(found: Examination, usual: float | None) -> bool:
     if not found.compared or usual is None or not gains:
         return False
     return not any(each.moved for each in gains) and usual > gains[0].half_unit / 4
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _sentence(
@@ -156,7 +157,12 @@ def _sentence(
             f"{several}: none of its bf16 numbers changed{during}, which proves nothing: it has an "
             "exact master, and only one of the two checkpoints has that"
         )
-    lost = max(each.lost for each in members)
+    if verdict == UNJUDGED:
+        fault = "the state of its optimizer, if any, tells no next update"
+        if why == "rounding":
+            fault = "the checkpoint does not say how it was rounded"
+        return f"{several} was not judged: {fault}. Give an earlier checkpoint, too"
+    lost = max(each.lost or 0.0 for each in members)
     word = "stalls" if verdict == STALLS else "loses updates"
     if why == "gain":
         return (
@@ -212,10 +218,14 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
         )
     if bad:
         return "VERDICT: nothing was learned between the two"
-    if not found.compared and all(each.weight.rounding == "unknown" for each in findings):
+    unjudged = sum(each.verdict == UNJUDGED for each in findings)
+    if unjudged == len(findings):
+        unknown = all(each.why == "rounding" for each in findings)
+        lacks = "how its weights were rounded" if unknown else "what its next update is"
         return (
-            "VERDICT: one checkpoint is not enough: it does not say how its weights were rounded. "
+            f"VERDICT: one checkpoint is not enough: it does not say {lacks}. "
             "Give an earlier one, too"
         )
     seen = "it moved as it should" if found.compared else "no update would be lost to rounding"
-    return f"VERDICT: no weight stalls{during}: {seen}"
+    rest = f"; {unjudged} of {len(findings)} weights were not judged" if unjudged else ""
+    return f"VERDICT: no weight stalls{during}: {seen}{rest}"

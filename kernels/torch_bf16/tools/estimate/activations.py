@@ -24,6 +24,8 @@ __all__ = ["Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
+# Which is out of memory, as a mere RuntimeError says.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,16 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
     place = torch.device("cpu") if traced else device
     model = _cast(copy.deepcopy(model), precision)
     with _fake() if traced else nullcontext():
-        _materialise(model, place)
-        model.train()
-        if precision.released:
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_free)
-        inputs = _inputs(model, batch, place)
-        on_gpu = device.type == "cuda"
+        inputs: Any = []
         try:
-            if on_gpu:
+            _materialise(model, place)
+            model.train()
+            if precision.released:
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(_free)
+            inputs = _inputs(model, batch, place)
+            if device.type == "cuda":
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
                 _step(model, inputs, precision, place)
@@ -91,13 +93,13 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
             with LiveBytes() as live:
                 _step(model, inputs, precision, place)
             return live.peak
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"{precision.name} does not fit on {device} with such a batch: {error}. Trace it "
-                "without memory (--device meta), or take a smaller batch"
-            ) from error
-        # It is the user's model.
+        # The rest is the user's model.
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
+                raise MemoryError(
+                    f"{precision.name} does not fit on {device} with such a batch: {error}. Trace "
+                    "it without memory (--device meta), or take a smaller batch"
+                ) from error
             shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in tree_leaves(inputs))
             how = "traced without numbers (--device cpu or cuda takes a real step)"
             raise ValueError(

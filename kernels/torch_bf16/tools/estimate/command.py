@@ -8,7 +8,7 @@ import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
-from torch_bf16.tools.output import add_json_argument, write_json
+from torch_bf16.tools.output import add_json_argument, count, write_json
 
 from .activations import activations, batch_argument
 from .memory import memory
@@ -97,7 +97,9 @@ def estimate(options: argparse.Namespace) -> int:
             "config.json or module:factory"
         )
     rows = []
-    for precision in precisions(options.accumulate, options.reduce, options.offload):
+    rules = {optimizer.rule_of(each) for each in shapes.weights}
+    roles = {state.role for rule in rules for state in rule.states} & {"exp_avg", "exp_avg_sq"}
+    for precision in precisions(options.accumulate, options.reduce, options.offload, roles):
         if precision.recipe is None and optimizer.scratch is None:
             continue
         live = None
@@ -110,7 +112,7 @@ def estimate(options: argparse.Namespace) -> int:
         if part is not None:
             sent = traffic(shapes, precision, options.ranks, stepped=optimizer)
         rows.append(row(precision, alone, live, part, sent))
-    zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate))]
+    zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]
     zero = zero if options.ranks > 1 else []
     found = {
         "schema": 1,
@@ -215,10 +217,7 @@ def _batch_text(options: argparse.Namespace) -> str | None:
 
 
 def _ranks(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    value = count(text)
+    if value > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_RANKS:,} ranks")
     return value

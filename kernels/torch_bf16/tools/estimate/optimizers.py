@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch_bf16 import rules
 from torch_bf16.optim import adafactor, adam, muon, schedule_free, sgd
 from torch_bf16.rules import Rule
+from torch_bf16.tools.factory import class_and_options
 
 from .live import LiveBytes
 from .shapes import Weight
@@ -101,24 +102,15 @@ def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
         rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
         known = getattr(torch.optim, name, None)
         theirs = known and _made(known, parameter, {**options, "foreach": not rule.stage_states})
-    except (NotImplementedError, TypeError, ValueError) as error:
+    # It is torch's code, and raises what its lines happen to.
+    except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
     return Stepped(text, rule, theirs and _scratch(theirs, parameter))
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    try:
-        found: Any = ast.parse(text, mode="eval").body
-        options: dict[str, Any] = {}
-        function: Any = found
-        if isinstance(found, ast.Call) and not found.args:
-            options = {str(each.arg): ast.literal_eval(each.value) for each in found.keywords}
-            function = found.func
-        name: str = function.id
-    except (SyntaxError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{text!r} is not an optimizer such as SGD(momentum=0.9): {error}"
-        ) from None
+    dotted, options = class_and_options(text)
+    name = re.split("[.:]", dotted)[-1]
     if name not in OPTIMIZERS:
         raise ValueError(f"no optimizer {name!r}; known ones: {', '.join(OPTIMIZERS)}")
     return name, options

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from torch_bf16.recipe import Recipe, get_recipe
 
-__all__ = ["Precision", "precisions"]
+__all__ = ["TORCH", "Precision", "precisions"]
 
 _INT8 = {"exp_avg": "int8", "exp_avg_sq": "int8"}
 _FP32 = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
@@ -55,8 +55,19 @@ class Precision:
         return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
 
 
+TORCH = (
+    Precision("32-true", dtype=torch.float32),
+    Precision("bf16-mixed", dtype=torch.float32, autocast=True),
+    Precision("bf16-true", loses=True),
+)
+"""Those of torch's own optimizers."""
+
+
 def precisions(
-    accumulate: str = "bf16_nearest", reduce: str = "wrapper", offload: str = "none"
+    accumulate: str = "bf16_nearest",
+    reduce: str = "wrapper",
+    offload: str = "none",
+    roles: Collection[str] = ("exp_avg", "exp_avg_sq"),
 ) -> Iterator[Precision]:
     """All of them, the largest first.
 
@@ -65,9 +76,11 @@ def precisions(
             which are kept over several passes, released gradients save nothing and are left out.
         reduce: how the recipes' gradients are summed over ranks.
         offload: what of the recipes lives in host memory.
+        roles: of the moments that the optimizer keeps; of recipes that differ in none of their
+            formats the first is listed.
     """
-    yield Precision("32-true", dtype=torch.float32)
-    yield Precision("bf16-mixed", dtype=torch.float32, autocast=True)
+    *wide, nearest = TORCH
+    yield from wide
     recipes: dict[str, Recipe] = {}
     ways = {"accumulate": accumulate, "reduce": reduce, "offload": offload}
     recipes["bf16-fp32-master"] = get_recipe("bf16-fp32-master", **ways)
@@ -75,8 +88,13 @@ def precisions(
         recipe = get_recipe("bf16-stochastic", **ways, **options)
         recipes[" / ".join((recipe.weights, recipe.exp_avg, recipe.exp_avg_sq))] = recipe
     recipes["bf16-stochastic"] = get_recipe("bf16-stochastic", **ways)
+    stored = set()
     for name, recipe in sorted(recipes.items(), key=lambda each: -each[1].bytes_per_parameter):
+        formats = (recipe.weights, *(getattr(recipe, role) for role in sorted(roles)))
+        if formats in stored:
+            continue
+        stored.add(formats)
         yield Precision(name, recipe)
         if accumulate == "bf16_nearest":
             yield Precision(name, recipe, released=True)
-    yield Precision("bf16-true", loses=True)
+    yield nearest

@@ -5,20 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_bf16.argument_checks import BACKENDS
+from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import choose, explain
 from torch_bf16.backends.certificates import file_of, folder, kept
 from torch_bf16.backends.sources import source_hash
+from torch_bf16.environment import (
+    OPTIONS,
+    misspelt_variables,
+    mode_from_environment,
+    monitor_from_environment,
+    options_from_environment,
+)
 from torch_bf16.errors import BackendUnavailableError
-from torch_bf16.formats import ROLES
-from torch_bf16.recipe import ACCUMULATIONS, RECIPES
+from torch_bf16.gradients.release_options import release_options
+from torch_bf16.recipe import RECIPES
 from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 
 from .hosts import hook, host_rows, is_older, needed
@@ -43,10 +50,6 @@ _ALSO = (
         "PL_TRAINER_PRECISION",
     ),
 )
-_MODES = (*RECIPES, "")
-_FORMATS = {f"BF16_{role.upper()}": tuple(known) for role, known in ROLES.items()}
-_FORMATS["BF16_ACCUMULATE"] = ACCUMULATIONS
-_FORMATS["BF16_BACKEND"] = _FORMATS["TORCH_BF16_BACKEND"] = tuple(BACKENDS)
 _CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
@@ -124,15 +127,21 @@ def _versions() -> Iterator[Obstacle]:
 
 
 def _environment() -> Iterator[Obstacle]:
-    for name in ("BF16_MODE", "ACCELERATE_MIXED_PRECISION"):
-        value = os.environ.get(name, "").strip().lower()
-        ours = name == "BF16_MODE" or value.replace("_", "-").startswith(("bf16-", "true-bf16"))
-        if ours and value not in _MODES:
-            yield Obstacle("refused", f"{name}={value} names no mode", f"one of {_list(RECIPES)}")
-    for name, known in _FORMATS.items():
-        value = os.environ.get(name, "").strip()
-        if value and value not in known:
-            yield Obstacle("refused", f"{name}={value} is unknown", f"one of {_list(known)}")
+    refused = False
+    for variable, read in _READERS.items():
+        try:
+            # Each alone, so that the first that cannot be read hides no other.
+            read({variable: os.environ.get(variable, "")})
+        except ValueError as error:
+            refused = refused or variable in OPTIONS
+            yield Obstacle("refused", str(error), f"change {variable}, or unset it")
+    try:
+        if not refused:
+            release_options(options_from_environment(_set(OPTIONS)))
+    except ValueError as error:
+        yield Obstacle("refused", str(error), "BF16_RELEASE_GRADIENTS=1, or unset it")
+    for name, meant in misspelt_variables().items():
+        yield Obstacle("note", f"{name} is set, and nothing reads it", f"{meant} is read")
     try:
         disabled = disabled_patches()
     except ValueError as error:
@@ -146,6 +155,36 @@ def _environment() -> Iterator[Obstacle]:
         yield Obstacle(
             "slow", "TRITON_INTERPRET=1: Triton's kernels run in its interpreter", "unset it"
         )
+
+
+def _set(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _read_backend(environment: Mapping[str, str]) -> None:
+    if name := environment["TORCH_BF16_BACKEND"]:
+        try:
+            check_backend(name)
+        except ValueError as error:
+            raise ValueError(f"TORCH_BF16_BACKEND: {error}") from None
+
+
+def _read_launcher(environment: Mapping[str, str]) -> None:
+    value = environment["ACCELERATE_MIXED_PRECISION"].strip().lower()
+    ours = value.replace("_", "-").startswith(("bf16-", "true-bf16"))
+    if ours and value not in RECIPES:
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={value} names no mode; use one of {', '.join(RECIPES)}"
+        )
+
+
+_READERS: Mapping[str, Callable[[dict[str, str]], Any]] = {
+    **dict.fromkeys(OPTIONS, options_from_environment),
+    "BF16_MODE": mode_from_environment,
+    "BF16_MONITOR": monitor_from_environment,
+    "TORCH_BF16_BACKEND": _read_backend,
+    "ACCELERATE_MIXED_PRECISION": _read_launcher,
+}
 
 
 def _backends() -> Iterator[Obstacle]:
@@ -290,7 +329,3 @@ def _writable(path: Path) -> bool:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK)
-
-
-def _list(known: Any) -> str:
-    return ", ".join(dict.fromkeys(known))

@@ -7,12 +7,19 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch_bf16.foreign.capabilities import check_steps_on_copies
 from torch_bf16.foreign.conversion import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
-from torch_bf16.tools.output import add_json_argument, positive_number, print_progress, write_json
+from torch_bf16.tools.output import (
+    add_json_argument,
+    count,
+    positive_number,
+    print_progress,
+    write_json,
+)
 
 from .host import Host, planned_rates
 from .observation import Observation
@@ -32,14 +39,14 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training", metavar="SCRIPT-OR-FACTORY", help=KINDS)
     parser.add_argument(
         *("--steps", "-n"),
-        type=_count,
+        type=count,
         default=_STEPS,
         metavar="N",
         help=f"steps to take; the second half is observed (default: {_STEPS})",
     )
     parser.add_argument(
         "--total-steps",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"steps of the whole run (default: what the host says, else {_ASSUMED})",
     )
@@ -47,7 +54,7 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr", type=positive_number, help="AdamW's, if a factory returns no optimizer"
     )
     parser.add_argument(
-        "--most", type=_count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"
+        "--most", type=count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"
     )
     parser.epilog = "Arguments after -- are the script's: recommend train.py -- --lr 1e-4"
     add_json_argument(parser)
@@ -73,7 +80,8 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
     notes = _plan(found, options.total_steps)
     verdict = judge(list(found.parameters.values()))
     shapes, held, note = sizes(found, verdict.candidates)
-    command = shlex.join(["python", text, *script_arguments])
+    # A factory is no program.
+    command = shlex.join(["python", text, *script_arguments]) if Path(text).exists() else text
     notes += [note] if note else []
     content = record(command, found, verdict, shapes, held, notes)
     if options.json:
@@ -133,13 +141,3 @@ def _plan(found: Observation, asked: int | None) -> list[str]:
                 each.length = lengths[min(each.rate[1], len(lengths) - 1)]
         found.rates[number] = rates
     return list(dict.fromkeys(notes))
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return value

@@ -136,7 +136,7 @@ class Observer:
         for at, group in enumerate(optimizer.param_groups):
             rate = _rate(group)
             for parameter in group["params"]:
-                if parameter.grad is not None and rate != 0:
+                if parameter.grad is not None and rate != 0 and local(parameter).numel():
                     self._pending[id(parameter)] = (parameter, rate, (number, at))
         self._before = {key: _taken(each) for key, (each, _, _) in self._pending.items()}
 

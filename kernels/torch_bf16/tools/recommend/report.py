@@ -35,7 +35,7 @@ def record(
     """Everything about a recommendation, ready for JSON.
 
     Args:
-        command: what starts the training.
+        command: what starts the training, or names it where it is no program.
         found: what was seen.
         verdict: what follows from it.
         shapes: of the models.

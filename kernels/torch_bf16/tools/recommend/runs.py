@@ -95,7 +95,14 @@ def _of_factory(
                 )
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            try:
+                optimizer.step()
+            # It is somebody else's code.
+            except Exception as error:
+                raise ValueError(
+                    f"{text}: {type(optimizer).__name__} took no step: {type(error).__name__}: "
+                    f"{str(error).strip()[:300]}. It must work with step() after backward()"
+                ) from error
     return observer.found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_bf16.tools.estimate.memory import Memory, memory
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, Stepped, measured
-from torch_bf16.tools.estimate.precisions import Precision
+from torch_bf16.tools.estimate.precisions import TORCH, Precision
 from torch_bf16.tools.estimate.shapes import ModelShapes, Weight, shapes_of
 
 from .observation import Observation
@@ -18,11 +18,6 @@ from .verdict import Candidate
 
 __all__ = ["sizes"]
 
-_TORCH = (
-    Precision("32-true", dtype=torch.float32),
-    Precision("bf16-mixed", dtype=torch.float32, autocast=True),
-    Precision("bf16-true", loses=True),
-)
 # How torch steps, and not what it keeps.
 _HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
 
@@ -41,7 +36,7 @@ def sizes(
     """
     shapes = _shapes(found)
     stepped, note = _stepped(found.optimizers)
-    precisions = [*_TORCH, *(Precision(each.name, each.recipe) for each in candidates)]
+    precisions = [*TORCH, *(Precision(each.name, each.recipe) for each in candidates)]
     return shapes, {each.name: memory(shapes, each, stepped) for each in precisions}, note
 
 

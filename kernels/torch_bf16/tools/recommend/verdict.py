@@ -28,6 +28,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from torch_bf16.recipe import Recipe, get_recipe
+from torch_bf16.tools.monitor import layer_of
 
 from .updates import Layer, ParameterSums
 
@@ -143,7 +144,7 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
         )
     by_layer: dict[tuple[bool, str], list[ParameterSums]] = defaultdict(list)
     for each in parameters:
-        by_layer[each.is_vector, each.name.rpartition(".")[0] or each.name].append(each)
+        by_layer[each.is_vector, layer_of(each.name)].append(each)
     matrices, vectors = [], []
     for (is_vector, module), members in by_layer.items():
         name = module

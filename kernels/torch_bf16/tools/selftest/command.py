@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +15,7 @@ import torch
 
 from torch_bf16.tools.bench.command import device_argument
 from torch_bf16.tools.bench.plot import can_plot, plot
-from torch_bf16.tools.output import INTERRUPTED, file_to_write
+from torch_bf16.tools.output import add_json_argument, file_to_write, say, write_json
 
 from .certificates import certify, fresh_verdicts
 from .environment import environment
@@ -39,9 +37,7 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
         default=default,
         help=f"cpu, cuda or cuda:N (default here: {default})",
     )
-    parser.add_argument(
-        "--json", type=file_to_write, metavar="FILE", help="write all that was found there"
-    )
+    add_json_argument(parser)
     parser.add_argument(
         "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
     )
@@ -55,19 +51,17 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         arguments: as they were given, for the record.
 
     Returns:
-        The exit status: 0 where all is right, 1 where something is not, 130 where interrupted.
+        The exit status: 0 where all is right, 1 where something is not.
     """
     if options.plot and not can_plot():
-        _say("no picture: matplotlib is missing (pip install 'torch-bf16[plots]')")
-    try:
-        with fresh_verdicts():
-            found = _examine(options.device, arguments)
-    except KeyboardInterrupt:
-        _say("interrupted: nothing was written")
-        return INTERRUPTED
-    show(found)
+        say("no picture: matplotlib is missing (pip install 'torch-bf16[plots]')")
+    with fresh_verdicts():
+        found = _examine(options.device, arguments)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(found, options.json)
+    if options.json != "-":
+        show(found)
+    if options.json not in (None, "-"):
         print(f"the record, to send with a report: {options.json}")
     if options.plot and can_plot() and found["speed"]:
         plot(found["speed"], options.plot)
@@ -83,11 +77,11 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     # A GPU that one process may use at a time is this one's.
     exclusive = place["device_state"].get("compute_mode") not in (None, "Default")
     processes = 0 if exclusive else min(_PROCESSES, cores or 1)
-    _say(f"trying the kernels of {device} in {processes or 'no other'} processes")
-    certificates = certify(device, processes, _say)
+    say(f"trying the kernels of {device} in {processes or 'no other'} processes")
+    certificates = certify(device, processes, say)
     outcomes = []
     for name, check in all_checks().items():
-        _say(name)
+        say(name)
         outcomes.append(run(name, check, device))
     measured = []
     models = models_for(device)
@@ -95,10 +89,10 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         notes.append("nothing was timed: eager would run in place of Triton, for many minutes")
         models = {}
     for model, shapes in models.items():
-        _say(f"timing {model}")
+        say(f"timing {model}")
         try:
-            measured.append(speed(device, model, shapes, _say))
-        except (MemoryError, RuntimeError) as error:
+            measured.append(speed(device, model, shapes, say))
+        except (MemoryError, RuntimeError, ValueError) as error:
             notes.append(f"{model} was not timed: {error}")
     wrong = [f"{each.backend}, {each.variant}" for each in certificates if each.fault]
     wrong += [each.name for each in outcomes if each.fault]
@@ -119,7 +113,3 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         "verdict": f"failed: {'; '.join(wrong)}" if wrong else f"passed on {device}",
         "seconds": time.perf_counter() - start,
     }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

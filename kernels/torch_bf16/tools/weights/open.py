@@ -121,6 +121,10 @@ def _indexed(path: Path) -> Saved:
             f"{path} names {len(files)} files and {', '.join(missing[:4])} "
             f"{'is' if len(missing) == 1 else 'are'} not there: the checkpoint is incomplete"
         )
+    if inner := [each.name for each in files if each.name.endswith(_INDEX)]:
+        raise CheckpointError(
+            f"{path} names {inner[0]}, another index, in place of a file of tensors"
+        )
     found = _merged(path, [_file(each) for each in files])
     if missing := [name for name in placed if name not in found.tensors]:
         raise CheckpointError(
@@ -158,11 +162,11 @@ def _nothing_in(path: Path, names: set[str]) -> str:
         "an index of several, or .metadata of torch.distributed.checkpoint"
     )
     if inner := sorted(name for name in names if _STEP.fullmatch(name)):
-        return f"{looked}. It holds {', '.join(inner[:4])}: give two of those"
+        return f"{looked}. It holds {', '.join(inner[:4])}: name what is in one of those"
     if any(name.startswith("global_step") or name == "zero_to_fp32.py" for name in names):
         return (
             f"{looked}. It is DeepSpeed's: run its zero_to_fp32.py there, and give what that made"
         )
     if files := sorted(n for n in names if n.endswith((".ckpt", ".pt", ".pth", ".safetensors"))):
-        return f"{looked}. It holds {', '.join(files[:4])}: give two of those"
+        return f"{looked}. It holds {', '.join(files[:4])}: name what is in one of those"
     return f"{looked}. It holds {', '.join(sorted(names)[:6]) or 'nothing'}"

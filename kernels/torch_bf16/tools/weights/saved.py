@@ -59,7 +59,7 @@ class Saved:
     Attributes:
         path: as it was given.
         tensors: of the model, parameters and buffers, by name.
-        optimizer: of the first optimizer, where there is one.
+        optimizer: what the optimizers kept, as that of one, where there are any.
         step: how many steps were taken, where that is told.
         notes: what was left out, and why.
         ordered: whether names are in the order of the module that was saved.

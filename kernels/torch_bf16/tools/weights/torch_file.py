@@ -49,13 +49,15 @@ def read_torch_file(path: Path) -> Saved:
         )
     states = next((content[k] for k in STATES if content.get(k)), None)
     step = next((content[k] for k in _STEPS if isinstance(content.get(k), int)), None)
-    return Saved(path, tensors, _optimizer(states), step, notes)
+    optimizer, left_out = _optimizers(states)
+    return Saved(path, tensors, optimizer, step, notes + left_out)
 
 
 def read_optimizer(path: Path) -> tuple[OptimizerStates | None, list[str]]:
     """The states in a file that holds nothing else, such as ``optimizer.pt`` of the Trainer."""
     content, notes = _load(path)
-    return _optimizer(content), notes
+    optimizer, left_out = _optimizers(content)
+    return optimizer, notes + left_out
 
 
 def tensors_in(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, SavedTensor]:
@@ -127,9 +129,41 @@ def _inert(path: str) -> type:
     return type(name, (_Inert,), {"__module__": module, "__qualname__": name})
 
 
+def _optimizers(states: Any) -> tuple[OptimizerStates | None, list[str]]:
+    """Those of all optimizers of a run as one, and a note if some cannot be."""
+    several = list(states) if isinstance(states, (list, tuple)) else [states]
+    found = [each for each in map(_optimizer, several) if each is not None]
+    if len(found) < 2:
+        return (found[0] if found else None), []
+    recipe = found[0].header.get("recipe")
+    alike = [each for each in found if each.header.get("recipe") == recipe]
+    notes = []
+    if lost := len(found) - len(alike):
+        notes.append(
+            f"the states of {lost} of {len(found)} optimizers are of another recipe than the "
+            "first, and were left out"
+        )
+    return _together(alike), notes
+
+
+def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
+    """One optimizer with the groups of all; each counts its parameters from 0."""
+    state: dict[Any, Mapping[str, Any]] = {}
+    groups: list[Mapping[str, Any]] = []
+    names: list[Any] = []
+    for number, each in enumerate(optimizers):
+        own = each.header.get("names") or [group.get("param_names") for group in each.groups]
+        names += [own[n] if n < len(own) else None for n in range(len(each.groups))]
+        keys = {key: key if isinstance(key, str) else (number, key) for key in each.state}
+        state |= {keys[key]: kept for key, kept in each.state.items()}
+        groups += [
+            {**group, "params": [keys.get(key, key) for key in group.get("params", ())]}
+            for group in each.groups
+        ]
+    return OptimizerStates(state, groups, {**optimizers[0].header, "names": names})
+
+
 def _optimizer(states: Any) -> OptimizerStates | None:
-    if isinstance(states, (list, tuple)):
-        states = states[0] if states else None
     if not isinstance(states, Mapping) or not isinstance(states.get("state"), Mapping):
         return None
     found = {

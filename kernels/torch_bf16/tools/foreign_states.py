@@ -1,0 +1,33 @@
+"""What optimizers of other libraries keep of a weight beyond bf16, by the names of their states."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["MASTER", "SUM", "UNREADABLE", "kept_beyond"]
+
+SUM, MASTER, UNREADABLE = "sum", "master", "unreadable"
+"""To be added to the weight; the whole weight in fp32; or in a form that is not known here."""
+
+_KNOWN = {
+    "kahan_comp": SUM,  # optimi, pytorch_optimizer
+    "compensation": SUM,  # AnyPrecisionAdamW of torchdistx and torchtune
+    "fp32_param": MASTER,
+    "kahan_compensation": UNREADABLE,
+    "weight_residual": UNREADABLE,
+}
+_ALIKE = re.compile("master|remainder|kahan|error|correction", re.IGNORECASE)
+
+
+def kept_beyond(name: object) -> str | None:
+    """What a state has of the weight: :data:`SUM`, :data:`MASTER`, :data:`UNREADABLE` or nothing.
+
+    Args:
+        name: the key in the optimizer's state.
+
+    Example:
+        >>> kept_beyond("compensation"), kept_beyond("master_weight"), kept_beyond("exp_avg")
+        ('sum', 'unreadable', None)
+    """
+    known = _KNOWN.get(str(name))
+    return known or (UNREADABLE if _ALIKE.search(str(name)) else None)
