@@ -17,7 +17,7 @@ from torch_bf16.sharding import bare_name, same_memory, shard_of, unit_of, unit_
 from torch_bf16.states import schema
 from torch_bf16.states.completion import keys_of
 from torch_bf16.states.recoding import Changes, without_stale_remainders
-from torch_bf16.states.views import from_view, gatherable, to_view
+from torch_bf16.states.views import from_view, gatherable, is_stand_in, to_view
 
 from .overwritten import without_remainders
 from .validation import FULLY_DECOUPLED
@@ -241,7 +241,9 @@ def _read(
                 state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
                 used = keys_of(optimizer.rule_for(options, parameter))
                 for key in state.keys() - used:
-                    if isinstance(state[key], Tensor):
+                    if is_stand_in(state[key]):
+                        del state[key]
+                    elif isinstance(state[key], Tensor):
                         # As torch does; what is used has a home of its own.
                         state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)

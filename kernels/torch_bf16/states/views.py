@@ -18,11 +18,20 @@ from torch import Tensor
 
 from torch_bf16.formats import INT8, ROLES, UINT8
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import local, place_like, shard_of
+from torch_bf16.sharding import is_dtensor, local, place_like, shard_of
 
 from .recoding import stored_format
 
-__all__ = ["COUNTER", "MASTERS", "fp32_numbers", "from_view", "gatherable", "masters_in", "to_view"]
+__all__ = [
+    "COUNTER",
+    "MASTERS",
+    "fp32_numbers",
+    "from_view",
+    "gatherable",
+    "is_stand_in",
+    "masters_in",
+    "to_view",
+]
 
 _PLANES = {p.suffix: p.dtype for each in ROLES["weights"].values() for p in each.planes[1:]}
 _BITS = {suffix for suffix, dtype in _PLANES.items() if dtype == torch.int16}
@@ -101,6 +110,14 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
         for key, names in planes.items()
     }
     return {key: numbers.get(key, each) for key, each in state.items() if key not in left_out}
+
+
+def is_stand_in(value: Any) -> bool:
+    """Whether an entry is there because FSDP1 wants one: NaN, as :func:`gatherable` fills it."""
+    # FSDP1 has no DTensors, of which ranks with other parts would find something else.
+    if not isinstance(value, Tensor) or is_dtensor(value) or value.dtype != torch.float32:
+        return False
+    return value.numel() > 0 and bool(value.isnan().all())
 
 
 def gatherable(
