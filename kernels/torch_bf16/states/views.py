@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_bf16.formats import INT8, ROLES, UINT8
 from torch_bf16.recipe import Recipe
-from torch_bf16.sharding import local, place_like, shard_of
+from torch_bf16.sharding import is_dtensor, local, place_like, shard_of
 
 from .recoding import stored_format
 
@@ -114,9 +114,10 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_stand_in(value: Any) -> bool:
     """Whether an entry is there because FSDP1 wants one: NaN, as :func:`gatherable` fills it."""
-    if not isinstance(value, Tensor) or value.dtype != torch.float32 or not value.ndim:
+    # FSDP1 has no DTensors, of which ranks with other parts would find something else.
+    if not isinstance(value, Tensor) or is_dtensor(value) or value.dtype != torch.float32:
         return False
-    return value.numel() > 0 and bool(local(value).isnan().all())
+    return value.numel() > 0 and bool(value.isnan().all())
 
 
 def gatherable(
