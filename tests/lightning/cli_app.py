@@ -57,7 +57,7 @@ def tell(trainer, model):
         "plugin": type(plugin).__module__,
         "recipe": asdict(plugin.recipe) if hasattr(plugin, "recipe") else None,
         "compute": getattr(plugin, "compute", None),
-        "release": getattr(plugin, "release", None),
+        "release": asdict(plugin.release) if getattr(plugin, "release", None) else None,
         "optimizer": type(trainer.optimizers[0]).__module__,
         "dtypes": {name: str(p.dtype) for name, p in model.named_parameters()},
         "steps": trainer.global_step,

@@ -69,7 +69,9 @@ def test_a_run_of_the_gpu_tests_sees_what_its_caller_shows():
 
 def test_a_run_of_the_gpu_tests_leaves_no_verdict(tmp_path):
     (tmp_path / "test_it.py").write_text(
-        "import os, pathlib, pytest\n\n@pytest.mark.gpu\ndef test_it():\n"
+        # In two halves: a file that has the mark is taken for one of the gpu tests.
+        "import os, pathlib, pytest\n\n@pytest.mark"
+        ".gpu\ndef test_it():\n"
         "    pathlib.Path('seen').write_text(os.environ['TORCH_BF16_CACHE'])\n"
     )
     tests = Path(__file__).parents[1]

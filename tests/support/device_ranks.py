@@ -11,9 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_bf16
 
 
-def made(device, recipe, backend):
+def network(device):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3)).to(device)
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3)).to(device)
+
+
+def prepared(model, recipe, backend):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return torch_bf16.prepare(model, optimizer, recipe, backend=backend)
 
@@ -35,17 +38,22 @@ def on_host(states):
 
 def ddp(device, recipe, backend):
     """The bits of a rank's replica."""
-    bare, optimizer = made(device, recipe, backend)
+    bare, optimizer = prepared(network(device), recipe, backend)
     train(DistributedDataParallel(bare), optimizer, device)
     return on_host(snapshot(optimizer))
 
 
 def fsdp2(device, recipe, backend):
     """The bits of all weights, gathered."""
-    model, optimizer = made(device, recipe, backend)
+    model = network(device)
+    before = [p.detach().clone() for p in model.parameters()]
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model, optimizer = prepared(model, recipe, backend)
     train(model, optimizer, device)
-    return [{"weight": bits(p.full_tensor()).cpu()} for p in model.parameters()]
+    found = [p.full_tensor() for p in model.parameters()]
+    pairs = zip(before, found, strict=True)
+    assert not any(torch.equal(then.bfloat16(), now) for then, now in pairs)
+    return [{"weight": bits(each).cpu()} for each in found]
