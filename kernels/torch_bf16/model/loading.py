@@ -33,7 +33,7 @@ def watch_loading() -> None:
 
 
 def restore() -> None:
-    """Let modules load as torch has it, until the next :func:`cast_model` with exact masters."""
+    """Let modules load as torch has it, until the next :func:`cast_model`."""
     nn.Module._load_from_state_dict = _original
 
 
