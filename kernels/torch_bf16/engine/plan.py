@@ -111,10 +111,8 @@ class Plan:
         Those that have a gradient now take part.
         """
         shards = [each.shard for each in self.members]
-        keys, dtypes = (
-            [each.keys for each in self.members],
-            [each.gradient for each in self.members],
-        )
+        keys = [each.keys for each in self.members]
+        dtypes = [each.gradient for each in self.members]
         self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(

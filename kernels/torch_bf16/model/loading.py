@@ -51,10 +51,10 @@ def _load_from_state_dict(
     recipe = recipe_of(self)
     if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
         for key, parameter in _given_in_fp32(self, state_dict, prefix):
-            visible, bits = remainders.split(state_dict[key].detach(), recipe)
+            # Rounded here: torch's rounding has other ties, for which the bits would be too long.
+            state_dict[key], bits = remainders.split(state_dict[key].detach(), recipe)
             if bits is not None:
-                # torch's rounding has other ties, for which the bits would be too long.
-                state_dict[key], bits_of[id(parameter)] = visible, bits
+                bits_of[id(parameter)] = bits
     _original(
         self,
         state_dict,

@@ -186,8 +186,7 @@ class _Vector(_Relative):
         weight, g = self._begin(step, inputs), gradient.float() * self._scale
         # Kept in finish() alone: what fails before it has changed nothing.
         self._v = local(self._member.state["variance"]).to(g.device).lerp(g * g, self._share)
-        v = self._v.clone()
-        return v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g), weight
+        return self._v.clamp(min=self._eps * self._eps).rsqrt_().mul_(g), weight
 
     def _solve(self, update: Tensor, weight: Tensor) -> Solution:
         return Solution(self._factor(weight, update).view(1))

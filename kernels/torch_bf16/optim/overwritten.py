@@ -59,7 +59,7 @@ def drop_remainders(
     for each in found:
         for key in each.weights.plane_names("")[1:]:
             _replace(local(each.state[key]), each.shard, key)
-        remainders.forget(each.shard)
+    remainders.forget(*(each.shard for each in found))
     return bool(found)
 
 
