@@ -67,7 +67,7 @@ class Movement:
         return 1 - self.moved / self.numel if self.numel else 0.0
 
     @property
-    def half_unit(self) -> float:
+    def half_spacing(self) -> float:
         """Half a bf16 spacing, on average over the elements."""
         return self.half_spacings / self.numel if self.numel else 0.0
 

@@ -75,7 +75,7 @@ def _row(each: Finding, compared: bool) -> dict[str, Any]:
         "unmoved": moved.unmoved if compared else None,
         "below_half_unit": moved.below / moved.numel if compared else None,
         "distance": moved.distance / moved.numel if compared else None,
-        "half_unit": moved.half_unit,
+        "half_unit": moved.half_spacing,
         "exactly_one": moved.ones / moved.numel,
         "nan": moved.nan,
         "infinite": moved.infinite,

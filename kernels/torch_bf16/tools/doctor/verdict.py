@@ -123,7 +123,7 @@ def _gains_stand_still(found: Examination, usual: float | None) -> bool:
     gains = [w.movement for w in found.weights if w.movement.ones_before == w.movement.numel]
     if not found.compared or usual is None or not gains:
         return False
-    return not any(each.moved for each in gains) and usual > gains[0].half_unit / 4
+    return not any(each.moved for each in gains) and usual > gains[0].half_spacing / 4
 
 
 def _sentence(
@@ -190,7 +190,7 @@ def _sentence(
 
 
 def _half(weights: Sequence[Examined]) -> float:
-    return statistics.fmean(each.movement.half_unit for each in weights)
+    return statistics.fmean(each.movement.half_spacing for each in weights)
 
 
 def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
