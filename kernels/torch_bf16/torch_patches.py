@@ -75,6 +75,15 @@ PATCHES: dict[str, TorchPatch] = {
         "which hardly moves, goes unnoticed",
         "torch_bf16.model.averaged_models",
     ),
+    "foreach_lerp": TorchPatch(
+        "torch._foreach_lerp_",
+        "cast_model",
+        "fp32 averages of other libraries (timm's, ultralytics') follow the bf16 weights of a cast "
+        "model, and a warning names a bf16 one",
+        "an fp32 average raises an error about two dtypes, and a bf16 one, which hardly moves, "
+        "goes unnoticed",
+        "torch_bf16.model.lerped_averages",
+    ),
     "load_from_state_dict": TorchPatch(
         "torch.nn.Module._load_from_state_dict",
         "cast_model",

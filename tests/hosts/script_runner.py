@@ -127,8 +127,9 @@ def stub_lightning(precision: str) -> None:
 
 
 def stub_timm(mode: str) -> None:
-    """What a user of timm adds to its loop, which knows no modes: one call."""
+    """What a user of timm adds to its loop, which knows no modes: two calls."""
     from timm import optim
+    from timm.task import TrainingTask
 
     import torch_bf16
 
@@ -137,7 +138,15 @@ def stub_timm(mode: str) -> None:
     def create_optimizer_v2(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
         return torch_bf16.prepare(model, own(model, **options), mode)[1]
 
+    own_setup = TrainingTask.setup_ema
+
+    def setup_ema(self: TrainingTask, **options: Any) -> torch.nn.Module:
+        ema = own_setup(self, **options)
+        ema.module.float()
+        return ema
+
     optim.create_optimizer_v2 = create_optimizer_v2
+    TrainingTask.setup_ema = setup_ema
 
 
 def record(most: int) -> None:

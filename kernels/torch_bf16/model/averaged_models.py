@@ -20,6 +20,7 @@ from torch_bf16.torch_patches import is_enabled
 
 from .averaging import rounds_stochastically
 from .cast_modules import is_of_cast_model
+from .lerped_averages import forget_warning
 
 __all__ = ["restore", "watch_averages"]
 
@@ -58,6 +59,7 @@ def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
     for (name, mine), theirs in pairs:
         if theirs.requires_grad and mine.dtype == theirs.dtype == torch.bfloat16:
             _warned[average] = True
+            forget_warning(mine)
             warnings.warn(
                 f"{type(average).__name__} keeps its average of {name!r} in bfloat16, as in the "
                 "cast model that it copied, and rounds it to nearest: an update that moves it by "

@@ -11,7 +11,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.recipe import Recipe
 
-__all__ = ["cast_recipes", "is_of_cast_model", "name_in_cast_model", "note", "recipe_of"]
+__all__ = [
+    "cast_recipes",
+    "is_of_cast_model",
+    "name_in_cast_model",
+    "note",
+    "recipe_of",
+    "trained_weights",
+]
 
 
 class _Cast(NamedTuple):
@@ -58,3 +65,11 @@ def cast_recipes(model: nn.Module) -> Iterator[Recipe]:
         # One that was made fp32 again can be cast by another.
         if recipe and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False)):
             yield recipe
+
+
+def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
+    """The bf16 weights of all cast models that are alive, with their names there."""
+    for sub, cast in list(_known.items()):
+        for name, p in sub.named_parameters(recurse=False):
+            if p.requires_grad and p.dtype == torch.bfloat16:
+                yield f"{cast.name}.{name}".removeprefix("."), p

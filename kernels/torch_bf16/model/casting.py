@@ -29,6 +29,7 @@ from . import cast_modules
 from .autocast import fill_gaps, widened
 from .averaged_models import watch_averages
 from .carried_autocast import CarriedForward, carry_autocast
+from .lerped_averages import watch_lerps
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
@@ -103,6 +104,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     fill_gaps()
     name_weights_in_errors()
     watch_averages()
+    watch_lerps()
     watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     bits_of: dict[int, Tensor] = {}

@@ -172,7 +172,8 @@ def complete_master(
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
             f"{found} of {label} is in no format of a weight's remainder; it was cast on its way "
-            "here, load the state dict as it was saved"
+            "here, as by an optimizer that is not converted yet. Convert it before it loads, and "
+            "load the state dict as it was saved"
         )
     planes = [_fitting(each, memory.shape, home, key, label) for key, each in saved.items()]
     if source == weights:

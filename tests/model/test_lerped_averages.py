@@ -1,0 +1,116 @@
+"""Averages that torch._foreach_lerp_ moves, as timm's, follow bf16 weights in fp32 or are named."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from torch_bf16 import cast_model
+
+DECAY = 0.999
+
+
+class Ema:
+    """As timm.utils.ModelEmaV3 does it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = copy.deepcopy(model).eval()
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float = DECAY) -> None:
+        pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
+        mine, theirs = zip(*[p for p in pairs if p[0].is_floating_point()], strict=True)
+        torch._foreach_lerp_(list(mine), list(theirs), weight=1.0 - decay)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
+
+
+def move(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+
+
+def before() -> tuple[Ema, nn.Module]:
+    model = network()
+    return Ema(model), cast_model(model)
+
+
+def made_fp32() -> tuple[Ema, nn.Module]:
+    model = cast_model(network())
+    ema = Ema(model)
+    ema.module.float()
+    return ema, model
+
+
+@pytest.mark.parametrize("how", [before, made_fp32])
+def test_an_fp32_average_follows_the_bf16_weights(how):
+    ema, model = how()
+    fp32 = copy.deepcopy(model).float()
+    expected = Ema(fp32)
+    expected.module.load_state_dict(ema.module.state_dict())
+    for _ in range(3):
+        move(model)
+        fp32.load_state_dict(model.state_dict())
+        ema.update(model)
+        expected.update(fp32)
+    for name, each in expected.module.state_dict().items():
+        assert torch.equal(ema.module.state_dict()[name], each), name
+        assert ema.module.state_dict()[name].dtype == each.dtype
+
+
+def test_a_bf16_average_is_named_once_with_what_works():
+    model = nn.ModuleDict({"net": network()})
+    cast_model(model)
+    ema = Ema(model["net"])
+    match = r"average of 'net\.0\.weight' is bfloat16, .* works: make the average before"
+    with pytest.warns(UserWarning, match=match) as caught:
+        ema.update(model["net"])
+    ema.update(model["net"])  # a second warning would be an error
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_what_loses_nothing_is_not_named():
+    model = cast_model(network())
+    ema = Ema(model)
+    ema.update(model, decay=0.0)  # a copy
+    Ema(model.requires_grad_(False)).update(model)
+    other = network().bfloat16()  # not cast by us
+    Ema(other).update(other)
+    gradients = [torch.ones_like(p) for p in model.parameters()]  # as stock optimizers
+    torch._foreach_lerp_([torch.zeros_like(g) for g in gradients], gradients, 0.1)
+
+
+def test_an_averaged_model_that_was_named_is_not_named_again():
+    model = cast_model(network())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    with pytest.warns(UserWarning, match="in bfloat16") as caught:
+        [average.update_parameters(model) for _ in range(3)]  # the first one copies
+    assert len(caught) == 1
+
+
+def test_weights_as_lists_and_the_errors_of_torch_stay():
+    cast_model(nn.Linear(2, 2))
+    a, b = [torch.zeros(2)], [torch.ones(2)]
+    torch._foreach_lerp_(a, b, [torch.full((2,), 0.5)])
+    assert a[0].tolist() == [0.5, 0.5]
+    with pytest.raises(RuntimeError, match="same number of tensors"):
+        torch._foreach_lerp_(a, [*b, *b], 0.5)
+
+
+def test_a_compiled_lerp_computes_the_same():
+    cast_model(nn.Linear(2, 2))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def lerp(mine, theirs):
+        torch._foreach_lerp_([mine], [theirs], 0.5)
+
+    mine = torch.zeros(2)
+    lerp(mine, torch.ones(2))
+    assert mine.tolist() == [0.5, 0.5]
