@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,8 +19,19 @@ __all__ = ["Fp32Outputs", "map_tensors", "to_fp32"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """``data`` with ``function`` applied to all tensors in it, in dataclasses too."""
-    return apply_to_collection(data, dtype=Tensor, function=function, allow_frozen=True)
+    """``data`` with ``function`` applied to all tensors in it, in dataclasses too.
+
+    Where that returns each tensor as it is, this is ``data`` itself.
+    """
+    changes: list[bool] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        result = function(tensor)
+        changes.append(result is not tensor)
+        return result
+
+    mapped = apply_to_collection(data, dtype=Tensor, function=noted, allow_frozen=True)
+    return mapped if any(changes) else data
 
 
 def to_fp32(data: Any) -> Any:
@@ -30,6 +42,27 @@ def to_fp32(data: Any) -> Any:
         {'loss': tensor(1.), 'n': 3}
     """
     return map_tensors(_upcast, data)
+
+
+def _in_place(data: Any) -> Any:
+    """The same object, if it can be written, with its bf16 tensors in fp32."""
+    converted = to_fp32(data)
+    if dataclasses.is_dataclass(data) and not _is_frozen(data):
+        for field in dataclasses.fields(data):
+            value = getattr(converted, field.name)
+            if value is not getattr(data, field.name):
+                setattr(data, field.name, value)
+    elif isinstance(data, MutableMapping):
+        data.update(converted)
+    elif isinstance(data, list):
+        data[:] = converted
+    else:
+        return converted
+    return data
+
+
+def _is_frozen(data: Any) -> bool:
+    return data.__dataclass_params__.frozen
 
 
 def _upcast(tensor: Tensor) -> Tensor:
@@ -66,7 +99,11 @@ class Fp32Outputs:
             @functools.wraps(method)
             def call(*args: Any, **kwargs: Any) -> Any:
                 with self._context():
-                    return to_fp32(method(*args, **kwargs))
+                    outputs = method(*args, **kwargs)
+                    # A step may write into its batch and return that; one callback writes into
+                    # the outputs then, and another reads the batch, as anomalib's do.
+                    given = any(outputs is each for each in (*args, *kwargs.values()))
+                    return _in_place(outputs) if given else to_fp32(outputs)
 
             self._wrappers[method] = call
         return self._wrappers[method]

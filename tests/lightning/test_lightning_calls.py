@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -166,3 +167,43 @@ def test_a_module_fitted_without_autocast(pl):
     module = make_module(pl)
     make_trainer(pl, plugins=[own(compute="bf16")]).fit(module, batches(2))
     assert module(X).dtype == module.net(X).dtype == torch.float32
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    score: torch.Tensor | None = None
+
+
+KINDS = {
+    "dataclass": (Batch, lambda b: b.x, lambda b, y: setattr(b, "score", y), lambda b: b.score),
+    "dict": (
+        lambda x: {"x": x},
+        lambda b: b["x"],
+        lambda b, y: b.update(score=y),
+        lambda b: b["score"],
+    ),
+    "list": (lambda x: [x], lambda b: b[0], lambda b, y: b.append(y), lambda b: b[1]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", [False, True], ids=["fp32", "bf16"])
+def test_a_step_that_returns_its_batch_returns_that_object_in_fp32(pl, mode, kind, part):
+    """As anomalib's steps do, whose callbacks write into the one and read the other."""
+    make, read, write, written = KINDS[kind]
+
+    def step(self, batch, batch_idx):
+        write(batch, self.net(read(batch)) if part else self(read(batch)))
+        return batch
+
+    seen = []
+
+    class Callback(pl.Callback):
+        def on_test_batch_end(self, trainer, pl_module, outputs, batch, *_):
+            seen.append((outputs is batch, written(batch).dtype))
+
+    loader = torch.utils.data.DataLoader([0, 1], collate_fn=lambda _: make(X))
+    module = make_module(pl, test_step=step)
+    make_trainer(pl, mode, callbacks=[Callback()]).test(module, loader, verbose=False)
+    assert seen == [(True, torch.float32)] * 2
