@@ -57,6 +57,22 @@ def test_an_average_made_before_the_cast_stays_fp32_and_follows_the_bf16_weights
         assert torch.equal(each, expected.module.state_dict()[name]), name
 
 
+@every_way
+def test_an_average_made_after_the_cast_follows_in_fp32_once_it_is_fp32(how):
+    model = cast_model(network())
+    average = HOW[how](model)
+    average.module.float()
+    fp32 = copy.deepcopy(model).float()
+    expected = HOW[how](fp32)
+    for _ in range(3):
+        average.update_parameters(model)
+        expected.update_parameters(fp32)
+        move(model)
+        fp32.load_state_dict(model.state_dict())
+    for name, each in expected.module.state_dict().items():
+        assert torch.equal(average.module.state_dict()[name], each), name
+
+
 class Holder(nn.Module):
     def __init__(self):
         super().__init__()

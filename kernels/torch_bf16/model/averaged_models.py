@@ -65,7 +65,8 @@ def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
                 "cast model that it copied, and rounds it to nearest: an update that moves it by "
                 "less than half a bf16 spacing (0.2 to 0.4 %) is lost, at decays above 0.99 most "
                 "of them. What works: torch_bf16.EMA(model, decay), which is fp32; an "
-                "AveragedModel made before the model is cast; or, in 2 bytes per parameter, "
+                "AveragedModel made before the model is cast, or average.module.float() once it is "
+                "made; or, in 2 bytes per parameter, "
                 "multi_avg_fn=torch_bf16.ema_multi_avg_fn(decay)",
                 stacklevel=3,
             )
