@@ -126,6 +126,14 @@ def test_batch_norm_stays_fp32_and_takes_bf16_activations(dims, training):
     assert norm.running_mean.abs().sum() > 0 if training else norm.running_mean.abs().sum() == 0
 
 
+def test_sync_batch_norm_stays_in_fp32_with_or_without_statistics():
+    for stats in (True, False):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=stats))
+        model = cast_model(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+        assert {each.dtype for each in model[1].parameters()} == {torch.float32}
+        assert model[0].weight.dtype == torch.bfloat16
+
+
 def test_a_batch_norm_without_statistics_is_cast():
     norm = cast_model(nn.BatchNorm1d(3, track_running_stats=False))
     assert norm.weight.dtype == BF16

@@ -45,10 +45,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
 
     Parameters keep their identity, so tied weights stay tied and existing optimizers keep working.
     Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
-    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), and parameters that are not
-    plain tensors (quantised weights) or are frozen in another dtype than fp32. Modules named by
-    ``recipe.keep_fp32`` are fp32 afterwards, even if they were bf16 or fp16, and compute in fp32,
-    with their inputs upcast.
+    norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, and
+    parameters that are not plain tensors (quantised weights) or are frozen in another dtype than
+    fp32. Modules named by ``recipe.keep_fp32`` are fp32 afterwards, even if they were bf16 or fp16,
+    and compute in fp32, with their inputs upcast.
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
@@ -166,7 +166,10 @@ def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     for sub in module.modules():
         metric = any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__)
         # The flag can be switched off later, as Lightning's BaseFinetuning does; they stay.
-        if metric or (isinstance(sub, _NormBase) and sub.running_mean is not None):
+        # The kernels of SyncBatchNorm take gains in fp32 or in the dtype of the input, and no rule
+        # of autocast reaches them.
+        synced = isinstance(sub, nn.SyncBatchNorm)
+        if metric or synced or (isinstance(sub, _NormBase) and sub.running_mean is not None):
             staying.update(id(p) for p in sub.parameters())
     return staying
 
