@@ -1,4 +1,4 @@
-"""The body of the precision plugins, written once for Fabric and Trainer of both packages."""
+"""What makes a precision plugin ours, written once for Fabric and Trainer of both packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import _patches
 from ._patches.fp32_outputs import map_tensors, to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
-__all__ = ["PrecisionBody", "end_releases"]
+__all__ = ["PrecisionMixin", "end_releases"]
 
 _releases: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 """The handle of each optimizer whose gradients a plugin has released."""
@@ -32,7 +32,7 @@ else:
     _Base = object
 
 
-class PrecisionBody(_Base):
+class PrecisionMixin(_Base):
     """Train in bf16 and end up where fp32 would have.
 
     ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` make one;

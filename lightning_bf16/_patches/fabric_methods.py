@@ -10,8 +10,8 @@ from weakref import WeakSet
 from torch.nn import Module
 
 import torch_bf16
-from lightning_bf16.deepspeed import DeepSpeedBody
-from lightning_bf16.precision import PrecisionBody
+from lightning_bf16.deepspeed import DeepSpeedMixin
+from lightning_bf16.precision import PrecisionMixin
 
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
@@ -26,7 +26,7 @@ def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
         def method(fabric: Any, *args: Any, **options: Any) -> Any:
             plugin = fabric.strategy.precision
             # DeepSpeed's engine gets its optimizer from the strategy.
-            if not isinstance(plugin, PrecisionBody) or isinstance(plugin, DeepSpeedBody):
+            if not isinstance(plugin, PrecisionMixin) or isinstance(plugin, DeepSpeedMixin):
                 return original(fabric, *args, **options)
             return replacement(partial(original, fabric), fabric, plugin, *args, **options)
 
