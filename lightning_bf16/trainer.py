@@ -71,11 +71,11 @@ class TrainerMixin(PrecisionMixin):
         trainer = self._trainer
         if self.release is not None and trainer is not None:
             _check_trainer(trainer)
-        self.sync_replicas(model, getattr(trainer, "strategy", None))
+        self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # the optimizers are those of the fit before
             return model, optimizers, lr_schedulers
         converted = self.convert_optimizers(optimizers)
-        self.attach(model, optimizers)
+        self.setup_gradients(model, optimizers)
         if trainer is not None:
             switch_modes(trainer, optimizers, self._train_modes)
         self.announce(converted)
@@ -92,7 +92,7 @@ class TrainerMixin(PrecisionMixin):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """Convert an optimizer that was made after `connect`, in a hook, before its first step."""
         if converted := self.convert_optimizers([optimizer]):
-            self.attach(model, converted)
+            self.setup_gradients(model, converted)
             self.announce(converted)
         return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 

@@ -148,7 +148,7 @@ def prepare_model(
             refusals.explain_mixed_unit(mode, error)
             raise
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        models.share_masters(prepared, getattr(plugin, "sync_module_states", False))
+        models.sync_masters(prepared, getattr(plugin, "sync_module_states", False))
         refusals.refuse_left_behind(mode, trained_by)
         _wrapped(accelerator).add(prepared)
         return prepared
@@ -290,7 +290,7 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         with Patches() as patches:
             patches.set(accelerator.state, "_mixed_precision", "no")
             yield _current
-        _current.attach(
+        _current.setup_training(
             list(_wrapped(accelerator)),
             _passes_per_step(accelerator),
             sync_each=accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
