@@ -124,7 +124,7 @@ def test_libraries_are_measured_or_named_with_the_reason(peers, capsys, tmp_path
     assert "tuning" not in out + err
 
 
-def test_the_baseline_can_be_any_contender(peers, capsys):
+def test_the_baseline_can_be_any_entry(peers, capsys):
     assert cli.main([*TINY, "--baseline", "fake one", "--against", "torch"]) == 0
     out = capsys.readouterr().out
     assert " 1.00 [1.00, 1.00] " in table_line(out, "fake one")

@@ -77,7 +77,7 @@ def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def peak_bytes(entry: Entry, shapes: Shapes, threads: int, seconds: float = 600) -> int | None:
-    """Growth of a fresh process's peak memory while a entry is made and takes three CPU steps.
+    """Growth of a fresh process's peak memory while an entry is made and takes three CPU steps.
 
     Args:
         entry: which.
@@ -142,7 +142,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def needed_bytes(entry: Entry, shapes: Shapes) -> int:
-    """An estimate, rather too large, of a entry's peak."""
+    """An estimate, rather too large, of an entry's peak."""
     numels = [torch.Size(shape).numel() for shape in shapes]
     return int(entry.estimate * sum(numels) + entry.scratch * max(numels))
 
@@ -157,7 +157,7 @@ def grouped(
 
     Args:
         entries: the baseline first. Each fits alone.
-        need: a entry's peak in bytes.
+        need: an entry's peak in bytes.
         available: bytes, None for no bound.
         most: entries in a group, None for no bound.
 

@@ -17,7 +17,7 @@ __all__ = ["Copy", "Running"]
 
 
 class Running:
-    """A entry that has taken its first three steps, and can take more.
+    """An entry that has taken its first three steps, and can take more.
 
     Attributes:
         entry: which.
