@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_bf16.tools import cli
-from torch_bf16.tools.bench import command, device_state
+from torch_bf16.tools.bench import command
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.peers import PEERS
 from torch_bf16.tools.bench.ways import WAYS, in_ways, stepping
@@ -109,40 +109,3 @@ def test_without_triton_a_gpu_is_refused_and_not_timed_with_eager(monkeypatch, c
     said = capsys.readouterr().err
     assert "'triton' was asked for and cannot run on cuda:0: it is not installed" in said
     assert "Working here: eager" in said
-
-
-GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    found = SimpleNamespace(uuid="1234")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-
-
-def test_clocks_and_power_are_those_of_the_gpu_that_torch_means(gpu, monkeypatch):
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        values = [*(["580.1"] * 2), "00000000:01:00.0", *(["5"] * 12), "[N/A]"]
-        return SimpleNamespace(returncode=0, stdout=", ".join(values) + "\n", stderr="")
-
-    monkeypatch.setattr(device_state.subprocess, "run", run)
-    found = device_state.device_state(GPU)
-    assert "--id=GPU-1234" in commands[0]
-    assert (found["pci"], found["power_limit_w"]) == ("00000000:01:00.0", 5.0)
-    assert found["utilisation_percent"] is None
-    assert device_state.device_state(CPU) == {}
-
-
-@pytest.mark.parametrize("missing", [True, False])
-def test_without_nvidia_smi_the_state_says_why(gpu, monkeypatch, missing):
-    def run(command, **_):
-        if missing:
-            raise FileNotFoundError("no nvidia-smi")
-        return SimpleNamespace(returncode=9, stdout="", stderr="couldn't communicate")
-
-    monkeypatch.setattr(device_state.subprocess, "run", run)
-    reason = "no nvidia-smi" if missing else "ended with 9: couldn't communicate"
-    assert reason in device_state.device_state(GPU)["unknown"]

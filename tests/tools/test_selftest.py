@@ -182,7 +182,7 @@ def on_a_gpu(monkeypatch, fault, mode):
     """The record of a GPU that is not there; the number of processes."""
     state, processes = {"compute_mode": mode}, []
     place = {"device_state": state, "backends": {"triton": None, "eager": None}}
-    monkeypatch.setattr(command, "environment", lambda device: place)
+    monkeypatch.setattr(command, "_environment", lambda device: place)
     tried = Certificate("adamw_x", "triton", fault, 0.1)
     monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
     monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,23 @@ import torch
 from torch_bf16.backends import BACKENDS, choose
 from torch_bf16.model.slow_products import bf16_product_ratio
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.output import add_json_argument, count, file_to_write, refuse, say, write_json
+from torch_bf16.tools.arguments import (
+    add_json_argument,
+    count,
+    device_argument,
+    file_to_write,
+    refuse,
+)
+from torch_bf16.tools.machine import device_state, versions_line
+from torch_bf16.tools.output import command_line, say, write_json
 
 from .clock import clock_for
-from .device_state import device_state
 from .entries import OURS, Entry, ours
 from .memory import peak_bytes
 from .models import MODELS, RANDOM, Shapes, random_shapes
 from .peers import BASELINE, PEERS
 from .plot import can_plot, plot
-from .record import describe, record
+from .record import record
 from .report import table
 from .rounds import Measured, measure
 from .rules import BASE, every_rule
@@ -32,7 +38,7 @@ from .training import every_row, peak_of, time_rows
 from .training_report import training_record, training_table
 from .ways import WAYS, in_ways
 
-__all__ = ["add_arguments", "device_argument", "run"]
+__all__ = ["add_arguments", "run"]
 
 _PARAMETERS, _TENSORS = 50_000_000, 150
 _DEFAULTS: Mapping[str, Any] = {
@@ -168,7 +174,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     training = found.get("kind") == "training"
     if options.json != "-":
         if options.record is None and not training:
-            print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
+            print(versions_line(found["versions"]) + ", " + found["hardware"]["processor"])
         print(training_table(found) if training else table(found))
     if options.json:
         write_json(found, options.json)
@@ -200,7 +206,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     if device.type == "cuda":
         # Eager would be timed for minutes; where Triton cannot run, that is said instead.
         options.backend = options.backend or "triton"
-    entries, missing, baseline = _contenders(options)
+    entries, missing, baseline = _chosen_entries(options)
     failures = {
         each.name: f"needs {each.only_on.upper()}"
         for each in entries
@@ -221,7 +227,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     )
     measured.failures = {**failures, **measured.failures}
     setting = {
-        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "command": command_line(arguments),
         "model": options.model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),
@@ -251,7 +257,7 @@ def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) ->
         for each in (rows if cpu else [])
     }
     setting = {
-        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "command": command_line(arguments),
         "layers": options.layers,
         "tokens": options.tokens,
         "threads": options.threads,
@@ -261,7 +267,7 @@ def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) ->
     return training_record(timed, setting, device, peaks, ratio)
 
 
-def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:
+def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:
     """The baseline first; the libraries that are missing; the baseline's name."""
     if options.rules:
         return list(every_rule(options.backend)), {}, BASE
@@ -314,22 +320,6 @@ def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
         return names
 
     return parse
-
-
-def device_argument(text: str) -> torch.device:
-    """The type of an argument that names a device: a CPU or a GPU that is there."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise argparse.ArgumentTypeError(f"{text!r} is not here: torch sees {count} GPUs")
-        device = torch.device("cuda", device.index or 0)
-    return device
 
 
 def _record(text: str) -> dict[str, Any]:

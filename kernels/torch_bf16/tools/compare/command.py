@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_bf16.tools.bench.record import hardware, versions
-from torch_bf16.tools.factory import CONTRACT, is_factory
-from torch_bf16.tools.output import (
+from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
     file_to_write,
     positive_number,
     refuse,
-    say,
-    write_json,
 )
+from torch_bf16.tools.factory import CONTRACT, is_factory
+from torch_bf16.tools.machine import hardware, versions
+from torch_bf16.tools.output import command_line, date, say, write_json
 
 from .analysis import analysed
 from .figure import draw, require_matplotlib
@@ -134,8 +132,8 @@ def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
         found = _analysed(rows, options.reference, {"what": "runs that exist", "measure": metric})
         found["environment"] = {}
     if record is None:
-        found["command"] = " ".join(["python -m torch_bf16", *arguments])
-        found["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        found["command"] = command_line(arguments)
+        found["date"] = date()
     _written(found, options, keep=record is None)
     return 0 if found["healthy"] else 1
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_bf16.tools.bench.record import versions
+from torch_bf16.tools.machine import versions
 
 from .rows import Row
 from .training import OngoingRun, Plan, Run

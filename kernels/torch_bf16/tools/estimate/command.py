@@ -8,7 +8,8 @@ import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
-from torch_bf16.tools.output import add_json_argument, count, write_json
+from torch_bf16.tools.arguments import add_json_argument, count
+from torch_bf16.tools.output import write_json
 
 from .activations import activations, batch_argument
 from .memory import memory
