@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from typing import Any
 
-from .progress import Progress, shown_progress
+from torch_bf16.tools.output import progress_line
+
+from .progress import Progress
 from .rows import Row
 from .store import Store
 from .training import OngoingRun, Plan, Run
@@ -60,7 +63,8 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
         ValueError: a model, batches or optimizers are not as they must be.
     """
     found: dict[tuple[str, int], Run] = {}
-    with shown_progress(plan.steps * len(rows) * seeds) as progress, _interrupts() as interrupts:
+    with progress_line(sys.stderr) as show, _interrupts() as interrupts:
+        progress = Progress(plan.steps * len(rows) * seeds, show)
         for seed in range(seeds):
             for row in rows:
                 run = store.finished(row, seed)
