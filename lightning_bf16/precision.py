@@ -230,7 +230,9 @@ class PrecisionMixin(_Base):
                 if not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer):
                     torch_bf16.convert(each, self.recipe, model=self._owner(each))
         except (NotImplementedError, ValueError) as error:
-            cast = any(p.dtype == torch.bfloat16 for each in unconverted for p in parameters_of(each))
+            cast = any(
+                p.dtype == torch.bfloat16 for each in unconverted for p in parameters_of(each)
+            )
             raise type(error)(
                 f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
                 "Lightning takes it as it is. Nothing was trained"
