@@ -4,14 +4,13 @@ import itertools
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.bench import command
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.peers import PEERS
-from torch_bf16.tools.bench.ways import WAYS, in_ways, stepping
+from torch_bf16.tools.bench.ways import WAYS, in_ways, step_of
 
 CPU = torch.device("cpu")
 SHAPES = [(20, 8), (8,)]
@@ -27,7 +26,7 @@ def matrix_of(optimizer):
 
 def test_moved_gradients_have_another_address_in_every_step_and_the_same_numbers():
     moved, plain = made(), made()
-    step, addresses = stepping(moved, "moved"), []
+    step, addresses = step_of(moved, "moved"), []
     for _ in range(4):
         step()
         plain.step()
@@ -38,7 +37,7 @@ def test_moved_gradients_have_another_address_in_every_step_and_the_same_numbers
 
 def test_idle_rows_keep_moments_of_zero():
     optimizer = made()
-    step = stepping(optimizer, "zero-rows")
+    step = step_of(optimizer, "zero-rows")
     for _ in range(3):
         step()
     moments = optimizer.state[matrix_of(optimizer)]["exp_avg"]
@@ -67,7 +66,7 @@ def test_a_graph_is_captured_after_one_step_and_then_replayed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: Context())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     optimizer = made()
-    step = stepping(optimizer, "graph")
+    step = step_of(optimizer, "graph")
     steps = []
     for _ in range(4):
         step()

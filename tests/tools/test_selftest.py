@@ -69,7 +69,7 @@ def test_a_step_that_is_not_skipped_is_a_fault(monkeypatch):
 
 def test_states_of_other_names_differ():
     recipes = [RECIPES[name] for name in ("bf16-stochastic", "bf16-fp32-master")]
-    one, other = (steps._made(CPU, each) for each in recipes)
+    one, other = (steps._make(CPU, each) for each in recipes)
     for each in (one, other):
         steps._give(each, 0)
         each.step()

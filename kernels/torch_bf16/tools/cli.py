@@ -54,9 +54,9 @@ def _compare() -> tuple[Callable, Callable]:
 
 
 def _bench() -> tuple[Callable, Callable]:
-    from .bench.command import add_arguments, run
+    from .bench.command import add_bench_arguments, bench
 
-    return add_arguments, run
+    return add_bench_arguments, bench
 
 
 def _selftest() -> tuple[Callable, Callable]:

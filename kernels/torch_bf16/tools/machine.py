@@ -57,13 +57,13 @@ _STATE = {
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Versions, system, hardware and threads: what a report needs of any machine."""
-    image = None
+    distribution = None
     with suppress(OSError):
-        image = platform.freedesktop_os_release().get("PRETTY_NAME")
+        distribution = platform.freedesktop_os_release().get("PRETTY_NAME")
     return {
         "versions": versions(),
         "system": platform.platform(),
-        "image": image,
+        "distribution": distribution,
         "hardware": hardware(device),
         "threads": torch.get_num_threads(),
     }
@@ -71,10 +71,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def machine_lines(found: Mapping[str, Any]) -> list[str]:
     """What :func:`machine` has found, for people."""
-    size = found["hardware"]
+    size, distribution = found["hardware"], found["distribution"]
     lines = [
         versions_line(found["versions"]),
-        f"{found['system']}, {found['image'] or 'no known image'}",
+        found["system"] + (f", {distribution}" if distribution else ""),
         f"{size['processor']}, {size['cores']} cores, {found['threads']} threads",
     ]
     if "device" in size:

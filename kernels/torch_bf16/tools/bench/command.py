@@ -27,7 +27,7 @@ from torch_bf16.tools.output import command_line, say, write_json
 from .clock import clock_for
 from .entries import OURS, Entry, ours
 from .memory import peak_bytes
-from .models import MODELS, RANDOM, Shapes, random_shapes
+from .models import MODELS, Shapes, random_shapes
 from .peers import BASELINE, PEERS
 from .plot import can_plot, plot
 from .record import record
@@ -38,12 +38,12 @@ from .training import every_row, peak_of, time_rows
 from .training_report import training_record, training_table
 from .ways import WAYS, in_ways
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_bench_arguments", "bench"]
 
-_PARAMETERS, _TENSORS = 50_000_000, 150
+_RANDOM, _PARAMETERS, _TENSORS = "random", 50_000_000, 150
 _DEFAULTS: Mapping[str, Any] = {
     "device": torch.device("cpu"),
-    "model": RANDOM,
+    "model": _RANDOM,
     "rounds": 30,
     "recipes": [list(OURS)],
     "against": [["torch"]],
@@ -61,10 +61,12 @@ _OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes",
 _TOGETHER = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
-    parser.add_argument("--model", choices=MODELS, help="parameter shapes (default: random)")
+    parser.add_argument(
+        "--model", choices=(*MODELS, _RANDOM), help=f"parameter shapes (default: {_RANDOM})"
+    )
     parser.add_argument(
         "--parameters",
         type=count,
@@ -149,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure, print, write.
 
     Args:
@@ -167,10 +169,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.plot and not can_plot():
         later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
         say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
-    found = options.record
-    if found is None:
-        measured = _measured_training if options.training else _measured
-        found = measured(options, arguments)
+    if (found := options.record) is None:
+        found = (_measure_training if options.training else _measure_steps)(options, arguments)
     training = found.get("kind") == "training"
     if options.json != "-":
         if options.record is None and not training:
@@ -200,7 +200,7 @@ def _settle(options: argparse.Namespace) -> None:
             setattr(options, name, default)
 
 
-def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     device, shapes = options.device, _shapes(options)
     options.backend = options.backend or os.environ.get("TORCH_BF16_BACKEND")
     if device.type == "cuda":
@@ -246,7 +246,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     return record(measured, setting, device, peaks, missing, cache)
 
 
-def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def _measure_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     rows = every_row([name for names in options.recipes for name in names])
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
@@ -300,12 +300,12 @@ def _peaks(
 
 
 def _shapes(options: argparse.Namespace) -> Shapes:
-    if options.model != RANDOM:
+    if options.model != _RANDOM:
         if options.parameters or options.tensors:
             raise ValueError(
-                f"--parameters and --tensors are for --model {RANDOM}; {options.model} has its own"
+                f"--parameters and --tensors are for --model {_RANDOM}; {options.model} has its own"
             )
-        return MODELS[options.model]()
+        return MODELS[options.model]
     return random_shapes(options.parameters or _PARAMETERS, options.tensors or _TENSORS)
 
 

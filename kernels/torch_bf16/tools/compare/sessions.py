@@ -67,7 +67,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
         progress = Progress(plan.steps * len(rows) * seeds, show)
         for seed in range(seeds):
             for row in rows:
-                run = store.finished(row, seed)
+                run = store.load_finished(row, seed)
                 if run is None:
                     run = _train(plan, row, seed, store, progress, interrupts)
                     store.save(row, run)
@@ -80,7 +80,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
 def _train(
     plan: Plan, row: Row, seed: int, store: Store, progress: Progress, interrupts: _Interrupts
 ) -> Run:
-    training = OngoingRun(plan, row, seed, store.interrupted(row, seed))
+    training = OngoingRun(plan, row, seed, store.load_interrupted(row, seed))
     progress.start(f"{row.name}, seed {seed}", plan.steps, training.done)
     saved = time.monotonic()
     for loss in training.steps():
@@ -96,7 +96,7 @@ def _train(
                     + ("from there" if kept else "from the beginning of this run")
                 )
                 raise KeyboardInterrupt
-    run = training.finished()
+    run = training.finish()
     broken = run.broken_at
     last = f"loss {run.losses[-1]:.4f}" if broken is None else f"NO NUMBER at step {broken}"
     progress.finish(f"{len(run.losses)} steps, {last}")

@@ -19,7 +19,7 @@ from torch_bf16.tools.output import progress_line, write_json
 from .host import Host, planned_rates
 from .observation import Observation
 from .report import record, show
-from .runs import KINDS, observed
+from .runs import KINDS, observe
 from .sizes import sizes
 from .verdict import judge
 
@@ -70,7 +70,7 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
     """
     text = options.training
     with progress_line(sys.stderr) as progress:
-        found = observed(text, script_arguments, options.steps, options.lr, progress)
+        found = observe(text, script_arguments, options.steps, options.lr, progress)
     _check(found)
     notes = _plan(found, options.total_steps)
     verdict = judge(list(found.parameters.values()))

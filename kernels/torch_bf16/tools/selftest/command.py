@@ -54,7 +54,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         The exit status: 0 where all is right, 1 where something is not.
     """
     if options.plot and not can_plot():
-        say("no picture: matplotlib is missing (pip install 'torch-bf16[plots]')")
+        say("no plot: matplotlib is missing (pip install 'torch-bf16[plots]')")
     with fresh_verdicts():
         found = _examine(options.device, arguments)
     if options.json:

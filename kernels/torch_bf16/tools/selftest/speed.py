@@ -35,14 +35,14 @@ def models_for(device: torch.device) -> dict[str, Shapes]:
     """Shapes by a name: those of gpt2-124m and llama-1b on a GPU, smaller ones on a CPU."""
     if device.type == "cpu":
         return dict(_SMALL)
-    return {name: MODELS[name]() for name in ("gpt2-124m", "llama-1b")}
+    return {name: MODELS[name] for name in ("gpt2-124m", "llama-1b")}
 
 
 def speed(
     device: torch.device,
     model: str,
     shapes: Sequence[tuple[int, ...]],
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
 
