@@ -13,7 +13,7 @@ import torch
 
 from .clock import Clock, clock_for
 from .entries import Entry
-from .memory import available_bytes, grouped, needed_bytes
+from .memory import available_bytes, group_entries, needed_bytes
 from .models import Shapes
 from .running import Copy, Running
 from .time_limit import quiet, time_limit
@@ -184,7 +184,7 @@ def _groups(
             "choose a --baseline that stores less, a smaller --model, or "
             f"--model random --parameters {fits}e6"
         )
-    return grouped(fitting, need, available, most)
+    return group_entries(fitting, need, available, most)
 
 
 def _start(
