@@ -37,7 +37,7 @@ def main():
 
 
 def planted(rule, places):
-    """How many faults a rule's certificates have missed; says so at once, as all take half an hour."""
+    """How many faults certificates of a rule have missed; prints so at once, as all take long."""
     missed = tried = 0
     for variant in (every := [*variants(rule)]):
         trial = Trial.of(variant)
