@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(self, names: ParameterNames | None = None) -> None:
         self.names = ParameterNames() if names is None else names
-        self.captured: set[Plan | None] = set()
+        self.captured: set[Plan] = set()
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
         self.release_options: bool | Mapping[str, Any] = False

@@ -178,14 +178,16 @@ class BF16Optimizer(torch.optim.Optimizer):
         if not fits:
             parameters = with_gradients(parameters)
         devices = (each.device for each in parameters) if plan is None else plan.devices
-        if cuda_graphs.capturing(devices):
+        capturing = cuda_graphs.capturing(devices)
+        if capturing:
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
-            # The graph refers to the plan's tables as long as it lives.
-            self._engine.captured.add(plan)
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
+            if capturing:
+                # The graph refers to the plan's tables as long as it lives.
+                self._engine.captured.add(plan)
             drop_remainders(self, parameters, plan.written)
             for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
