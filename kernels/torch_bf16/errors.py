@@ -14,6 +14,7 @@ __all__ = [
     "UNTOUCHED",
     "BackendUnavailableError",
     "CheckpointError",
+    "Label",
     "StateMismatchError",
     "check_torch",
     "prefix_errors",
@@ -26,6 +27,9 @@ OLDEST_TORCH = (2, 7)
 UNTOUCHED = "Nothing was updated"
 
 _USERS = (ValueError, NotImplementedError)
+
+Label = Callable[[], str]
+"""What makes the name of something for a message; called only if there is one."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -55,16 +59,16 @@ def check_torch() -> None:
 
 
 @contextmanager
-def prefix_errors(subject: Callable[[], str]) -> Iterator[None]:
+def prefix_errors(label: Label) -> Iterator[None]:
     """Prefix the message of a user error that is raised within by what it is about.
 
     Args:
-        subject: called only if an error is raised; a space and the message follow.
+        label: of that; a space and the message follow.
     """
     try:
         yield
     except _USERS as error:
-        error.args = (f"{subject()} {error}",)
+        error.args = (f"{label()} {error}",)
         raise
 
 

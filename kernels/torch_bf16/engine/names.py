@@ -54,20 +54,14 @@ class ParameterNames:
             for number, group in enumerate(groups)
         ]
 
-    def label(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        group: int,
-        position: int,
-        before: int | None = None,
-    ) -> str:
+    def label(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype.
 
         Args as for :meth:`key`.
         """
         parameter: Tensor = groups[group]["params"][position]
         return (
-            f"parameter {self.key(groups, group, position, before)!r} (number {position} of group "
+            f"parameter {self.key(groups, group, position)!r} (number {position} of group "
             f"{group}, shape {tuple(parameter.shape)}, {parameter.dtype})"
         )
 

@@ -190,7 +190,7 @@ def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
             if fused and state and float(state.get("step", 1)) == 0:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:
-                label = optimizer.label(number, position)
+                label = functools.partial(optimizer.label, number, position)
                 shard = shard_of(parameter)
                 taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
     return taken

@@ -16,7 +16,7 @@ from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import UNTOUCHED, prefix_errors, suffix_errors
+from torch_bf16.errors import UNTOUCHED, Label, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.optimizer import BF16Optimizer
@@ -129,7 +129,7 @@ class ForeignOptimizer(BF16Optimizer):
         self.recipe = get_recipe(self.recipe)
         engine, members, changes = self._engine, [], Changes()
         for shard, number, label in collect(self, parameters):
-            with prefix_errors(lambda label=label: label):
+            with prefix_errors(label):
                 gathers = self._gathers(shard, number)
             parameter, group = shard.parameter, self.param_groups[number]
             state = self._complete(self.state.get(parameter, {}), shard, group, label, changes)
@@ -166,7 +166,7 @@ class ForeignOptimizer(BF16Optimizer):
         return self.recipe.format_of(role, shard.shape, shard.parameter.dtype)
 
     def _complete(
-        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
         complete: dict[str, Any] = {}
         here: dict[str, Any] = {}

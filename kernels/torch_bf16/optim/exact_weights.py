@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,7 +64,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:
-        label = optimizer.label(number, position)
+        label = functools.partial(optimizer.label, number, position)
         complete = optimizer._complete(state, shard, group, label, Changes())
         # Plans and graphs of steps refer to the dict that is there.
         if complete.keys() != state.keys() or any(complete[k] is not state[k] for k in complete):

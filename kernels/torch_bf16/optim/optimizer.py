@@ -18,7 +18,7 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import UNTOUCHED, suffix_errors
+from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
 from torch_bf16.recipe import Recipe, get_recipe
@@ -378,7 +378,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         check_variant(group, number, self.variants, type(self).__name__)
 
     def _complete(
-        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
         """A parameter's state as this optimizer keeps it; see :func:`.complete_state`."""
         rule = self.rule_for(group, shard.parameter)

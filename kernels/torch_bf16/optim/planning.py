@@ -18,7 +18,7 @@ from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import StateMismatchError, prefix_errors
+from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
@@ -44,24 +44,25 @@ __all__ = ["check_recipe", "collect", "keep_states", "make_plan", "with_gradient
 _logger = logging.getLogger("torch_bf16")
 
 
-def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Shard, int, str]]:
-    """Shard, group and label of all that takes part, checked."""
+def collect(
+    optimizer: BF16Optimizer, parameters: Sequence[Tensor]
+) -> list[tuple[Shard, int, Label]]:
+    """Shard, number of the group and label of all that takes part, checked."""
     taking_part, engine = set(parameters), optimizer._engine
     if not taking_part:
         _check_in_model(optimizer)
     # Then states may be anywhere, and are brought home.
     offloads = optimizer.recipe.offload != "none"
     found, labels, before = [], {}, 0
-    names, groups = engine.names, optimizer.param_groups
+    groups = optimizer.param_groups
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in taking_part:
                 continue
             if parameter in labels:
                 raise ValueError("a parameter is in the groups twice; remove one")
-            place = groups, number, position, before
-            labels[parameter] = label = functools.partial(names.label, *place)
-            shard = shard_of(parameter, names.key(*place))
+            labels[parameter] = label = functools.partial(optimizer.label, number, position)
+            shard = shard_of(parameter, engine.names.key(groups, number, position, before))
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     state = dict.get(optimizer.state, parameter, {})
@@ -73,7 +74,7 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
         before += len(group["params"])
     check_separate((shard for shard, _, _ in found), labels)
     check_replaced(optimizer, labels)
-    return [(shard, number, label()) for shard, number, label in found]
+    return found
 
 
 def make_plan(
@@ -111,7 +112,7 @@ def make_plan(
         keys = tuple(key for key in state if key in keys_of(rule))
         member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
         if rule.stage_states:
-            with prefix_errors(lambda label=label: label):
+            with prefix_errors(label):
                 member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:

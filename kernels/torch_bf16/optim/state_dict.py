@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
-                label = optimizer.label(number, position)
+                label = functools.partial(optimizer.label, number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
@@ -222,8 +223,7 @@ def _read(
     saved_names = (header or {}).get("names") or []
     names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
-    pairs, before = zip(optimizer.param_groups, saved_groups, strict=True), 0
-    name, groups = optimizer._engine.names.label, optimizer.param_groups
+    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
         # What its users or a scheduler have added to a group is theirs; so are a foreign class's.
@@ -232,7 +232,8 @@ def _read(
             schema.check_hyperparameters(saved_group, own, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
-                parameter, label = group["params"][position], name(groups, number, position, before)
+                parameter = group["params"][position]
+                label = functools.partial(optimizer.label, number, position)
                 shard, options = shard_of(parameter), {**group, **saved_group}
                 if header is None:
                     formats = [
@@ -242,7 +243,7 @@ def _read(
                     state = without_stale_remainders(state, formats, changes)
                 if parameter.device.type == "meta":
                     raise StateMismatchError(
-                        f"{label} is on the meta device, where a state would be lost. Give the "
+                        f"{label()} is on the meta device, where a state would be lost. Give the "
                         "model memory first (model.to_empty(device=...)), make the optimizer of "
                         "its parameters, and load the weights, then the state dict"
                     )
@@ -255,7 +256,6 @@ def _read(
                         # As torch does; what is used has a home of its own.
                         state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
-        before += len(group["params"])
 
 
 def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
