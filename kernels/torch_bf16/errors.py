@@ -19,6 +19,7 @@ __all__ = [
     "check_torch",
     "prefix_errors",
     "suffix_errors",
+    "version_numbers",
 ]
 
 OLDEST_TORCH = (2, 7)
@@ -51,11 +52,21 @@ def check_torch() -> None:
         ImportError: it is.
     """
     found = str(torch.__version__)
-    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+    if version_numbers(found) < OLDEST_TORCH:
         needed = f"torch>={'.'.join(map(str, OLDEST_TORCH))}"
         raise ImportError(
             f'torch_bf16 needs {needed} and found {found}. Run: pip install -U "{needed}"'
         )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, by which versions are compared here.
+
+    Example:
+        >>> version_numbers("2.13.0a0+cu124")
+        (2, 13)
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 @contextmanager
