@@ -17,6 +17,7 @@ __all__ = [
     "Label",
     "StateMismatchError",
     "check_torch",
+    "first_line",
     "prefix_errors",
     "suffix_errors",
     "version_numbers",
@@ -67,6 +68,17 @@ def version_numbers(version: str) -> tuple[int, ...]:
         (2, 13)
     """
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def first_line(error: BaseException, message: str | None = None) -> str:
+    """The first line of an error's message, or the name of its class where that says nothing.
+
+    Args:
+        error: what was raised.
+        message: the part of its message that counts; None for all of it.
+    """
+    text = str(error) if message is None else message
+    return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
