@@ -103,14 +103,13 @@ class _Bars(Progress):
 
 
 @contextmanager
-def shown_progress(total: int, to: TextIO | None = None) -> Iterator[Progress]:
-    """What shows progress as the stream allows.
+def shown_progress(total: int) -> Iterator[Progress]:
+    """What shows progress on stderr: a terminal, where rich draws if it is installed, or a pipe.
 
     Args:
         total: steps of all runs.
-        to: a terminal, where rich draws if it is installed, or a pipe; None for stderr.
     """
-    stream = to or sys.stderr
+    stream = sys.stderr
     if not stream.isatty():
         yield Progress(total, stream)
         return

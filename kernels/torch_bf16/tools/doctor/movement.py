@@ -90,13 +90,10 @@ class Movement:
         """Half a bf16 spacing of the smallest element that there was."""
         return float(_HALF[int(self.counts.nonzero()[0])])
 
-    def survived(self, reference: float | None = None) -> float | None:
-        """Which share of the way the elements went that the small ones among them went.
-
-        Args:
-            reference: how far to expect instead of :attr:`reference`.
-        """
-        reference = self.reference if reference is None else reference
+    @property
+    def survived(self) -> float | None:
+        """Which share of the way the elements went that the small ones among them went."""
+        reference = self.reference
         if reference is None or not self.numel:
             return None
         went = torch.minimum(self.distances, self.counts * reference).sum()

@@ -94,7 +94,7 @@ def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding
     rounded = moved.rounded and not each.master and nearest
     lost, why = 0.0, ""
     if compared and rounded:
-        survived = moved.survived()
+        survived = moved.survived
         if survived is not None:
             lost, why = 1 - survived, "size"
         elif gains and moved.ones_before == moved.numel:

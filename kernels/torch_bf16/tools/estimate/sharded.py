@@ -39,17 +39,15 @@ def traffic(
     shapes: ModelShapes,
     precision: Precision,
     ranks: int,
-    reduce_dtype: torch.dtype = torch.float32,
     stepped: Stepped | None = None,
 ) -> Traffic:
     """What a step brings and sends.
 
     Args:
         shapes: of the model.
-        precision: weights go in bf16 in all but ``32-true``; gradients as its recipe's ``reduce``
-            says.
+        precision: weights go in bf16 in all but ``32-true``; gradients in fp32, or as its recipe's
+            ``reduce`` says.
         ranks: over which the model is sharded.
-        reduce_dtype: of the gradients on the wire.
         stepped: the optimizer, which may send matrices.
     """
     whole: dict[str, int] = defaultdict(int)
@@ -60,7 +58,7 @@ def traffic(
     sent = 0
     for each in shapes.weights:
         dtype = torch.bfloat16 if precision.autocast else dtype_of(each, precision)
-        wire = torch.promote_types(reduce_dtype, dtype) if dtype.itemsize > 2 else reduce_dtype
+        wire = torch.promote_types(torch.float32, dtype)
         # Collectives take parts of one size, that of rank 0.
         part = prod(part_of(each.shape, ranks))
         whole[each.unit] += part * ranks * dtype.itemsize
