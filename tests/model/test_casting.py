@@ -255,6 +255,17 @@ def test_a_module_inside_ddp_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_module_inside_dataparallel_over_several_gpus_is_refused():
+    """Its threads would compute in fp16 under autocast."""
+    replicated = nn.DataParallel(nn.Linear(3, 3))
+    replicated.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"inside DataParallel over 2 GPUs, .*compute in fp16"):
+        cast_model(replicated)
+    assert dtypes(replicated) == {torch.float32}
+    replicated.device_ids = replicated.device_ids[:1]
+    assert dtypes(cast_model(replicated)) == {BF16}
+
+
 def test_only_modules_are_cast():
     with pytest.raises(ValueError, match=r"was given a Tensor and takes a torch.nn.Module"):
         cast_model(torch.ones(3))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -64,9 +64,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         says so once, and what to do.
 
     Raises:
-        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP
-            or FSDP1 or has run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of
-            ``keep_fp32`` matches nothing; nothing has been changed then.
+        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by
+            DDP, FSDP1 or DataParallel over several GPUs, or has run under FSDP2, a group of FSDP2
+            would have two dtypes, or a pattern of ``keep_fp32`` matches nothing; nothing has been
+            changed then.
 
     Example:
         >>> model = cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -175,6 +176,12 @@ def _check_wrappers(module: nn.Module) -> None:
             raise ValueError(
                 "cast_model was given a module inside DistributedDataParallel, whose hooks that "
                 "reduce gradients a change of dtype would cut. Cast first, then wrap it"
+            )
+        if isinstance(sub, DataParallel) and len(sub.device_ids) > 1:
+            raise ValueError(
+                f"cast_model was given a module inside DataParallel over {len(sub.device_ids)} "
+                "GPUs, whose threads know nothing of the dtype of torch.autocast and would compute "
+                "in fp16. Use DistributedDataParallel, or leave one GPU in CUDA_VISIBLE_DEVICES"
             )
         if type(sub).__name__ == "FullyShardedDataParallel":
             raise ValueError(
