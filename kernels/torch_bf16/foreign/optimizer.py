@@ -21,7 +21,7 @@ from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.overwritten import drop_remainders
-from torch_bf16.optim.planning import collect, keep_states, with_gradients
+from torch_bf16.optim.planning import check_in_model, collect, keep_states, with_gradients
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
@@ -105,6 +105,8 @@ class ForeignOptimizer(BF16Optimizer):
         parameters = with_gradients(parameters)
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
+        if not parameters:
+            check_in_model(self)
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])

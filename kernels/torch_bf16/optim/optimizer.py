@@ -31,7 +31,7 @@ from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, states_without_remainders
-from .planning import check_recipe, make_plan, with_gradients
+from .planning import check_in_model, check_recipe, make_plan, with_gradients
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 from .variants import NONE, VARIANTS, check_variant
@@ -157,7 +157,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         setting, inputs = self._setting(), StepInputs()
         parameters = setting.parameters
         if engine.release is not None:
-            engine.release.finish(with_gradients(parameters))
+            if not engine.release.finish(with_gradients(parameters)):
+                check_in_model(self)
         else:
             inputs = engine.pending.inputs(self, parameters)
             engine.plan = self._update(parameters, engine.plan, setting, inputs)
@@ -178,8 +179,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         if not fits:
             parameters = with_gradients(parameters)
         devices = (each.device for each in parameters) if plan is None else plan.devices
-        capturing = cuda_graphs.capturing(devices)
-        if capturing:
+        if capturing := cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
         with suffix_errors(UNTOUCHED):
@@ -188,6 +188,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             if capturing:
                 # The graph refers to the plan's tables as long as it lives.
                 self._engine.captured.add(plan)
+            if not plan.updated():
+                check_in_model(self)
             drop_remainders(self, parameters, plan.written)
             for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -328,7 +330,6 @@ class BF16Optimizer(torch.optim.Optimizer):
         Where no exact master was saved, it starts from the weights that ``cast_model`` saw.
         Tensors are copied, except those that already are this optimizer's own, and the saved noise
         seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
-
         Load the model's weights first: an exact master is stored as what its weight lacks.
 
         Raises:

@@ -18,7 +18,7 @@ from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import Label, StateMismatchError, prefix_errors
+from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
 from torch_bf16.model.casting import kept
 from torch_bf16.recipe import get_recipe
@@ -39,7 +39,14 @@ from .validation import (
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check_recipe", "collect", "keep_states", "make_plan", "with_gradients"]
+__all__ = [
+    "check_in_model",
+    "check_recipe",
+    "collect",
+    "keep_states",
+    "make_plan",
+    "with_gradients",
+]
 
 _logger = logging.getLogger("torch_bf16")
 
@@ -49,8 +56,6 @@ def collect(
 ) -> list[tuple[Shard, int, Label]]:
     """Shard, number of the group and label of all that takes part, checked."""
     taking_part, engine = set(parameters), optimizer._engine
-    if not taking_part:
-        _check_in_model(optimizer)
     # Then states may be anywhere, and are brought home.
     offloads = optimizer.recipe.offload != "none"
     found, labels, before = [], {}, 0
@@ -237,8 +242,11 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
         del snapshots[parameter]
 
 
-def _check_in_model(optimizer: BF16Optimizer) -> None:
+def check_in_model(optimizer: BF16Optimizer) -> None:
     """Refuse a step without gradients where all are of parameters that have replaced its own.
+
+    Args:
+        optimizer: none of its parameters takes part in the step.
 
     Raises:
         StateMismatchError: they are, so that nothing would be trained.
@@ -253,7 +261,7 @@ def _check_in_model(optimizer: BF16Optimizer) -> None:
             f"no parameter of this {type(optimizer).__name__} has a gradient, and none is one of "
             f"the {type(model).__name__}'s any more, which have: they were replaced, as "
             "fully_shard does, and no step would train the new ones. Make the optimizer of them, "
-            "and call prepare() or convert() after fully_shard()"
+            f"and call prepare() or convert() after fully_shard(). {UNTOUCHED}"
         )
 
 
