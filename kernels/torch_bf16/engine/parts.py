@@ -53,7 +53,7 @@ class Row:
 
 
 def _job(member: Member, span: Span) -> Job:
-    dtype = member.gradient if member.direction is None else torch.float32
+    dtype = member.gradient_dtype if member.direction is None else torch.float32
     # Tensors of its own over the same memory: moving one by .data must not free what a kernel
     # writes.
     tensors = {**member.state, "": member.shard.memory}

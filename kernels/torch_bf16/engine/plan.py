@@ -112,7 +112,7 @@ class Plan:
         """
         shards = [each.shard for each in self.members]
         keys = [each.keys for each in self.members]
-        dtypes = [each.gradient for each in self.members]
+        dtypes = [each.gradient_dtype for each in self.members]
         self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(

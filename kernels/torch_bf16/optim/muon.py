@@ -180,7 +180,7 @@ class _Momentum:
         self._planes = tuple(local(member.state[key]).detach() for key in names)
         # What is sharded may have runs that are too long for one job.
         self._spans = shard.span.pieces()
-        jobs = [self._job(span, member.gradient) for span in self._spans]
+        jobs = [self._job(span, member.gradient_dtype) for span in self._spans]
         self._average = Batch(jobs, recipe.seed, optimizer.backend)
 
     def _job(self, span: Span, gradient: torch.dtype) -> Job:
