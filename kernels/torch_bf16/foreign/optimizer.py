@@ -93,7 +93,7 @@ class ForeignOptimizer(BF16Optimizer):
     _engine_class = ForeignEngine
     _engine: ForeignEngine
 
-    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+    def rule_of_group(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
         return STORE
 

@@ -159,10 +159,10 @@ class ReleasedSteps:
         every = self._unhook_strangers()
         # Ranks would put others together than those with whom they exchange parts.
         self._exchanged = {
-            id(parameter)
+            id(p)
             for group in optimizer.param_groups
-            for parameter in group["params"]
-            if _looks_at_all(optimizer.rule_for(group, parameter)) and shard_of(parameter).sharded
+            for p in group["params"]
+            if _looks_at_all(optimizer.rule_of_parameter(group, p)) and shard_of(p).sharded
         }
         reference = weakref.ref(self)
         for parameter in every:

@@ -76,10 +76,10 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR
 
-    def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
+    def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         return ADAFACTOR if len(shard_of(parameter).shape) > 1 else ADAFACTOR_VECTOR
 
     def direction_of(self, member: Member) -> Direction:

@@ -155,7 +155,7 @@ class Muon(BF16Optimizer, _TorchMuon):
                 with prefix_errors(lambda name=name: f"parameter {name} of group {number}"):
                     _check_shape(shard_of(parameter).shape)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return MUON if group.get("use_muon", True) else ADAMW
 
     def direction_of(self, member: Member) -> Direction:

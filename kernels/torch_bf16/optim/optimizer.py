@@ -108,13 +108,13 @@ class BF16Optimizer(torch.optim.Optimizer):
         accumulate_as(self.recipe, self)
         release_as(release, self)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
         raise NotImplementedError
 
-    def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
+    def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         """The update rule of a parameter, where its shape decides."""
-        return self.rule_of(group)
+        return self.rule_of_group(group)
 
     def direction_of(self, member: Member) -> Direction:
         """What makes the direction of a parameter's step of its whole gradient.
@@ -382,7 +382,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
         """A parameter's state as this optimizer keeps it; see :func:`.complete_state`."""
-        rule = self.rule_for(group, shard.parameter)
+        rule = self.rule_of_parameter(group, shard.parameter)
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
     def _check_step(self) -> None:
@@ -395,6 +395,6 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def _setting(self) -> Setting:
         """What a plan follows from beside memory; the same object as long as it is the same."""
-        fixed = self.recipe, self.backend, [self.rule_of(group) for group in self.param_groups]
+        fixed = self.recipe, self.backend, [*map(self.rule_of_group, self.param_groups)]
         self._engine.setting = Setting.of(fixed, self.param_groups, self._engine.setting)
         return self._engine.setting

@@ -102,7 +102,7 @@ def make_plan(
     steps = _steps_on_host(optimizer.state, [*parameters, *beside])
     for shard, number, label in collect(optimizer, parameters):
         group, parameter = optimizer.param_groups[number], shard.parameter
-        rule = optimizer.rule_for(group, parameter)
+        rule = optimizer.rule_of_parameter(group, parameter)
         state = dict.get(optimizer.state, parameter, {})
         if parameter in steps:
             state = {**state, "step": steps[parameter]}
@@ -164,7 +164,7 @@ def _in_parts(
     Also where it has no gradient here: FSDP1 leaves some ranks nothing of a parameter, and none.
     """
     for number, group in enumerate(optimizer.param_groups):
-        looking = looks(optimizer.rule_of(group))
+        looking = looks(optimizer.rule_of_group(group))
         for position, parameter in enumerate(group["params"] if looking else ()):
             if only is not None and parameter not in only:
                 continue
@@ -172,7 +172,7 @@ def _in_parts(
             if shard.sharded:
                 with prefix_errors(functools.partial(optimizer.label, number, position)):
                     shard.holders()
-                yield shard, optimizer.rule_for(group, parameter)
+                yield shard, optimizer.rule_of_parameter(group, parameter)
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
@@ -185,7 +185,7 @@ def check_recipe(optimizer: BF16Optimizer) -> None:
         NotImplementedError: a parameter is cut within the blocks of one of its formats, or the
             class takes steps of its own on states in host memory.
     """
-    rules = [optimizer.rule_of(group) for group in optimizer.param_groups]
+    rules = [optimizer.rule_of_group(group) for group in optimizer.param_groups]
     if optimizer.recipe.offload != "none" and STORE in rules:
         raise NotImplementedError(
             f"offload={optimizer.recipe.offload!r} is for optimizers with a fused rule, and "
@@ -195,7 +195,8 @@ def check_recipe(optimizer: BF16Optimizer) -> None:
     for group in optimizer.param_groups:
         for shard in map(shard_of, group["params"]):
             if shard.sharded and not shard.can_gather:
-                formats_of(shard, optimizer.rule_for(group, shard.parameter), optimizer.recipe)
+                rule = optimizer.rule_of_parameter(group, shard.parameter)
+                formats_of(shard, rule, optimizer.recipe)
 
 
 def with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -127,7 +127,7 @@ class _ScheduleFree(BF16Optimizer):
     def _complete(
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
-        rule = self.rule_of(group)
+        rule = self.rule_of_group(group)
         if not group["train_mode"] and state.get("y") is not None:
             rule = replace(rule, states=(*rule.states, _ASIDE))
         if state.get("z") is not None and state.get("step") is None:
@@ -260,7 +260,7 @@ class AdamWScheduleFree(_ScheduleFree):
     ) -> None:
         self._construct_counting(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.SCHEDULE_FREE_ADAMW
 
 
@@ -294,5 +294,5 @@ class SGDScheduleFree(_ScheduleFree):
     ) -> None:
         self._construct_counting(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.SCHEDULE_FREE_SGD

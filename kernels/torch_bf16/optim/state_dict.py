@@ -102,7 +102,7 @@ def _names_in_unit(optimizer: BF16Optimizer, parameter: Tensor) -> set[str]:
     """Of the numbers that rules keep of the parameters that FSDP1 has flattened together."""
     unit = {*unit_of(parameter)}
     rules = {
-        optimizer.rule_for(group, each)
+        optimizer.rule_of_parameter(group, each)
         for group in optimizer.param_groups
         for each in group["params"]
         if each in unit
@@ -227,7 +227,7 @@ def _read(
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
         # What its users or a scheduler have added to a group is theirs; so are a foreign class's.
-        if optimizer.rule_of(group) is not STORE:
+        if optimizer.rule_of_group(group) is not STORE:
             own = [name for name in group if name in optimizer.defaults and name not in _OURS]
             schema.check_hyperparameters(saved_group, own, number)
         for position, key in enumerate(saved_group["params"]):
@@ -248,7 +248,7 @@ def _read(
                         "its parameters, and load the weights, then the state dict"
                     )
                 state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
-                used = keys_of(optimizer.rule_for(options, parameter))
+                used = keys_of(optimizer.rule_of_parameter(options, parameter))
                 for key in state.keys() - used:
                     if is_stand_in(state[key]):
                         del state[key]
