@@ -162,8 +162,8 @@ class Engine:
             self._shown = shown
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = "names", "release_options", "last_norm"
-        return {name: getattr(self, name) for name in kept}
+        names = "names", "release_options", "last_norm"
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["names"])

@@ -157,11 +157,13 @@ class _Matrix(_Relative):
     def _mean(self, rows: Tensor) -> Tensor:
         return rows.mean(dim=-2, keepdim=True).clamp(min=self._eps)
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         rows, columns, factor = answer.split(self._sizes)
         self._rows.copy_(rows.view_as(self._rows))
         self._columns.copy_(columns.view_as(self._columns))
-        update = self._part(prepared[0]) if kept is None else kept
+        update = self._part(prepared[0]) if intermediate is None else intermediate
         return update.mul_(factor.view(()))
 
     def _part(self, gradient: Tensor) -> Tensor:
@@ -191,7 +193,9 @@ class _Vector(_Relative):
     def _solve(self, update: Tensor, weight: Tensor) -> Solution:
         return Solution(self._factor(weight, update).view(1))
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         local(self._member.state["variance"]).copy_(self._v)
         del self._v
         return prepared[0].mul_(answer.view(()))

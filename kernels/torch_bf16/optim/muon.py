@@ -179,7 +179,7 @@ class _Momentum:
         names = self._format.plane_names("momentum_buffer")
         self._planes = tuple(local(member.state[key]).detach() for key in names)
         # What is sharded may have runs that are too long for one job.
-        self._spans = shard.span.pieces()
+        self._spans = shard.span.split()
         jobs = [self._job(span, member.gradient_dtype) for span in self._spans]
         self._average = Batch(jobs, recipe.seed, optimizer.backend)
 
@@ -213,6 +213,8 @@ class _Momentum:
         found = orthogonalise_each([x for (x,) in tensors], *self.kind)
         return [Solution(each.contiguous()) for each in found]
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         factor = _shape_factor(self._options["adjust_lr_fn"], self._shape[-2:])
         return answer.view(self._here).float() * factor

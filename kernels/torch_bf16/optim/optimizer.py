@@ -188,12 +188,12 @@ class BF16Optimizer(torch.optim.Optimizer):
             if capturing:
                 # The graph refers to the plan's tables as long as it lives.
                 self._engine.captured.add(plan)
-            if not plan.updated():
+            if not plan.active_parameters():
                 check_in_model(self)
-            drop_remainders(self, parameters, plan.written)
+            drop_remainders(self, parameters, plan.overwritten_members)
             for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
-                observer.before_update(plan.taking_part(), inputs.multiplier)
+                observer.before_update(plan.active_members(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, inputs)
         try:
@@ -319,7 +319,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         What FSDP1 has flattened has all its numbers in fp32 there: it gathers the states of a unit
         only if they have one dtype and the same names.
         """
-        return state_dicts.saved(self, super().state_dict)
+        return state_dicts.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any recipe, or one of the ``torch.optim`` class it stands for.

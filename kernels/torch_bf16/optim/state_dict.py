@@ -27,7 +27,7 @@ from .variants import VARIANTS
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check", "load", "saved"]
+__all__ = ["check", "load", "save"]
 
 _UNCHANGED = "Nothing was changed"
 
@@ -38,7 +38,7 @@ _DECOUPLED = "decoupled_weight_decay"
 _logger = logging.getLogger("torch_bf16")
 
 
-def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The state dict that torch's own method makes, with its header, and bits shown as numbers."""
     was_seen = True
 
@@ -76,7 +76,7 @@ def _restore_seen(optimizer: Any, was_seen: bool) -> None:
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    shared = _shared(state_dict)
+    shared = _shared_states(state_dict)
     states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
     for number, saved_group in enumerate(state_dict["param_groups"]):
         group = optimizer.param_groups[number]
@@ -134,7 +134,7 @@ def load(
         # torch would cast what it finds here.
         return {
             **state_dict,
-            "state": _shared(state_dict),
+            "state": _shared_states(state_dict),
             "param_groups": _named_groups(optimizer, state_dict),
         }
 
@@ -187,7 +187,7 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
             pass
 
 
-def _shared(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+def _shared_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """States under keys that are not parameters; only classes without a fused rule have any."""
     parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
     return {key: each for key, each in state_dict["state"].items() if key not in parameters}
@@ -247,7 +247,7 @@ def _read(
                         "model memory first (model.to_empty(device=...)), make the optimizer of "
                         "its parameters, and load the weights, then the state dict"
                     )
-                state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
+                state = _copy(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
                 used = keys_of(optimizer.rule_of_parameter(options, parameter))
                 for key in state.keys() - used:
                     if is_stand_in(state[key]):
@@ -258,7 +258,7 @@ def _read(
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
 
 
-def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
+def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
     """A saved state as kernels read it: copies of all but the optimizer's own tensors.
 
     What torch.distributed.checkpoint has loaded in place needs no copy.
