@@ -180,9 +180,9 @@ class ForeignOptimizer(BF16Optimizer):
             if not is_like(value, shard.parameter):
                 # Of another shape than the parameter it is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
-                complete[key] = self._moved(key, state, whole(value), shard) if moves else value
+                complete[key] = self._move(key, state, whole(value), shard) if moves else value
             elif (format_ := self._format_of(key, shard)) is None:
-                here[key] = self._moved(key, state, shard.take(value), shard)
+                here[key] = self._move(key, state, shard.take(value), shard)
             else:
                 known = {n for each in _MOMENTS for n in each.plane_names(key)}
                 saved = {k: shard.take(each) for k, each in state.items() if k in known}
@@ -197,7 +197,7 @@ class ForeignOptimizer(BF16Optimizer):
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
 
-    def _moved(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
+    def _move(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
         # Our copies are fp32: beside them a class makes such states by its own choice.
         chosen = key in self._engine.traits.narrow or (COUNTER in state and key not in self.roles)

@@ -20,7 +20,7 @@ from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
-from torch_bf16.model.casting import kept
+from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
@@ -294,7 +294,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     if not matrices or any(dict.get(optimizer.state, each.parameter) for each in matrices):
         return
     parameters = [each.parameter for each in matrices]
-    if all(p.dtype == torch.float32 and not kept(p) for p in parameters):
+    if all(p.dtype == torch.float32 and not is_kept_fp32(p) for p in parameters):
         _logger.warning(
             "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
             "torch_bf16.cast_model(model, %r) before the first step",

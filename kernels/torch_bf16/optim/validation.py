@@ -242,9 +242,7 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> N
                 )
 
 
-def check_replaced(
-    optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]
-) -> None:
+def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]) -> None:
     """Refuse a new parameter in place of one whose state is still here.
 
     Args:

@@ -262,7 +262,7 @@ def _factor(saved: Any, state: State, shard: Shard, label: Label) -> Tensor:
         return beside.zeros(shape, torch.float32)
     if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
         # FSDP1 gathers what has a number for each of the parameter's.
-        saved = shard.unexpanded(saved, shape)
+        saved = shard.unexpand(saved, shape)
     return _fitting(saved, shape, beside, state.name, label).float()
 
 
