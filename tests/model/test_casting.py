@@ -256,7 +256,6 @@ def test_a_module_inside_ddp_is_refused(tmp_path):
 
 
 def test_a_module_inside_dataparallel_over_several_gpus_is_refused():
-    """Its threads would compute in fp16 under autocast."""
     replicated = nn.DataParallel(nn.Linear(3, 3))
     replicated.device_ids = [0, 1]
     with pytest.raises(ValueError, match=r"inside DataParallel over 2 GPUs, .*compute in fp16"):
