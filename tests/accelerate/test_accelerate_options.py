@@ -93,7 +93,7 @@ def test_the_backend_comes_from_the_handler_else_from_the_environment(
         accelerator.prepare(model, optimizer)
         mse_loss(model(batches()[0][0]), batches()[0][1]).backward()
         optimizer.step()
-        return optimizer._engine.plan._parts[0].batch.backend.name
+        return optimizer._engine.plan._launches[0].batch.backend.name
 
     monkeypatch.setenv("TORCH_BF16_BACKEND", "eager")
     assert chosen() == "eager"

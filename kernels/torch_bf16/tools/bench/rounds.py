@@ -11,6 +11,8 @@ from operator import methodcaller
 import numpy as np
 import torch
 
+from torch_bf16.errors import first_line
+
 from .clock import Clock, clock_for
 from .entries import Entry
 from .memory import available_bytes, group_entries, needed_bytes
@@ -284,5 +286,5 @@ def _result(each: Running, references: Sequence[np.ndarray], interleaved: bool) 
 
 
 def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    line, name = first_line(error), type(error).__name__
+    return name if line == name else f"{name}: {line}"

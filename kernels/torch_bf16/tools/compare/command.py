@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_bf16.errors import first_line
 from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
@@ -292,9 +293,7 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {name} cannot be used here: {str(error).splitlines()[0]}"
-        ) from None
+        raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from None
     return device
 
 

@@ -1,7 +1,8 @@
 """What a step holds for a while where its rule looks at whole matrices: Muon's and Adafactor's.
 
 The rounds are those of :mod:`torch_bf16.engine.ownership`; what lives in them at once follows
-:mod:`torch_bf16.engine.directions`, in kernels that work in place, as those of CPUs and GPUs do.
+:mod:`torch_bf16.engine.direction_solver`, in kernels that work in place, as those of CPUs and GPUs
+do.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def measure_spec(text: str, name: str, options: Mapping[str, Any]) -> OptimizerS
     made: Any = OPTIMIZERS[name]
     try:
         optimizer = made([parameter], **{"lr": 1e-3, **options}, backend="eager")
-        rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
+        rule = optimizer.rule_of_parameter(optimizer.param_groups[0], parameter)
         known = getattr(torch.optim, name, None)
         theirs = known and _make(known, parameter, {**options, "foreach": not rule.stage_states})
     # It is torch's code, and raises what its lines happen to.

@@ -14,7 +14,7 @@ import torch
 
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import file_of, folder, kept
+from torch_bf16.backends.certificates import all_verdicts, file_of, folder
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.environment import (
     OPTIONS,
@@ -69,7 +69,7 @@ def obstacles() -> list[Obstacle]:
 def verdicts() -> list[tuple[list[str], str | None]]:
     """On the kernels of this version under this torch: those of others are history."""
     now = {torch.__version__, source_hash()}
-    return [(key, fault) for key, fault in kept() if now <= set(key)]
+    return [(key, fault) for key, fault in all_verdicts() if now <= set(key)]
 
 
 def _versions() -> Iterator[Obstacle]:

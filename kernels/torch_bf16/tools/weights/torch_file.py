@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.errors import CheckpointError
+from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.states.schema import HEADER
 
 from .saved import OptimizerStates, Saved, SavedTensor
@@ -106,9 +106,8 @@ def _load(path: Path) -> tuple[Any, list[str]]:
 
 def _reason(error: Exception) -> str:
     # Torch begins with how to run the file's code all the same, and ends with a link.
-    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1].strip()
-    first = (text.splitlines() or [type(error).__name__])[0]
-    return first.partition(" Please use `torch")[0][:300].rstrip(".")
+    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1]
+    return first_line(error, text).partition(" Please use `torch")[0][:300].rstrip(".")
 
 
 class _Inert:
