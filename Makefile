@@ -21,8 +21,9 @@ DOCS_STAMP := $(VENV)/.installed-docs
 demo: $(STAMP)
 	$(BIN)/python examples/lightning_demo.py $(DEMO_ARGS)
 
+# On two cores two processes leave a third of the time unused: many tests wait for other processes.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -12,7 +12,6 @@ Example:
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ def register() -> None:
     """
     try:
         installed = version("accelerate")
-        is_too_old = tuple(int(n) for n in re.findall(r"\d+", installed)[:2]) < _OLDEST
+        is_too_old = bf16_autoload.version_numbers(installed) < _OLDEST
         fault = f" and found {installed}" if is_too_old else None
     except PackageNotFoundError:
         fault = ", which is not installed"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_bf16
 
-__all__ = ["autocast", "carry_autocast", "is_wrapped", "share_masters", "unwrap_model"]
+__all__ = ["autocast", "carry_autocast", "is_wrapped", "sync_masters", "unwrap_model"]
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -52,13 +52,12 @@ def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:
     return {"cache_enabled": False, **(handler.to_kwargs() if handler is not None else {})}
 
 
-def share_masters(model: nn.Module, synced: bool) -> None:
+def sync_masters(model: nn.Module, synced: bool) -> None:
     """Give all replicas the exact weights of the first rank, whose bf16 halves they were sent.
 
     DDP sends them, and FSDP1 where it was told so: ``synced``, its ``sync_module_states``.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile goes around the others
-    if isinstance(inner, DistributedDataParallel):
-        torch_bf16.sync_masters(inner, group=inner.process_group)
-    elif synced and isinstance(inner, FullyShardedDataParallel):
+    flat = synced and isinstance(inner, FullyShardedDataParallel)
+    if flat or isinstance(inner, DistributedDataParallel):
         torch_bf16.sync_masters(inner)

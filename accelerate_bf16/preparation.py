@@ -135,7 +135,7 @@ class Preparation:
         """What a model computes in."""
         return self._recipe_for(unwrap_model(model)).compute
 
-    def attach(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
+    def setup_training(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
         """Set up accumulation, reduction, release and train modes for what is new.
 
         Args:
@@ -152,19 +152,11 @@ class Preparation:
             if not models:
                 continue
             model = models[0] if len(models) == 1 else nn.ModuleList(models)
-            if optimizer.recipe.accumulate != "bf16_nearest":
-                torch_bf16.accumulate_gradients(model, optimizer)
-            if optimizer.recipe.reduce != "wrapper":
-                torch_bf16.reduce_gradients(model, optimizer)
             if release is not None:
                 shows_last = hasattr(models[0], "set_requires_gradient_sync") and not sync_each
-                _releases[optimizer] = torch_bf16.release_gradients(
-                    model,
-                    optimizer,
-                    max_norm=release.max_norm,
-                    norm=release.norm,
-                    accumulation_steps=1 if shows_last else steps,
-                )
+                release = replace(release, accumulation_steps=1 if shows_last else steps)
+            if handle := torch_bf16.setup_gradients(model, optimizer, release):
+                _releases[optimizer] = handle
 
     def _end_releases(self, bare_models: Iterable[nn.Module]) -> None:
         """End releases of optimizers that the accelerator has freed, or that another one had."""

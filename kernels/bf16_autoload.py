@@ -26,6 +26,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["TARGETS", "Patches", "autoload", "forget", "watch"]
+__all__ = ["TARGETS", "Patches", "autoload", "forget", "version_numbers", "watch"]
 
 _LIGHTNING = "lightning_bf16._patches"
 _ACCELERATE = "accelerate_bf16._patches"
@@ -136,6 +137,16 @@ def forget(plugin: str) -> None:
         if isinstance(finder, _Finder):
             finder.names -= {name for name, target in TARGETS.items() if target == plugin}
     importlib.import_module(plugin).patches.undo()
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a host's version, which plugins look at before they import torch.
+
+    Example:
+        >>> version_numbers("2.6.0.dev20251103")
+        (2, 6)
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 _ABSENT: Any = object()

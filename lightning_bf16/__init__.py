@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,10 @@ def register() -> None:
         >>> lightning_bf16.register()
     """
     versions, needed = _installed(), ".".join(map(str, _NEEDED))
-    if not any(version is None or _release(version) >= _NEEDED for version in versions.values()):
+    if not any(
+        version is None or bf16_autoload.version_numbers(version) >= _NEEDED
+        for version in versions.values()
+    ):
         listed = (
             ", ".join(f"{host} {version}" for host, version in versions.items()) or "none of them"
         )
@@ -96,10 +98,6 @@ def _installed() -> dict[str, str | None]:
             except metadata.PackageNotFoundError:
                 versions[host] = None
     return versions
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 register()

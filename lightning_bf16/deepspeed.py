@@ -1,4 +1,4 @@
-"""The plugin's body where DeepSpeed's engine casts the model, takes the steps and clips."""
+"""What a plugin does where DeepSpeed's engine casts the model, takes the steps and clips."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.nn import Module
 import torch_bf16
 
 if TYPE_CHECKING:
-    from .precision import PrecisionBody as _Base
+    from .precision import PrecisionMixin as _Base
 else:
     _Base = object
 
-__all__ = ["DeepSpeedBody"]
+__all__ = ["DeepSpeedMixin"]
 
 
-class DeepSpeedBody(_Base):
-    """Stands in front of a body for ``DeepSpeedStrategy``; the connectors choose it."""
+class DeepSpeedMixin(_Base):
+    """Stands in front of a plugin's mixin for ``DeepSpeedStrategy``; the connectors choose it."""
 
     def cast(self, module: Module) -> None:
         """Nothing: the engine casts."""

@@ -7,18 +7,18 @@ from lightning_fabric.plugins.precision import (
     Precision,
 )
 
-from .deepspeed import DeepSpeedBody
-from .precision import PrecisionBody
+from .deepspeed import DeepSpeedMixin
+from .precision import PrecisionMixin
 
 __all__ = ["BF16DeepSpeedPrecision", "BF16Precision"]
 
 
-class BF16Precision(PrecisionBody, FSDPPrecision, HalfPrecision):
-    __doc__ = PrecisionBody.__doc__
+class BF16Precision(PrecisionMixin, FSDPPrecision, HalfPrecision):
+    __doc__ = PrecisionMixin.__doc__
 
     # FSDPPrecision has one for its gradient scaler; with it Fabric would refuse loss.backward().
     backward = Precision.backward
 
 
-class BF16DeepSpeedPrecision(DeepSpeedBody, PrecisionBody, DeepSpeedPrecision):
+class BF16DeepSpeedPrecision(DeepSpeedMixin, PrecisionMixin, DeepSpeedPrecision):
     """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""

@@ -10,10 +10,10 @@ import torch_bf16
 
 from ._patches.private_attributes import logs_this_step
 
-__all__ = ["MonitorBody"]
+__all__ = ["MonitorMixin"]
 
 
-class MonitorBody:
+class MonitorMixin:
     """Log for each layer what rounding does to the updates: :class:`torch_bf16.UpdateMonitor`.
 
     Through ``self.log``, so that every logger shows it: ``bf16/survived/<layer>`` (the share of the

@@ -1,10 +1,11 @@
-"""The body of the precision plugins, written once for Fabric and Trainer of both packages."""
+"""What makes a precision plugin ours, written once for Fabric and Trainer of both packages."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from . import _patches
 from ._patches.fp32_outputs import map_tensors, to_fp32
 from ._patches.private_attributes import is_placeholder, syncs_module_states
 
-__all__ = ["PrecisionBody", "end_releases"]
+__all__ = ["PrecisionMixin", "end_releases", "parameters_of"]
 
 _releases: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 """The handle of each optimizer whose gradients a plugin has released."""
@@ -32,7 +33,7 @@ else:
     _Base = object
 
 
-class PrecisionBody(_Base):
+class PrecisionMixin(_Base):
     """Train in bf16 and end up where fp32 would have.
 
     ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` make one;
@@ -217,7 +218,7 @@ class PrecisionBody(_Base):
             if isinstance(each, torch.optim.Optimizer)
             and not is_placeholder(each)
             # One of complex parameters alone, say, has none that is bf16.
-            and any(p.is_floating_point() for p in _trained_by(each))
+            and any(p.is_floating_point() for p in parameters_of(each))
             and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
         ]
         try:
@@ -229,7 +230,9 @@ class PrecisionBody(_Base):
                 if not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer):
                     torch_bf16.convert(each, self.recipe, model=self._owner(each))
         except (NotImplementedError, ValueError) as error:
-            cast = any(p.dtype == torch.bfloat16 for each in unconverted for p in _trained_by(each))
+            cast = any(
+                p.dtype == torch.bfloat16 for each in unconverted for p in parameters_of(each)
+            )
             raise type(error)(
                 f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
                 "Lightning takes it as it is. Nothing was trained"
@@ -244,7 +247,7 @@ class PrecisionBody(_Base):
         if module is not None:
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
 
-    def attach(self, module: Module, optimizers: Iterable[Any]) -> None:
+    def setup_gradients(self, module: Module, optimizers: Iterable[Any]) -> None:
         """Set up reduction, accumulation and release of a module's gradients, once it is wrapped.
 
         Args:
@@ -252,37 +255,28 @@ class PrecisionBody(_Base):
             optimizers: its optimizers; releases of earlier ones for the same parameters are ended.
         """
         ours = [each for each in optimizers if isinstance(each, torch_bf16.BF16Optimizer)]
-        trained = set().union(*map(_trained_by, ours))
+        trained = set().union(*map(parameters_of, ours))
         end_releases(
             each
             for each in list(_releases)
-            if each not in ours and not trained.isdisjoint(_trained_by(each))
+            if each not in ours and not trained.isdisjoint(parameters_of(each))
         )
+        release = self.release
+        if release is not None:
+            release = replace(release, accumulation_steps=self.accumulation_steps())
         for optimizer in ours:
-            if optimizer.recipe.accumulate != "bf16_nearest":
-                torch_bf16.accumulate_gradients(module, optimizer)
-            if optimizer.recipe.reduce != "wrapper":
-                torch_bf16.reduce_gradients(module, optimizer)
-            if self.release is not None:
-                _releases[optimizer] = torch_bf16.release_gradients(
-                    module,
-                    optimizer,
-                    max_norm=self.release.max_norm,
-                    norm=self.release.norm,
-                    accumulation_steps=self.accumulation_steps(),
-                )
+            if handle := torch_bf16.setup_gradients(module, optimizer, release):
+                _releases[optimizer] = handle
 
     def accumulation_steps(self) -> int:
         """How many backward passes make one released step."""
         return self.release_accumulation_steps or 1
 
-    def sync_replicas(self, module: Module, strategy: Any) -> None:
+    def sync_masters(self, module: Module, strategy: Any) -> None:
         """Start exact masters of a wrapped module from rank 0's, as the weights did."""
-        module = getattr(module, "_orig_mod", module)
-        if syncs_module_states(strategy):
-            torch_bf16.sync_masters(module)
-        if isinstance(module, DistributedDataParallel):
-            torch_bf16.sync_masters(module.module, group=module.process_group)
+        inner = getattr(module, "_orig_mod", module)  # torch.compile goes around the others
+        if isinstance(inner, DistributedDataParallel) or syncs_module_states(strategy):
+            torch_bf16.sync_masters(inner)
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
         """The module that has all the parameters of an optimizer, if it was converted here."""
@@ -305,9 +299,10 @@ def end_releases(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             handle.remove()
 
 
-def _trained_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+def parameters_of(optimizer: Any) -> set[torch.Tensor]:
+    """What an optimizer trains; nothing for an object of a user's that has no groups."""
+    return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
 def _owns(module: Module, optimizer: torch.optim.Optimizer) -> bool:
-    return _trained_by(optimizer) <= set(module.parameters())
+    return parameters_of(optimizer) <= set(module.parameters())

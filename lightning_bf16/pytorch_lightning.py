@@ -3,28 +3,28 @@
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
 
-from .deepspeed import DeepSpeedBody
-from .monitor import MonitorBody
-from .train_modes import TrainModesBody
-from .trainer import TrainerBody
+from .deepspeed import DeepSpeedMixin
+from .monitor import MonitorMixin
+from .train_modes import TrainModesMixin
+from .trainer import TrainerMixin
 
 __all__ = ["BF16DeepSpeedPrecision", "BF16Monitor", "BF16Precision"]
 
 
-class _TrainModes(TrainModesBody, Callback):
-    __doc__ = TrainModesBody.__doc__
+class _TrainModes(TrainModesMixin, Callback):
+    __doc__ = TrainModesMixin.__doc__
 
 
-class BF16Precision(TrainerBody, FSDPPrecision, HalfPrecision):
-    __doc__ = TrainerBody.__doc__
+class BF16Precision(TrainerMixin, FSDPPrecision, HalfPrecision):
+    __doc__ = TrainerMixin.__doc__
     _train_modes = _TrainModes
 
 
-class BF16DeepSpeedPrecision(DeepSpeedBody, TrainerBody, DeepSpeedPrecision):
+class BF16DeepSpeedPrecision(DeepSpeedMixin, TrainerMixin, DeepSpeedPrecision):
     """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""
 
     _train_modes = _TrainModes
 
 
-class BF16Monitor(MonitorBody, Callback):
-    __doc__ = MonitorBody.__doc__
+class BF16Monitor(MonitorMixin, Callback):
+    __doc__ = MonitorMixin.__doc__

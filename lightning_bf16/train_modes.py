@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TrainModesBody", "with_modes"]
+__all__ = ["TrainModesMixin", "with_modes"]
 
 
-class TrainModesBody:
+class TrainModesMixin:
     """Put optimizers with ``train()`` and ``eval()`` into the mode of what the Trainer does.
 
     The average stays from the start of a validation to the next training batch, so that callbacks

@@ -1,4 +1,4 @@
-"""The Trainer's part of the plugin body: optimizers, steps and clipping."""
+"""What a Trainer's plugin does beside that: optimizers, steps and clipping."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch_bf16
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets, widen_averages
 from ._patches.train_modes import switch_modes
-from .precision import PrecisionBody, end_releases
-from .train_modes import TrainModesBody
+from .precision import PrecisionMixin, end_releases
+from .train_modes import TrainModesMixin
 
-__all__ = ["TrainerBody"]
+__all__ = ["TrainerMixin"]
 
 
 def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
@@ -32,14 +32,14 @@ def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
     return context
 
 
-class TrainerBody(PrecisionBody):
-    __doc__ = PrecisionBody.__doc__
+class TrainerMixin(PrecisionMixin):
+    __doc__ = PrecisionMixin.__doc__
 
     _advice = (
         "Return it from configure_optimizers, and step what self.optimizers() gives; before a run "
         "in another precision, call model.float()"
     )
-    _train_modes: type[TrainModesBody]
+    _train_modes: type[TrainModesMixin]
     _outputs: Fp32Outputs | None = None
     _trainer: Any = None
     _evaluates = False
@@ -71,11 +71,11 @@ class TrainerBody(PrecisionBody):
         trainer = self._trainer
         if self.release is not None and trainer is not None:
             _check_trainer(trainer)
-        self.sync_replicas(model, getattr(trainer, "strategy", None))
+        self.sync_masters(model, getattr(trainer, "strategy", None))
         if self._evaluates:  # the optimizers are those of the fit before
             return model, optimizers, lr_schedulers
         converted = self.convert_optimizers(optimizers)
-        self.attach(model, optimizers)
+        self.setup_gradients(model, optimizers)
         if trainer is not None:
             switch_modes(trainer, optimizers, self._train_modes)
         self.announce(converted)
@@ -92,7 +92,7 @@ class TrainerBody(PrecisionBody):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """Convert an optimizer that was made after `connect`, in a hook, before its first step."""
         if converted := self.convert_optimizers([optimizer]):
-            self.attach(model, converted)
+            self.setup_gradients(model, converted)
             self.announce(converted)
         return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 

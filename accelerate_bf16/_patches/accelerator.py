@@ -116,7 +116,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
         # that exact masters start from fp32 shards, also where only the first rank has loaded the
         # weights and the others get theirs from it.
-        wrapped = _wrapped(accelerator)
+        wrapped = _wrapped_models(accelerator)
         new = [each for each in passed_models if each not in wrapped]
         preparation.convert(passed_models, optimizers)
         with separate_groups(preparation.fp32_groups(new)):
@@ -148,9 +148,9 @@ def prepare_model(
             refusals.explain_mixed_unit(mode, error)
             raise
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        models.share_masters(prepared, getattr(plugin, "sync_module_states", False))
+        models.sync_masters(prepared, getattr(plugin, "sync_module_states", False))
         refusals.refuse_left_behind(mode, trained_by)
-        _wrapped(accelerator).add(prepared)
+        _wrapped_models(accelerator).add(prepared)
         return prepared
 
 
@@ -180,7 +180,7 @@ def clip_grad_norm_(
 ) -> Any:
     """Clip by the fp32 norm, and leave the multiplication to the step where possible."""
     if norm_type != 2:
-        return original(accelerator, _not_released(parameters), max_norm, norm_type)
+        return original(accelerator, _check_not_released(parameters), max_norm, norm_type)
     import torch_bf16
     from accelerate_bf16.optimizers import unwrap_optimizer
 
@@ -198,7 +198,7 @@ def clip_grad_value_(
     original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
 ) -> Any:
     """Refuse to clip gradients that were released, which would do nothing."""
-    return original(accelerator, _not_released(parameters), clip_value)
+    return original(accelerator, _check_not_released(parameters), clip_value)
 
 
 @_in_our_modes
@@ -243,7 +243,7 @@ def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs:
     return result
 
 
-def _not_released(parameters: Any) -> list[Any]:
+def _check_not_released(parameters: Any) -> list[Any]:
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     if all(p.grad is None for p in parameters):
         import torch_bf16
@@ -290,8 +290,8 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
         with Patches() as patches:
             patches.set(accelerator.state, "_mixed_precision", "no")
             yield _current
-        _current.attach(
-            list(_wrapped(accelerator)),
+        _current.setup_training(
+            list(_wrapped_models(accelerator)),
             _passes_per_step(accelerator),
             sync_each=accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False),
         )
@@ -325,7 +325,7 @@ def _fsdp_version(accelerator: Any) -> int | None:
     return getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
 
 
-def _wrapped(accelerator: Any) -> Any:
+def _wrapped_models(accelerator: Any) -> Any:
     """The models that ``prepare_model`` has returned; the accelerator's own list has bare ones."""
     return accelerator.__dict__.setdefault("_bf16_wrapped", _Models())
 

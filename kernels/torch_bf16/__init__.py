@@ -25,6 +25,7 @@ from .gradients.clipping import clip_grad_norm_, clip_next_step, total_norm
 from .gradients.release import release_gradients
 from .gradients.release_options import release_options
 from .gradients.scaler import GradScaler
+from .gradients.setup import setup_gradients
 from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
@@ -106,6 +107,7 @@ __all__ = [
     "release_options",
     "save_checkpoint",
     "separate_vectors",
+    "setup_gradients",
     "sync_masters",
     "total_norm",
     "warn_unconverted",

@@ -77,7 +77,7 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> dic
         warnings.warn(f"{name} is set, and nothing reads it; {meant} is read", stacklevel=2)
     texts = {variable: environment.get(variable, "").strip() for variable in OPTIONS}
     return {
-        name: _parsed(variable, name, texts[variable])
+        name: _parse(variable, name, texts[variable])
         for variable, name in OPTIONS.items()
         if texts[variable]
     }
@@ -120,7 +120,7 @@ def misspelt_variables(environment: Mapping[str, str] = os.environ) -> dict[str,
     return found
 
 
-def _parsed(variable: str, name: str, text: str) -> Any:
+def _parse(variable: str, name: str, text: str) -> Any:
     if name == "release_gradients":
         if text.lower() not in (*_TRUE, *_FALSE):
             raise ValueError(f"{variable}={text!r} must be one of {', '.join(_TRUE + _FALSE)}")

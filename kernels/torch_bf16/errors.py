@@ -14,10 +14,13 @@ __all__ = [
     "UNTOUCHED",
     "BackendUnavailableError",
     "CheckpointError",
+    "Label",
     "StateMismatchError",
     "check_torch",
+    "first_line",
     "prefix_errors",
     "suffix_errors",
+    "version_numbers",
 ]
 
 OLDEST_TORCH = (2, 7)
@@ -26,6 +29,9 @@ OLDEST_TORCH = (2, 7)
 UNTOUCHED = "Nothing was updated"
 
 _USERS = (ValueError, NotImplementedError)
+
+Label = Callable[[], str]
+"""What makes the name of something for a message; called only if there is one."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -47,24 +53,45 @@ def check_torch() -> None:
         ImportError: it is.
     """
     found = str(torch.__version__)
-    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+    if version_numbers(found) < OLDEST_TORCH:
         needed = f"torch>={'.'.join(map(str, OLDEST_TORCH))}"
         raise ImportError(
             f'torch_bf16 needs {needed} and found {found}. Run: pip install -U "{needed}"'
         )
 
 
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, by which versions are compared here.
+
+    Example:
+        >>> version_numbers("2.13.0a0+cu124")
+        (2, 13)
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def first_line(error: BaseException, message: str | None = None) -> str:
+    """The first line of an error's message, or the name of its class where that says nothing.
+
+    Args:
+        error: what was raised.
+        message: the part of its message that counts; None for all of it.
+    """
+    text = str(error) if message is None else message
+    return (text.strip().splitlines() or [type(error).__name__])[0]
+
+
 @contextmanager
-def prefix_errors(subject: Callable[[], str]) -> Iterator[None]:
+def prefix_errors(label: Label) -> Iterator[None]:
     """Prefix the message of a user error that is raised within by what it is about.
 
     Args:
-        subject: called only if an error is raised; a space and the message follow.
+        label: of that; a space and the message follow.
     """
     try:
         yield
     except _USERS as error:
-        error.args = (f"{subject()} {error}",)
+        error.args = (f"{label()} {error}",)
         raise
 
 

@@ -9,17 +9,12 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 import torch_bf16
-from lightning_bf16.precision import PrecisionBody
+from lightning_bf16.precision import PrecisionMixin
 
 __all__ = ["choose"]
 
-_XLA = "the fused optimizer step does not run on XLA devices"
 _OVERRIDDEN = ("32-true", "bf16-mixed", "bf16-true")
-_REFUSED = {
-    "SingleDeviceXLAStrategy": _XLA,
-    "XLAStrategy": _XLA,
-    "XLAFSDPStrategy": _XLA,
-}
+_XLA = ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
 def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -36,19 +31,19 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
         if mode := torch_bf16.mode_from_environment():
             name = _override(mode, name, passed)
         named = passed is None and isinstance(name, str) and name in torch_bf16.RECIPES
-        if not named and not isinstance(passed, PrecisionBody):
+        if not named and not isinstance(passed, PrecisionMixin):
             return original(connector)
         host = importlib.import_module(f"lightning_bf16.{family[-1]}")
         plugin_class = host.BF16Precision
         plugin: Any = plugin_class(name) if named else passed
         strategy = type(connector.strategy)
-        for kind in strategy.__mro__:
-            if kind.__name__ in _REFUSED:
-                raise ValueError(
-                    f"precision {plugin.mode!r} cannot be used with {strategy.__name__}: "
-                    f"{_REFUSED[kind.__name__]}. Use strategy='ddp', FSDP2 or tensor parallelism "
-                    "through ModelParallelStrategy, or precision='bf16-true'"
-                )
+        kinds = {kind.__name__ for kind in strategy.__mro__}
+        if not kinds.isdisjoint(_XLA):
+            raise ValueError(
+                f"precision {plugin.mode!r} cannot be used with {strategy.__name__}: the fused "
+                "optimizer step does not run on XLA devices. Use strategy='ddp', FSDP2 or tensor "
+                "parallelism through ModelParallelStrategy, or precision='bf16-true'"
+            )
         if not isinstance(plugin, (plugin_class, host.BF16DeepSpeedPrecision)):
             # Fabric, say, takes a Trainer's plugin and never calls its connect.
             kind = type(plugin)
@@ -57,7 +52,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                 f"calls other methods of it. Use {plugin_class.__module__}.BF16Precision with the "
                 "same options"
             )
-        if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
+        if "DeepSpeedStrategy" in kinds:
             return _under_deepspeed(plugin, host.BF16DeepSpeedPrecision, connector.strategy.config)
         return plugin
 
@@ -69,7 +64,7 @@ def _override(mode: str, name: Any, passed: Any) -> str:
     own, current = f"precision={name!r}", name
     if passed is not None:
         own = f"the plugin {type(passed).__name__}"
-        current = passed.mode if isinstance(passed, PrecisionBody) else None
+        current = passed.mode if isinstance(passed, PrecisionMixin) else None
     if current in torch_bf16.RECIPES and torch_bf16.RECIPES[current].name == mode:
         return mode
     if passed is not None or name not in _OVERRIDDEN:

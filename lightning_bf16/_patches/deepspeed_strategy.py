@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_bf16.deepspeed import DeepSpeedBody
+from lightning_bf16.deepspeed import DeepSpeedMixin
 
 __all__ = ["make_engine"]
 
@@ -17,7 +17,7 @@ def make_engine(original: Any) -> Any:
     ) -> Any:
         # Fabric and the Trainer call it by other names.
         plugin = getattr(strategy, "precision", None) or strategy.precision_plugin
-        if isinstance(plugin, DeepSpeedBody) and optimizer is not None:
+        if isinstance(plugin, DeepSpeedMixin) and optimizer is not None:
             plugin.prepare_for_engine(strategy.config, model, optimizer, scheduler)
             result = original(strategy, model, optimizer, scheduler, **named)
             plugin.attach_engine(result[0])

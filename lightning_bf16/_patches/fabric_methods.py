@@ -10,8 +10,8 @@ from weakref import WeakSet
 from torch.nn import Module
 
 import torch_bf16
-from lightning_bf16.deepspeed import DeepSpeedBody
-from lightning_bf16.precision import PrecisionBody
+from lightning_bf16.deepspeed import DeepSpeedMixin
+from lightning_bf16.precision import PrecisionMixin, parameters_of
 
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
@@ -26,7 +26,7 @@ def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
         def method(fabric: Any, *args: Any, **options: Any) -> Any:
             plugin = fabric.strategy.precision
             # DeepSpeed's engine gets its optimizer from the strategy.
-            if not isinstance(plugin, PrecisionBody) or isinstance(plugin, DeepSpeedBody):
+            if not isinstance(plugin, PrecisionMixin) or isinstance(plugin, DeepSpeedMixin):
                 return original(fabric, *args, **options)
             return replacement(partial(original, fabric), fabric, plugin, *args, **options)
 
@@ -46,8 +46,8 @@ def setup(
     plugin.convert_module(module_in_it)
     result = original(module, *optimizers, **options)
     wrapped = (result[0] if optimizers else result)._forward_module
-    plugin.sync_replicas(wrapped, fabric.strategy)
-    plugin.attach(wrapped, optimizers)
+    plugin.sync_masters(wrapped, fabric.strategy)
+    plugin.setup_gradients(wrapped, optimizers)
     torch_bf16.follow(module_in_it, *optimizers)
     plugin.announce(converted)
     return result
@@ -57,7 +57,7 @@ def setup(
 def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options: Any) -> Any:
     """Remember the wrapped module, which sums or releases gradients."""
     result = original(*args, **options)
-    plugin.sync_replicas(result._forward_module, fabric.strategy)
+    plugin.sync_masters(result._forward_module, fabric.strategy)
     _wrapped.add(result._forward_module)
     return result
 
@@ -67,17 +67,12 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
     """Convert the optimizers before Fabric wraps them."""
     converted = plugin.convert_optimizers(optimizers)
     for module in _wrapped:
-        module_optimizers = [each for each in optimizers if _trains(each, module)]
-        plugin.attach(module, module_optimizers)
-        for optimizer in module_optimizers:
-            torch_bf16.follow(module, optimizer)
+        own = [e for e in optimizers if not parameters_of(e).isdisjoint(module.parameters())]
+        plugin.setup_gradients(module, own)
+        if own:
+            torch_bf16.follow(module, *own)
     plugin.announce(converted)
     return original(*optimizers)
-
-
-def _trains(optimizer: Any, module: Module) -> bool:
-    groups = getattr(optimizer, "param_groups", ())
-    return not {p for group in groups for p in group["params"]}.isdisjoint(module.parameters())
 
 
 @_with_our_plugins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -75,11 +75,13 @@ class Fp32Outputs:
     Precision plugins have no say over what a step of a LightningModule returns, and a hook of the
     module sees ``forward`` alone. So the methods are shadowed by attributes of the instance, which
     the strategies, also those that redirect a step through DDP's forward, look up by name.
+
+    Args:
+        module: whose methods; mutated while :meth:`patch` lasts.
+        context: around each call of one.
     """
 
-    def __init__(
-        self, module: Module, context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module, self._context = module, context
         # By method and kept: a new one at each step would make a compiled module compile again.
         self._wrappers: dict[Any, Callable[..., Any]] = {}

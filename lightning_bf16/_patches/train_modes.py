@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import torch_bf16
-from lightning_bf16.train_modes import TrainModesBody, with_modes
+from lightning_bf16.train_modes import TrainModesMixin, with_modes
 
 __all__ = ["switch_modes"]
 
 
-def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesBody]) -> None:
+def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesMixin]) -> None:
     """Give a Trainer the callback that switches, and let its checkpoints hold averages.
 
     Args:
@@ -19,7 +19,7 @@ def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesBody]
         optimizers: of this fit.
         kind: the callback's class.
     """
-    has_callback = any(isinstance(each, TrainModesBody) for each in trainer.callbacks)
+    has_callback = any(isinstance(each, TrainModesMixin) for each in trainer.callbacks)
     if with_modes(optimizers) and not has_callback:
         trainer.callbacks.insert(0, kind())
         trainer.save_checkpoint = functools.partial(_save, trainer)

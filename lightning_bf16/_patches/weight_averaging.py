@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_bf16.precision import PrecisionBody
+from lightning_bf16.precision import PrecisionMixin
 
 __all__ = ["setup", "swap_models"]
 
@@ -27,7 +27,7 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     def _swap_models(callback: Any, module: Any) -> None:
-        if not isinstance(module.trainer.precision_plugin, PrecisionBody):
+        if not isinstance(module.trainer.precision_plugin, PrecisionMixin):
             original(callback, module)
             return
         average = callback._average_model.module

@@ -214,7 +214,7 @@ def test_streams_and_events_of_torch_are_used_as_they_are(monkeypatch):
         host.append(torch.empty(tuple(shape), dtype=dtype))
         return host[-1]
 
-    monkeypatch.setattr(bus, "_pinned", pinned)
+    monkeypatch.setattr(bus, "_pin", pinned)
     link = bus.CudaBus(torch.device("cuda", 0))
     link.up.name, link.down.name = "up", "down"
 
@@ -247,7 +247,7 @@ def test_devices_without_a_bus_are_named():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there pinned memory can be had")
 def test_memory_that_cannot_be_pinned_is_named():
     with pytest.raises(RuntimeError, match=r"pinned host memory .* \(3, 4\) in torch.float32"):
-        bus._pinned((3, 4), torch.float32)
+        bus._pin((3, 4), torch.float32)
 
 
 def test_buffers_are_freed_with_the_last_kernel_that_uses_them(monkeypatch):

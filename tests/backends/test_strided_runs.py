@@ -138,6 +138,6 @@ def test_runs_at_unequal_distances_are_refused(box):
 
 def test_long_runs_are_spans_of_their_own():
     span = Span("w", (4, 2**32), 0, 4 * 2**31, 5, 2**31, 2**32)
-    assert [(s.start, s.numel, s.offset) for s in span.pieces()] == [
+    assert [(s.start, s.numel, s.offset) for s in span.split()] == [
         (run * 2**31, 2**31, 5 + run * 2**32) for run in range(4)
     ]

@@ -143,7 +143,7 @@ def test_division_and_root_are_ieee_and_nothing_is_fused_or_flushed():
 
 def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
     for name, variant in VARIANTS.items():
-        if variant.formats[0].name != "fp32" or variant.gradient == torch.bfloat16:
+        if variant.formats[0].name != "fp32" or variant.gradient_dtype == torch.bfloat16:
             conversions = re.findall(r"cvt\.\S*bf16\S*", compiled(variant, "sm_90").asm["ptx"])
             assert not conversions, name
 

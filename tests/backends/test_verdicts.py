@@ -162,7 +162,7 @@ def test_two_processes_that_find_a_fault_at_once_go_on_with_the_right_bits(fresh
     want = trained("eager").float().tolist()
     assert _training(fresh, Planted("rule"), Planted("rule")) == [want, want]
     # The wrong backend's, and eager's.
-    faults = [fault for _, fault in verdicts.kept()]
+    faults = [fault for _, fault in verdicts.all_verdicts()]
     assert sorted(fault is None for fault in faults) == [False, True]
 
 
@@ -170,14 +170,14 @@ def test_training_that_a_kernel_has_killed_goes_on_with_the_right_bits(fresh):
     want = trained("eager").float().tolist()
     assert _training(fresh, Deadly("run")) == [None]
     assert _training(fresh, Deadly("run")) == [want]
-    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.kept())
+    assert any("was killed; remove" in (fault or "") for _, fault in verdicts.all_verdicts())
 
 
 def test_a_process_that_is_ended_while_it_compiles_blames_no_kernel(fresh):
     want = trained("eager").float().tolist()
     assert _training(fresh, Deadly("compile")) == [None]
     assert _training(fresh, Deadly("nowhere")) == [want]
-    assert [fault for _, fault in verdicts.kept()] == [None]
+    assert [fault for _, fault in verdicts.all_verdicts()] == [None]
 
 
 COMPILERS = {

@@ -5,7 +5,7 @@ import torch
 from optimizer_cases import make_optimizer
 from torch import nn
 
-from torch_bf16.engine import parts
+from torch_bf16.engine import launches
 
 BF16 = torch.bfloat16
 
@@ -24,7 +24,7 @@ def trained(backend, weight, error, monkeypatch):
     parameters = [nn.Parameter(weight()), nn.Parameter(torch.randn(8, 8))]
     optimizer = make_optimizer("adamw", "master", backend, parameters)
     optimizer.param_groups[0]["lr"] = 1e-4
-    run, calls = parts.Part.run, []
+    run, calls = launches.Launch.run, []
 
     def failing(self, *given):
         calls.append(self)
@@ -38,7 +38,7 @@ def trained(backend, weight, error, monkeypatch):
             each.grad = torch.randn_like(each)
         if number == 3 and error is not None:
             with monkeypatch.context() as patch:
-                patch.setattr(parts.Part, "run", failing)
+                patch.setattr(launches.Launch, "run", failing)
                 with pytest.raises(type(error)):
                     optimizer.step()
             # What an interrupt found in a kernel was updated, too; else the second one steps now.

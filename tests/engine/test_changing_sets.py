@@ -101,7 +101,7 @@ def test_a_weight_written_while_it_took_no_part_drops_its_lower_half_when_it_com
     assert optimizer.state[second]["remainder16"].any()
     second.grad = torch.zeros_like(second)
     assert plan.fits(optimizer._setting(), [first, second], optimizer.state)
-    assert plan.written() == [plan.members[1]]
+    assert plan.overwritten_members() == [plan.members[1]]
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
     assert torch.equal(optimizer.exact_weight(second), torch.ones(8, 64))
@@ -240,7 +240,7 @@ def test_a_step_that_breaks_off_counts_what_it_updated_and_says_so(monkeypatch):
     mine = [nn.Parameter(torch.randn(8, 64).to(BF16)), nn.Parameter(torch.randn(8))]
     optimizer = make_optimizer("adamw", "stochastic", "eager", mine)
     take_steps(optimizer, [0])
-    first, second = optimizer._engine.plan._parts
+    first, second = optimizer._engine.plan._launches
 
     def fail(*arguments, **named):
         raise torch.OutOfMemoryError("out of memory")
@@ -265,7 +265,7 @@ def test_an_interrupt_that_waited_for_a_kernel_leaves_its_step_counted(monkeypat
     interrupted, plain = (kind([nn.Parameter(each.clone()) for each in weights]) for _ in range(2))
     take_steps(interrupted, [0])
     take_steps(plain, [0, 1])
-    part = interrupted._engine.plan._parts[-1]
+    part = interrupted._engine.plan._launches[-1]
     run = part.batch.run
 
     def run_and_raise(*arguments, **named):
@@ -287,7 +287,7 @@ def a_device_takes_its_count_back():
     mine = [nn.Parameter(torch.randn(8, 64).to(BF16)), nn.Parameter(torch.randn(8))]
     optimizer = make_optimizer("adamw", "stochastic", "triton", mine)
     take_steps(optimizer, [0])
-    _, second = optimizer._engine.plan._parts
+    _, second = optimizer._engine.plan._launches
 
     def fail(*arguments, **named):
         raise torch.OutOfMemoryError("out of memory")

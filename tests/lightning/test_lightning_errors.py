@@ -139,7 +139,7 @@ def test_a_missing_or_old_host_is_named_with_the_version_needed(monkeypatch, fou
 def test_the_plugin_class_is_that_of_the_installed_package(monkeypatch, installed):
     monkeypatch.setattr(lightning_bf16, "_installed", lambda: {installed: "2.6.0"})
     lightning_bf16.register()
-    assert lightning_bf16.BF16Precision.__mro__[1].__name__ == "TrainerBody"
+    assert lightning_bf16.BF16Precision.__mro__[1].__name__ == "TrainerMixin"
     host_class = lightning_bf16.BF16Precision.__mro__[3]
     assert host_class.__module__.split(".")[0] == installed
 

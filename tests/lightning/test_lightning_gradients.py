@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from lightning_models import batches, make_module, make_trainer
+from thousandths import THOUSANDTHS, Summing, assert_summed
 from torch import nn
 
 import lightning_bf16
@@ -21,23 +22,6 @@ def plugin_of(package, **options):
     return module.BF16Precision(**options)
 
 
-class Small(nn.Module):
-    """Its gradient is what a micro-batch says."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(64, 64))
-
-    def forward(self, x):
-        return (self.w * x.mean()).sum()
-
-
-THOUSANDTHS = [torch.tensor([0.001])] * 1000
-SUM = 1000 * torch.tensor(0.001).bfloat16().double().item()
-# 4096 sums of 1000 roundings, each by at most half of 2^-8: six standard deviations.
-DEVIATION = 6 * 1000**0.5 * 2**-9 / 64
-
-
 @pytest.mark.parametrize("accumulate", ["bf16_nearest", "bf16_stochastic", "fp32"])
 def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accumulate):
     seen = []
@@ -45,7 +29,7 @@ def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accum
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.inner = Small()
+            self.inner = Summing()
 
         def training_step(self, batch, batch_idx):
             return 1000 * self.inner(batch)
@@ -60,12 +44,7 @@ def test_accumulate_grad_batches_sums_in_the_format_that_was_asked_for(pl, accum
     trainer = make_trainer(pl, None, plugins=[plugin], accumulate_grad_batches=1000)
     trainer.fit(Module(), torch.utils.data.DataLoader(THOUSANDTHS, batch_size=None))
     (gradient,) = seen
-    mean = gradient.double().mean().item()
-    if accumulate == "bf16_nearest":
-        assert mean == 0.5  # the control: what torch does
-    else:
-        limit = DEVIATION if accumulate == "bf16_stochastic" else 1000 * 2.0**-24
-        assert abs(mean - SUM) <= limit
+    assert_summed(gradient, accumulate)
     assert (gradient.dtype == torch.float32) == (accumulate == "fp32")
 
 
@@ -74,7 +53,7 @@ def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate
     plugin = plugin_of(fabric_package, accumulate=accumulate)
     fabric = fabric_package.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     for together in (True, False):
-        module = Small()
+        module = Summing()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         if together:
             model, optimizer = fabric.setup(module, optimizer)
@@ -84,7 +63,7 @@ def test_fabric_sums_in_the_format_that_was_asked_for(fabric_package, accumulate
         for number, x in enumerate(THOUSANDTHS):
             with fabric.no_backward_sync(model, enabled=number < 999):
                 fabric.backward(model(x))
-        assert abs(module.w.grad.double().mean().item() - SUM) < DEVIATION
+        assert_summed(module.w.grad, accumulate)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         torch.testing.assert_close(
             torch_bf16.total_norm(module.parameters()), torch.tensor(1.0), atol=0.005, rtol=0

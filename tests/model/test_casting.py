@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import torch_bf16
 from torch_bf16 import cast_model, get_recipe
-from torch_bf16.model.casting import kept
+from torch_bf16.model.casting import is_kept_fp32
 
 BF16 = torch.bfloat16
 
@@ -263,6 +263,16 @@ def test_a_module_inside_ddp_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_module_inside_dataparallel_over_several_gpus_is_refused():
+    replicated = nn.DataParallel(nn.Linear(3, 3))
+    replicated.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"inside DataParallel over 2 GPUs, .*compute in fp16"):
+        cast_model(replicated)
+    assert dtypes(replicated) == {torch.float32}
+    replicated.device_ids = replicated.device_ids[:1]
+    assert dtypes(cast_model(replicated)) == {BF16}
+
+
 def test_only_modules_are_cast():
     with pytest.raises(ValueError, match=r"was given a Tensor and takes a torch.nn.Module"):
         cast_model(torch.ones(3))
@@ -370,8 +380,8 @@ def test_a_pattern_of_parameter_names_keeps_them_and_leaves_their_module_to_auto
     assert module[0].bias.dtype == torch.bfloat16
     assert "forward" not in vars(module[0])
     assert "forward" in vars(module[1])
-    assert kept(module[0].weight)
-    assert not kept(module[0].bias)
+    assert is_kept_fp32(module[0].weight)
+    assert not is_kept_fp32(module[0].bias)
 
 
 def test_wrappers_in_a_name_change_no_match_and_what_stays_is_known_beforehand():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from sync_masters_replica import initial, network, trained
+from sync_masters_replica import initial, network, started_in_a_group, trained
 from torch import nn
 
 import torch_bf16
@@ -234,6 +234,13 @@ def test_replicas_agree_on_weights_and_masters_bit_for_bit(replicas, scenario, k
 def test_synced_masters_are_the_fp32_weights_of_the_source(replicas, scenario, kind):
     for each in replicas(scenario, kind):
         assert agree(each["masters at the start"], source())
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_group_of_ddp_gets_the_masters_of_its_own_first_rank(ranks, kind):
+    _, *members = ranks(3, started_in_a_group, kind)
+    weights = [p.detach() for p in network(1).parameters()]
+    assert all(agree(each, weights) for each in members)
 
 
 @pytest.mark.parametrize("kind", EXACT)

@@ -17,7 +17,7 @@ def used(optimizer):
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return optimizer._engine.plan._parts[0].batch.backend.name
+    return optimizer._engine.plan._launches[0].batch.backend.name
 
 
 def weights():

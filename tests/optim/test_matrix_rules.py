@@ -9,7 +9,7 @@ from optimizer_cases import assert_same, differs, snapshot
 from torch import nn
 
 import torch_bf16
-from torch_bf16.engine import directions
+from torch_bf16.engine import direction_solver
 from torch_bf16.optim import adafactor, muon
 from torch_bf16.optim.newton_schulz import orthogonalise
 
@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_a_step_that_broke_off_as_its_copy_does(name, monkeyp
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(directions, "_solved", fail)
+        patch.setattr(direction_solver, "_solve", fail)
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             optimizer.step()
     runs = optimizer, copy.deepcopy(optimizer)

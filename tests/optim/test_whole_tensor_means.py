@@ -112,7 +112,7 @@ def test_it_is_another_step_than_the_plain_one(kind):
     train(other, range(4))
     assert not torch.equal(here[0], plain[0])
     other.param_groups[0].pop("cautious", None)
-    rule = other.rule_of(other.param_groups[0])
+    rule = other.rule_of_group(other.param_groups[0])
     assert rule.statistic is None
 
 
@@ -276,10 +276,10 @@ def test_groups_have_rules_of_their_own_and_later_ones_the_constructors(backend)
         **{**OPTIONS, "cautious": True, "backend": backend},
     )
     mixed.add_param_group({"params": [third], "cautious": False, "update_clipping": True})
-    names = [mixed.rule_of(group).name for group in mixed.param_groups]
+    names = [mixed.rule_of_group(group).name for group in mixed.param_groups]
     assert names == ["cautious_adamw", "adamw", "stable_adamw"]
     mixed.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert mixed.rule_of(mixed.param_groups[-1]) is CAUTIOUS_ADAMW
+    assert mixed.rule_of_group(mixed.param_groups[-1]) is CAUTIOUS_ADAMW
     train(mixed, range(2))
     for n, option in enumerate(({"cautious": True}, {}, {"update_clipping": True})):
         alone = weights(torch.bfloat16)[n]

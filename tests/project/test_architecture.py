@@ -47,7 +47,7 @@ ROOMS = {
     "safetensors": ("torch_bf16/checkpoints/export",),
     "peft": ("accelerate_bf16",),
     "matplotlib": ("torch_bf16/tools/bench/plot", "torch_bf16/tools/compare/figure"),
-    "rich": ("torch_bf16/tools/output", "torch_bf16/tools/compare/progress"),
+    "rich": ("torch_bf16/tools/output",),
     "tensorboard": ("torch_bf16/tools/compare/logs",),
     "pyarrow": ("torch_bf16/tools/compare/logs",),
 }

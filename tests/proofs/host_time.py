@@ -57,7 +57,7 @@ def parameters_of(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
 
 
-CONTENDERS = {
+OPTIMIZERS = {
     "torch fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "torch foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
     "ours, triton": lambda p: torch_bf16.AdamW(p, lr=1e-3, backend="triton"),
@@ -72,7 +72,7 @@ class Run:
 
     def __init__(self, name: str, count: int) -> None:
         self.parameters = parameters_of(count)
-        self.optimizer = CONTENDERS[name](self.parameters)
+        self.optimizer = OPTIMIZERS[name](self.parameters)
         self.sets: list[list[torch.Tensor | None]] = [
             [torch.randn_like(p) for p in self.parameters] for _ in range(2)
         ]
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--tensors", type=int, nargs="+", default=[150, 1000, 5000])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--only", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     options = parser.parse_args()
     stub_triton()
     torch.set_num_threads(1)

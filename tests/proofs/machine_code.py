@@ -49,7 +49,7 @@ def measure(file, targets):
     chosen = {
         name: each
         for name, each in found.items()
-        if each.gradient == torch.bfloat16 and each.rule not in (ADAM, SGD_NESTEROV)
+        if each.gradient_dtype == torch.bfloat16 and each.rule not in (ADAM, SGD_NESTEROV)
     }
     record = json.loads(file.read_text()) if file.exists() else {"targets": {}}
     record["triton"] = triton.__version__

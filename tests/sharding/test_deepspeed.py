@@ -9,7 +9,7 @@ from deepspeed_ranks import WITH_DEEPSPEED, on_fresh_ranks
 from deepspeed_stall import NEAREST, OURS
 from deepspeed_training import model
 
-from torch_bf16.tools.estimate.optimizers import stepped
+from torch_bf16.tools.estimate.optimizers import optimizer_spec
 from torch_bf16.tools.estimate.precisions import precisions
 from torch_bf16.tools.estimate.shapes import shapes_of
 from torch_bf16.tools.estimate.zero import zero_rows
@@ -79,7 +79,7 @@ def test_states_take_four_bytes_and_the_master_none(found):
 def test_an_estimate_counts_what_each_rank_keeps(found, stage):
     """Within 2 %: DeepSpeed pads."""
     shapes = shapes_of(model(), "model")
-    rows = {each.name: each for each in zero_rows(shapes, stepped("AdamW"), precisions())}
+    rows = {each.name: each for each in zero_rows(shapes, optimizer_spec("AdamW"), precisions())}
     for rank in found:
         estimated = rows["bf16-stochastic"].on_rank(stage, len(found))
         assert estimated == pytest.approx(rank["kept"][stage], rel=0.02)

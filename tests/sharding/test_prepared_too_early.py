@@ -1,4 +1,5 @@
-"""A model whose parameters were replaced after prepare() had seen them, as fully_shard does."""
+"""A model whose parameters were replaced after prepare() had seen them, as fully_shard does:
+before the first step, between two, and where gradients are released."""
 
 import copy
 
@@ -35,6 +36,43 @@ def test_fully_shard_after_prepare_is_refused_by_the_step(ranks):
     ranks(1, shard_after_prepare)
 
 
+def shard_after_a_step(release):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    if release:
+        torch_bf16.release_gradients(model, optimizer)
+
+    def backward():
+        optimizer.zero_grad()
+        model(torch.ones(2, 4).bfloat16()).sum().backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    backward()
+    with pytest.raises(StateMismatchError, match=REFUSED):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("release", [False, True], ids=["ordinary", "released"])
+def test_fully_shard_after_a_step_is_refused_by_the_next(ranks, release):
+    ranks(1, shard_after_a_step, release)
+
+
+def test_released_gradients_of_parameters_that_replaced_others_are_refused_by_the_first_step():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    torch_bf16.release_gradients(model, optimizer)
+    old = model.weight, model.bias
+    model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in old)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    with pytest.raises(StateMismatchError, match=REFUSED):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Rprop, torch_bf16.AdamW])
 def test_a_step_that_would_train_nothing_is_refused(kind):
     model = nn.Linear(4, 4)
@@ -51,6 +89,12 @@ def test_a_step_that_would_train_nothing_is_refused(kind):
     model.bias.grad = torch.ones_like(model.bias)
     optimizer.step()
     assert len(optimizer.state) == 1
+    # As well where the last step trained them.
+    optimizer.zero_grad()
+    model.weight, model.bias = (nn.Parameter(p.detach().clone()) for p in old)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    with pytest.raises(StateMismatchError, match=REFUSED):
+        optimizer.step()
 
 
 def test_a_step_without_any_gradient_is_none():

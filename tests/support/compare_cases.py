@@ -111,7 +111,7 @@ def trained(plan, row, seed=0):
     training = OngoingRun(plan, row, seed)
     for _ in training.steps():
         pass
-    return training.finished()
+    return training.finish()
 
 
 def run(row, seed, losses, steps=None):

@@ -13,7 +13,7 @@ from triton_variants import TARGETS, compiled
 def bytes_moved(variant):
     """(read, written) for each element; scales, of which few threads hold one, left out."""
     written = sum(p.dtype.itemsize for f in variant.formats for p in f.planes if p.block == 1)
-    return variant.gradient.itemsize + written, written
+    return variant.gradient_dtype.itemsize + written, written
 
 
 def measured(variant, target):

@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_bf16.tools.estimate.precisions import precisions
 
-ROWS = {each.label: each for each in precisions()}
+ROWS = {each.name + ", released" * each.released: each for each in precisions()}
 
 
 class Layer(nn.Module):

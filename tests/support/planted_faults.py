@@ -178,7 +178,7 @@ def trained(backend=None, steps=3):
 
 def shows(place, variant):
     """Whether a fault in that place changes any bit of a variant's planes."""
-    exact = variant.formats[0].name == "bf16+8" and variant.gradient == torch.bfloat16
+    exact = variant.formats[0].name == "bf16+8" and variant.gradient_dtype == torch.bfloat16
     if variant.rule.name == "store" and exact and place in ("rounding", "noise"):
         # A bf16 number has no bits that this format would round away.
         return False

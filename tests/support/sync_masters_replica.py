@@ -76,3 +76,17 @@ def trained(scenario: str, kind: str) -> dict[str, list[torch.Tensor]]:
     found["weights"] = clones(module.parameters())
     found["states"] = clones(v for s in optimizer.state.values() for v in s.values())
     return found
+
+
+def started_in_a_group(kind: str) -> list[torch.Tensor] | None:
+    """The masters of replicas on ranks 1 and 2; rank 0 has none of them."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    module = torch_bf16.cast_model(network(dist.get_rank()), RECIPES[kind])
+    replica = DistributedDataParallel(module, process_group=group)
+    torch_bf16.sync_masters(replica)
+    optimizer = torch_bf16.AdamW(module.parameters(), lr=0.0, recipe=RECIPES[kind])
+    replica(torch.randn(5, 8).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    return masters(optimizer)

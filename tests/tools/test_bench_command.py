@@ -124,7 +124,7 @@ def test_libraries_are_measured_or_named_with_the_reason(peers, capsys, tmp_path
     assert "tuning" not in out + err
 
 
-def test_the_baseline_can_be_any_contender(peers, capsys):
+def test_the_baseline_can_be_any_entry(peers, capsys):
     assert cli.main([*TINY, "--baseline", "fake one", "--against", "torch"]) == 0
     out = capsys.readouterr().out
     assert " 1.00 [1.00, 1.00] " in table_line(out, "fake one")
@@ -248,7 +248,7 @@ def test_a_file_of_another_kind_is_no_record(capsys, tmp_path):
 
 def test_numbers_may_be_written_with_an_exponent(monkeypatch):
     seen = []
-    monkeypatch.setattr(command, "run", lambda options, arguments: seen.append(options) or 0)
+    monkeypatch.setattr(command, "bench", lambda options, arguments: seen.append(options) or 0)
     assert cli.main(["bench", "--parameters", "5e7"]) == 0
     assert seen[0].parameters == 50_000_000
 

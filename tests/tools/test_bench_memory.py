@@ -8,7 +8,7 @@ from torch_bf16 import RECIPES
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.memory import (
     available_bytes,
-    grouped,
+    group_entries,
     held_bytes,
     moved_bytes,
     needed_bytes,
@@ -123,7 +123,8 @@ NEEDS = {"base": 8, "a": 4, "b": 4, "c": 4, "large": 12}
 )
 def test_groups_fit_and_have_the_baseline_in_them_where_it_fits(names, available, most, groups):
     fakes = {name: entry(name) for name in NEEDS}
-    found = grouped([fakes[n] for n in names.split()], lambda e: NEEDS[e.name], available, most)
+    entries = [fakes[name] for name in names.split()]
+    found = group_entries(entries, lambda e: NEEDS[e.name], available, most)
     assert [" ".join(each.name for each in group) for group in found] == groups
 
 

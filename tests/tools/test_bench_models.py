@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from torch_bf16.tools.bench import MODELS, random_shapes
-from torch_bf16.tools.bench.models import llama, sharded
+from torch_bf16.tools.bench.models import MODELS, llama, random_shapes, shard
 
 
 def count(shapes):
@@ -21,7 +20,7 @@ def count(shapes):
     ],
 )
 def test_a_model_has_its_published_size(model, parameters, tensors):
-    shapes = MODELS[model]()
+    shapes = MODELS[model]
     assert (count(shapes), len(shapes)) == (parameters, tensors)
 
 
@@ -31,10 +30,10 @@ def test_an_untied_head_is_a_second_embedding():
 
 
 def test_rank_0_of_a_shard_has_the_larger_part():
-    assert sharded([(10, 3), (8,), (1, 5)], 4) == [(3, 3), (2,), (1, 5)]
+    assert shard([(10, 3), (8,), (1, 5)], 4) == [(3, 3), (2,), (1, 5)]
 
 
-@pytest.mark.parametrize("shape", sharded([(10, 3)], 4))
+@pytest.mark.parametrize("shape", shard([(10, 3)], 4))
 def test_a_shard_is_what_torch_chunk_cuts(shape):
     assert torch.zeros(10, 3).chunk(4)[0].shape == shape
 

@@ -32,7 +32,7 @@ def test_each_runs_the_rule_and_the_formats_of_its_name():
             optimizer.step()
         (group,) = optimizer.param_groups
         (parameter,) = group["params"]
-        rule = optimizer.rule_for(group, parameter)
+        rule = optimizer.rule_of_parameter(group, parameter)
         assert rule == rules.RULES[name][0]
         assert optimizer.recipe == rules.FORMATS[size]
         stored = tuple(

@@ -4,14 +4,13 @@ import itertools
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from torch_bf16.tools import cli
-from torch_bf16.tools.bench import command, device_state
+from torch_bf16.tools.bench import command
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.peers import PEERS
-from torch_bf16.tools.bench.ways import WAYS, in_ways, stepping
+from torch_bf16.tools.bench.ways import WAYS, in_ways, step_of
 
 CPU = torch.device("cpu")
 SHAPES = [(20, 8), (8,)]
@@ -27,7 +26,7 @@ def matrix_of(optimizer):
 
 def test_moved_gradients_have_another_address_in_every_step_and_the_same_numbers():
     moved, plain = made(), made()
-    step, addresses = stepping(moved, "moved"), []
+    step, addresses = step_of(moved, "moved"), []
     for _ in range(4):
         step()
         plain.step()
@@ -38,7 +37,7 @@ def test_moved_gradients_have_another_address_in_every_step_and_the_same_numbers
 
 def test_idle_rows_keep_moments_of_zero():
     optimizer = made()
-    step = stepping(optimizer, "zero-rows")
+    step = step_of(optimizer, "zero-rows")
     for _ in range(3):
         step()
     moments = optimizer.state[matrix_of(optimizer)]["exp_avg"]
@@ -67,7 +66,7 @@ def test_a_graph_is_captured_after_one_step_and_then_replayed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: Context())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     optimizer = made()
-    step = stepping(optimizer, "graph")
+    step = step_of(optimizer, "graph")
     steps = []
     for _ in range(4):
         step()
@@ -109,40 +108,3 @@ def test_without_triton_a_gpu_is_refused_and_not_timed_with_eager(monkeypatch, c
     said = capsys.readouterr().err
     assert "'triton' was asked for and cannot run on cuda:0: it is not installed" in said
     assert "Working here: eager" in said
-
-
-GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    found = SimpleNamespace(uuid="1234")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-
-
-def test_clocks_and_power_are_those_of_the_gpu_that_torch_means(gpu, monkeypatch):
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        values = [*(["580.1"] * 2), "00000000:01:00.0", *(["5"] * 12), "[N/A]"]
-        return SimpleNamespace(returncode=0, stdout=", ".join(values) + "\n", stderr="")
-
-    monkeypatch.setattr(device_state.subprocess, "run", run)
-    found = device_state.device_state(GPU)
-    assert "--id=GPU-1234" in commands[0]
-    assert (found["pci"], found["power_limit_w"]) == ("00000000:01:00.0", 5.0)
-    assert found["utilisation_percent"] is None
-    assert device_state.device_state(CPU) == {}
-
-
-@pytest.mark.parametrize("missing", [True, False])
-def test_without_nvidia_smi_the_state_says_why(gpu, monkeypatch, missing):
-    def run(command, **_):
-        if missing:
-            raise FileNotFoundError("no nvidia-smi")
-        return SimpleNamespace(returncode=9, stdout="", stderr="couldn't communicate")
-
-    monkeypatch.setattr(device_state.subprocess, "run", run)
-    reason = "no nvidia-smi" if missing else "ended with 9: couldn't communicate"
-    assert reason in device_state.device_state(GPU)["unknown"]

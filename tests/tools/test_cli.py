@@ -12,8 +12,8 @@ from torch_bf16.backends.certificates import file_of
 from torch_bf16.backends.certificates.verdicts import verdict
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.tools import cli
+from torch_bf16.tools.arguments import count
 from torch_bf16.tools.info import command
-from torch_bf16.tools.output import count
 
 
 def test_info_tells_versions_recipes_and_backends(capsys):

@@ -9,7 +9,7 @@ from compare_cases import FACTORIES, plan_of, run, trained
 
 import torch_bf16
 from torch_bf16.tools.bench.memory import held_by_role
-from torch_bf16.tools.compare.analysis import analysed
+from torch_bf16.tools.compare.analysis import analyse
 from torch_bf16.tools.compare.intervals import band_of
 from torch_bf16.tools.compare.rows import also_argument, choice_of, row_of
 from torch_bf16.tools.compare.store import Store
@@ -62,18 +62,18 @@ def test_a_run_that_was_interrupted_ends_in_the_same_bits(name, tmp_path):
         if training.done == 9:
             break
     assert store.save_interrupted(row, training)
-    resumed = OngoingRun(plan, row, 1, store.interrupted(row, 1))
+    resumed = OngoingRun(plan, row, 1, store.load_interrupted(row, 1))
     assert resumed.done == 9
     for _ in resumed.steps():
         pass
-    again = resumed.finished()
+    again = resumed.finish()
     assert again.losses == whole.losses
     assert again.survived == whole.survived
     assert again.unmoved == whole.unmoved
     assert again.bytes == whole.bytes
     store.save(row, again)
-    assert store.interrupted(row, 1) is None
-    assert store.finished(row, 1).losses == whole.losses
+    assert store.load_interrupted(row, 1) is None
+    assert store.load_finished(row, 1).losses == whole.losses
 
 
 def test_an_optimizer_whose_state_cannot_be_relied_on_begins_again(tmp_path):
@@ -91,7 +91,7 @@ def test_what_was_kept_is_what_the_monitor_sees():
     seen = []
     for _ in training.steps():
         seen.append({name: each.survived for name, each in monitor.layers.items()})
-    found = training.finished()
+    found = training.finish()
     assert found.ends == list(range(1, 11))
     for layer, sums in found.survived.items():
         shares = [stored / intended for stored, intended in sums]
@@ -156,7 +156,7 @@ def test_never_moved_is_counted_over_all_looks():
         for name, p in model.named_parameters():
             moved[name] |= p != first.get_parameter(name)
     stood = sum(int((~each).sum()) for each in moved.values())
-    assert 0 < stood == sum(each for each, _ in training.finished().unmoved.values())
+    assert 0 < stood == sum(each for each, _ in training.finish().unmoved.values())
 
 
 def test_bytes_are_those_of_the_formats():
@@ -184,7 +184,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_convicts_the_row():
     plan = plan_of("mine_to_compare:diverging")
     rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
     assert rows["bf16-true"][0].broken_at == 1
-    found = analysed(rows, "32-true")
+    found = analyse(rows, "32-true")
     judge(found)
     assert not found["healthy"]
     assert found["sentences"] == [
@@ -196,7 +196,7 @@ def test_an_optimizer_of_whole_matrices_has_no_shares():
     """Of fp32 weights everything is kept, so a twin that says other does something else."""
     plan = plan_of(optimizer="torch.optim.Adafactor")
     rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
-    found = analysed(rows, "32-true")
+    found = analyse(rows, "32-true")
     for row in found["rows"]:
         assert row["unmeasured"] == "Adafactor does not look at elements one by one"
         assert row["survived"] is None
@@ -238,7 +238,7 @@ def test_a_verdict_needs_a_loss_that_counts_and_that_chance_does_not_explain(
         "a": [run("a", seed, BASE) for seed in range(len(losses))],
         "b": [run("b", seed, [3.0, 2.0, *tail]) for seed, tail in enumerate(losses)],
     }
-    found = analysed(rows, "a")
+    found = analyse(rows, "a")
     judge(found)
     assert (found["rows"][1]["verdict"], found["healthy"]) == (verdict, healthy)
 

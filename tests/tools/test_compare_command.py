@@ -1,8 +1,10 @@
 """``compare`` as a command: what it trains, what it refuses, and how it is stopped and goes on."""
 
+import io
 import json
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from compare_cases import FACTORIES
 from own_process import printed_by
 
 from torch_bf16.tools import cli
+from torch_bf16.tools.compare import progress
 from torch_bf16.tools.compare.training import OngoingRun
 
 QUICK = ["--precisions", "32-true,bf16-true", "--steps", "6", "--seeds", "2"]
@@ -37,6 +40,23 @@ def test_it_ends_in_a_table_a_verdict_and_a_page(tmp_path, capsys):
     assert (found["healthy"], found["settings"]["seeds"]) == (False, 2)
     assert found["command"].startswith("python -m torch_bf16 compare mine_to_compare:make")
     assert found["environment"]["torch"] == torch.__version__
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_the_step_and_keeps_a_line_for_each_run(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setattr(progress, "_SPARSE", -1)
+    compare("mine_to_compare:make", *QUICK)
+    shown, *runs = (each.split("\r\x1b[K") for each in terminal.getvalue().split("\n")[:4])
+    assert shown[1].startswith("32-true, seed 0: step 1 of 6, loss ")
+    assert shown[6].startswith("32-true, seed 0: step 6 of 6, loss ")
+    kept = [each[-1].partition(" steps")[0] for each in (shown, *runs)]
+    rows = ("32-true", "bf16-true")
+    assert kept == [f"{row}, seed {seed}: 6" for seed in range(2) for row in rows]
 
 
 def test_the_built_in_model_trains_on_a_text(tmp_path, capsys):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from compare_cases import run
 
-from torch_bf16.tools.compare.analysis import analysed
+from torch_bf16.tools.compare.analysis import analyse
 from torch_bf16.tools.compare.page import headline, layers_of, page
 from torch_bf16.tools.compare.style import colours, inks
 from torch_bf16.tools.compare.verdict import judge
@@ -16,7 +16,7 @@ LAYERS = {"blocks.0.norm": [[0.2, 1.0], [0.0, 1.0]], "blocks.0.fc": [[1.0, 1.0],
 
 
 def found_of(rows, **about):
-    found = {"what": "a model", "measure": "loss", "notes": [], **analysed(rows, next(iter(rows)))}
+    found = {"what": "a model", "measure": "loss", "notes": [], **analyse(rows, next(iter(rows)))}
     judge(found)
     return {**found, **about}
 

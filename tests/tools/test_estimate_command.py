@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
+from estimated_models import ROWS
 from own_process import printed_by
 from torch import nn
 
 from torch_bf16.tools import cli
 from torch_bf16.tools.estimate import sources
 from torch_bf16.tools.estimate.activations import activations, batch_argument
-from torch_bf16.tools.estimate.precisions import precisions
 
 LLAMA = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512},
@@ -284,9 +284,6 @@ def test_without_transformers_a_config_says_so(capsys, tmp_path, monkeypatch):
     status, _, err = estimate(capsys, config(tmp_path / "model", LLAMA))
     assert status == 2
     assert "is a config of transformers, which is not installed here" in err
-
-
-ROWS = {each.label: each for each in precisions()}
 
 
 def deep(layers=6, width=64):

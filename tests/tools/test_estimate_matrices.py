@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import torch_bf16
 from torch_bf16.tools.estimate.live import LiveBytes
-from torch_bf16.tools.estimate.memory import looked_at, memory
-from torch_bf16.tools.estimate.optimizers import stepped
+from torch_bf16.tools.estimate.memory import matrix_step_of, memory
+from torch_bf16.tools.estimate.optimizers import optimizer_spec
 from torch_bf16.tools.estimate.shapes import shapes_of
 
 TOLERANCE = 0.02
@@ -63,11 +63,11 @@ def measured(name, width, label, ranks=1):
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_a_row_holds_what_a_gpt_and_its_step_do(name, width, label):
     real, beside, _ = measured(name, width, label)
-    shapes, needs = shapes_of(gpt(width), "GPT"), stepped(name)
+    shapes, needs = shapes_of(gpt(width), "GPT"), optimizer_spec(name)
     found = memory(shapes, ROWS[label], needs)
     for role, size in real.items():
         assert getattr(found, role) == pytest.approx(size, rel=TOLERANCE, abs=64), role
-    estimated = found.held + looked_at(shapes, ROWS[label], needs, 1).peak
+    estimated = found.held + matrix_step_of(shapes, ROWS[label], needs, 1).peak
     assert estimated == pytest.approx(sum(real.values()) + beside, rel=TOLERANCE)
 
 
@@ -75,12 +75,12 @@ def test_a_row_holds_what_a_gpt_and_its_step_do(name, width, label):
 @pytest.mark.parametrize("label", ["bf16-stochastic", "bf16-fp32-master"])
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_a_rank_s_row_has_its_parts_and_the_matrices_that_it_owns(ranks: Ranks, name, label, world):
-    shapes, needs = shapes_of(gpt(320), "GPT"), stepped(name)
+    shapes, needs = shapes_of(gpt(320), "GPT"), optimizer_spec(name)
     for rank, (real, beside, sent) in enumerate(ranks(world, measured, name, 320, label, world)):
         found = memory(shapes, ROWS[label], needs, world, rank)
         for role, size in real.items():
             assert getattr(found, role) == pytest.approx(size, rel=TOLERANCE, abs=64), (rank, role)
-        step = looked_at(shapes, ROWS[label], needs, world, rank)
+        step = matrix_step_of(shapes, ROWS[label], needs, world, rank)
         held = sum(real.values())
         assert found.held + step.peak == pytest.approx(held + beside, rel=TOLERANCE), rank
         assert step.sent == pytest.approx(sent, rel=TOLERANCE), rank
@@ -88,6 +88,6 @@ def test_a_rank_s_row_has_its_parts_and_the_matrices_that_it_owns(ranks: Ranks, 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon of its own")
 def test_an_option_that_torch_s_own_has_not_changes_nothing():
-    found = stepped("Muon(adamw_eps=1e-9, maximize=True)")
-    plain = stepped("Muon")
+    found = optimizer_spec("Muon(adamw_eps=1e-9, maximize=True)")
+    plain = optimizer_spec("Muon")
     assert (found.rule, found.scratch) == (plain.rule, pytest.approx(plain.scratch, rel=0.01))

@@ -10,7 +10,7 @@ import torch_bf16
 from torch_bf16.tools.estimate import memory as rows
 from torch_bf16.tools.estimate.live import LiveBytes
 from torch_bf16.tools.estimate.memory import memory
-from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, measured, stepped
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, measure_spec, optimizer_spec
 from torch_bf16.tools.estimate.precisions import precisions
 from torch_bf16.tools.estimate.shapes import shapes_of
 
@@ -66,7 +66,7 @@ def trained(precision, model, optimizer="AdamW"):
 @pytest.mark.parametrize("label", ROWS)
 def test_a_row_has_the_bytes_of_an_allocated_model(label):
     precision = ROWS[label]
-    found = memory(shapes_of(Net(), "Net"), precision, stepped("AdamW"))
+    found = memory(shapes_of(Net(), "Net"), precision, optimizer_spec("AdamW"))
     real = allocated(*trained(precision, Net()))
     frozen = (
         96
@@ -85,7 +85,7 @@ def test_a_row_has_the_bytes_of_an_allocated_model(label):
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "SGD(momentum=0.9)"])
 @pytest.mark.parametrize("label", ["32-true", "bf16-stochastic"])
 def test_other_optimizers_have_the_states_of_their_rule(label, optimizer):
-    precision, needs = ROWS[label], stepped(optimizer)
+    precision, needs = ROWS[label], optimizer_spec(optimizer)
     if precision.recipe is None and needs.scratch is None:
         pytest.skip("torch has no such optimizer")
     # Alone, Muon is for matrices.
@@ -108,7 +108,7 @@ def test_other_optimizers_have_the_states_of_their_rule(label, optimizer):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_known_rules_and_scratch_are_those_of_a_real_step(name):
-    found = measured(name, name, {})
+    found = measure_spec(name, name, {})
     rule, scratch = PLAIN[name]
     assert found.rule is rule
     assert found.scratch == (scratch if scratch is None else pytest.approx(scratch, rel=0.01))
@@ -117,7 +117,7 @@ def test_the_known_rules_and_scratch_are_those_of_a_real_step(name):
 @pytest.mark.parametrize("label", [*PEAKS, "bf16+8 / bf16_nearest / bf16_stochastic"])
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 def test_the_peak_of_a_step_is_what_lives_at_once(label, first):
-    precision, needs = ROWS[label], stepped("AdamW")
+    precision, needs = ROWS[label], optimizer_spec("AdamW")
     # So many that what is there for one tensor at a time is below the tolerance.
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(128)))
     found = memory(shapes_of(model, "Linear"), precision, needs)
@@ -148,7 +148,7 @@ def test_the_checkpoint_has_the_size_of_the_file(label, tmp_path):
     precision = ROWS[label]
     model, optimizer = trained(precision, Net(width=384))
     torch_bf16.save_checkpoint(tmp_path / "run.pt", model=model, optimizer=optimizer)
-    found = memory(shapes_of(Net(width=384), "Net"), precision, stepped("AdamW"))
+    found = memory(shapes_of(Net(width=384), "Net"), precision, optimizer_spec("AdamW"))
     assert found.saved == pytest.approx((tmp_path / "run.pt").stat().st_size, rel=TOLERANCE)
 
 
@@ -158,12 +158,12 @@ def test_states_in_host_memory_are_counted_there(monkeypatch, name):
     (there,) = (
         each for each in precisions(offload="states") if each.name == name and not each.released
     )
-    plain = memory(shapes_of(Net(), "Net"), ROWS[name], stepped("AdamW"))
-    small = memory(shapes_of(Net(), "Net"), there, stepped("AdamW"))
+    plain = memory(shapes_of(Net(), "Net"), ROWS[name], optimizer_spec("AdamW"))
+    small = memory(shapes_of(Net(), "Net"), there, optimizer_spec("AdamW"))
     # All of its parameters are small.
     assert (small.moments, small.staging) == (plain.moments, 0)
     monkeypatch.setattr(rows, "SMALLEST", 0)
-    found = memory(shapes_of(Net(), "Net"), there, stepped("AdamW"))
+    found = memory(shapes_of(Net(), "Net"), there, optimizer_spec("AdamW"))
     _, optimizer = trained(there, Net())
     states = [each for state in optimizer.state.values() for each in state.values()]
     frozen = 96 * 96 * (0 if name == "bf16-stochastic" else 2)

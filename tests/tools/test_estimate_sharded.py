@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import torch_bf16
 from torch_bf16.tools.estimate.memory import memory
-from torch_bf16.tools.estimate.optimizers import stepped
+from torch_bf16.tools.estimate.optimizers import optimizer_spec
 from torch_bf16.tools.estimate.shapes import shapes_of
 from torch_bf16.tools.estimate.sharded import traffic
 
@@ -143,11 +143,11 @@ def buckets_of_a_replica(label):
 
 @pytest.mark.parametrize("label", ["32-true", "bf16-stochastic"])
 def test_buckets_of_ddp_are_a_copy_of_all_gradients(ranks: Ranks, label):
-    found = memory(shapes_of(Stack(), "Stack"), precision_of(label), stepped("AdamW"))
+    found = memory(shapes_of(Stack(), "Stack"), precision_of(label), optimizer_spec("AdamW"))
     for buckets, gradients in ranks(2, buckets_of_a_replica, label):
         assert (found.buckets, found.gradients) == (buckets, gradients)
     released = replace(precision_of(label), released=True)
-    found = memory(shapes_of(Stack(), "Stack"), released, stepped("AdamW"))
+    found = memory(shapes_of(Stack(), "Stack"), released, optimizer_spec("AdamW"))
     assert found.gradients < found.buckets == buckets
 
 
@@ -155,11 +155,13 @@ def test_buckets_of_ddp_are_a_copy_of_all_gradients(ranks: Ranks, label):
 @pytest.mark.parametrize("label", RANKED)
 def test_a_row_has_the_bytes_that_each_rank_holds_and_sends(ranks: Ranks, label, world):
     shapes, precision = shapes_of(Stack(), "Stack"), precision_of(label)
+    optimizer = optimizer_spec("AdamW")
     for rank, (real, sent) in enumerate(ranks(world, held_and_sent, label)):
-        found = memory(shapes, precision, stepped("AdamW"), world, rank)
+        found = memory(shapes, precision, optimizer, world, rank)
         for role, size in real.items():
             assert getattr(found, role) == pytest.approx(size, rel=TOLERANCE), (rank, role)
-        assert traffic(shapes, precision, world).sent == pytest.approx(sent, rel=TOLERANCE)
+        estimated = traffic(shapes, precision, optimizer, world).sent
+        assert estimated == pytest.approx(sent, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_the_peak_of_a_rank_is_that_of_a_backward_pass(ranks: Ranks, label):
     """A tenth too much at most: where weights and reduction share a dtype, less lives at once."""
     shapes, precision = shapes_of(Stack(**BIG), "Stack"), precision_of(label)
     (real, _) = ranks(2, peak_of_backward, label)
-    found = memory(shapes, precision, stepped("AdamW"), 2)
-    sent = traffic(shapes, precision, 2)
+    found = memory(shapes, precision, optimizer_spec("AdamW"), 2)
+    sent = traffic(shapes, precision, optimizer_spec("AdamW"), 2)
     estimated = found.held + sent.gathered + sent.reduced
     assert 0.99 * real <= estimated <= 1.1 * real

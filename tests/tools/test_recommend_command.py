@@ -103,7 +103,7 @@ def test_what_a_recipe_of_ours_intends_is_seen_although_it_rounds(capsys, here):
 
 
 def test_of_an_optimizer_that_steps_others_each_step_counts_once(here):
-    found = runs.observed("mine_to_train:two", [], 4, None, lambda line: None)
+    found = runs.observe("mine_to_train:two", [], 4, None, lambda line: None)
     assert [type(each).__name__ for each in found.optimizers] == ["Both"]
     assert found.steps == [4]
     assert [each.looks for each in found.parameters.values()] == [2] * 4
@@ -139,7 +139,7 @@ def test_measuring_changes_no_bit_of_the_steps(here, monkeypatch):
     monkeypatch.setattr(
         runs, "training_of", lambda text: type(training)(watched, data, own, "mine")
     )
-    runs.observed("mine_to_train:fast", [], 8, None, kept.append)
+    runs.observe("mine_to_train:fast", [], 8, None, kept.append)
     assert len(kept) == 8
     for one, two in zip(model.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one, two)

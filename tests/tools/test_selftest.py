@@ -69,7 +69,7 @@ def test_a_step_that_is_not_skipped_is_a_fault(monkeypatch):
 
 def test_states_of_other_names_differ():
     recipes = [RECIPES[name] for name in ("bf16-stochastic", "bf16-fp32-master")]
-    one, other = (steps._made(CPU, each) for each in recipes)
+    one, other = (steps._make(CPU, each) for each in recipes)
     for each in (one, other):
         steps._give(each, 0)
         each.step()
@@ -182,7 +182,7 @@ def on_a_gpu(monkeypatch, fault, mode):
     """The record of a GPU that is not there; the number of processes."""
     state, processes = {"compute_mode": mode}, []
     place = {"device_state": state, "backends": {"triton": None, "eager": None}}
-    monkeypatch.setattr(command, "environment", lambda device: place)
+    monkeypatch.setattr(command, "_environment", lambda device: place)
     tried = Certificate("adamw_x", "triton", fault, 0.1)
     monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
     monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}})

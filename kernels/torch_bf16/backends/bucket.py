@@ -46,14 +46,14 @@ class Variant:
         rule: the update rule.
         formats: of the rule's numbers: the one that it updates, weights mostly, and then each of
             its states.
-        gradient: dtype of the gradients, bfloat16 or float32.
+        gradient_dtype: bfloat16 or float32.
         device: where all tensors are.
         strided: whether there are tensors whose elements are several runs of the whole tensor.
     """
 
     rule: Rule
     formats: tuple[Format, ...]
-    gradient: torch.dtype
+    gradient_dtype: torch.dtype
     device: torch.device
     strided: bool = False
 
@@ -71,8 +71,9 @@ class Variant:
     @property
     def name(self) -> str:
         """A readable part of an identifier, such as ``adamw_bf16_plus_16_fp32_fp32_bfloat16``."""
-        parts = [self.rule.name, *(each.name for each in self.formats)]
-        return "_".join([*parts, str(self.gradient).removeprefix("torch.")]).replace("+", "_plus_")
+        dtype = str(self.gradient_dtype).removeprefix("torch.")
+        words = [self.rule.name, *(each.name for each in self.formats), dtype]
+        return "_".join(words).replace("+", "_plus_")
 
 
 @dataclass(frozen=True)

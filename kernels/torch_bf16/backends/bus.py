@@ -72,13 +72,13 @@ class CudaBus:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Pinned zeros."""
-        return _pinned(shape, dtype).zero_()
+        return _pin(shape, dtype).zero_()
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A pinned tensor; waits for the device where it was there."""
         if tensor.is_cpu and tensor.is_contiguous() and tensor.is_pinned():
             return tensor
-        return _pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        return _pin(tensor.shape, tensor.dtype).copy_(tensor)
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
         """Call it with that stream as the current one."""
@@ -100,7 +100,7 @@ class CudaBus:
         event.synchronize()
 
 
-def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _pin(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True, device="cpu")
     except RuntimeError as error:

@@ -83,7 +83,7 @@ class _EagerKernel:
         totals: Any = self._bucket.totals
         statistic = lift_rule(self._bucket.variant.rule.statistic)
         for tensor, start, stop, part in self._slices(inputs):
-            _, numbers = _decoded(self._bucket, tensor, start, stop)
+            _, numbers = _decode(self._bucket, tensor, start, stop)
             found = statistic(*_arguments(numbers, part, inputs, tensor))
             # A NaN is not below the largest.
             bounded = torch.where(found < LARGEST_STATISTIC, found, LARGEST_STATISTIC)
@@ -103,7 +103,7 @@ class _EagerKernel:
                     yield tensor, start, stop, gradient.view(-1)[start:stop]
 
 
-def _decoded(bucket: Bucket, tensor: int, start: int, stop: int) -> tuple[list[Any], list[Tensor]]:
+def _decode(bucket: Bucket, tensor: int, start: int, stop: int) -> tuple[list[Any], list[Tensor]]:
     """Elements of the planes of each number of a tensor, and these in fp32."""
     formats = bucket.variant.formats
     planes = [
@@ -129,7 +129,7 @@ def _run_slice(
     bucket: Bucket, inputs: KernelInputs, tensor: int, gradient: Tensor, start: int, stop: int
 ) -> None:
     formats = bucket.variant.formats
-    planes, numbers = _decoded(bucket, tensor, start, stop)
+    planes, numbers = _decode(bucket, tensor, start, stop)
     update = lift_rule(bucket.variant.rule.update)
     weight, states = update(*_arguments(numbers, gradient, inputs, tensor))
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_bf16.engine.wrappers import held_optimizers
-from torch_bf16.errors import CheckpointError
+from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.sharding import is_incomplete
 from torch_bf16.states.schema import HEADER
@@ -187,11 +187,10 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
             content = torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
         # zipfile and torch raise almost anything over damaged bytes.
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is not a "
                 "file that torch.save made of tensors, numbers, text and containers of them: "
-                f"{reason.rstrip('.')}. Load an older checkpoint. Nothing was changed"
+                f"{first_line(error).rstrip('.')}. Load an older checkpoint. Nothing was changed"
             ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -236,10 +235,9 @@ def _check_loads(partial: Path, path: Path) -> None:
         # Storages are mapped, not read: this unpickles the names and no more.
         torch.load(partial, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path} was not written, because weights_only=True could not load it again: "
-            f"{reason} Pass tensors, numbers, text and containers of them"
+            f"{first_line(error)} Pass tensors, numbers, text and containers of them"
         ) from error
 
 

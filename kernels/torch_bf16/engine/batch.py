@@ -46,7 +46,7 @@ class Job:
         rule: the rule.
         formats: of the number that the rule updates, then of each of its states.
         planes: for each format its tensors, contiguous and written by each run; the span's part.
-        gradient: dtype of what a run brings, bfloat16 or float32.
+        gradient_dtype: of what a run brings, bfloat16 or float32.
         device: where a run brings it, and computes; planes may be in host memory beside that. None
             for where the first of them is.
     """
@@ -55,14 +55,14 @@ class Job:
     rule: Rule
     formats: tuple[Format, ...]
     planes: tuple[tuple[Tensor, ...], ...]
-    gradient: torch.dtype
+    gradient_dtype: torch.dtype
     device: torch.device | None = None
 
     @property
     def variant(self) -> Variant:
         """What the kernel for it is compiled for."""
         device = self.device or self.planes[0][0].device
-        return Variant(self.rule, self.formats, self.gradient, device, self.span.strided)
+        return Variant(self.rule, self.formats, self.gradient_dtype, device, self.span.strided)
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:

@@ -18,11 +18,11 @@ class Solution(NamedTuple):
 
     Attributes:
         answer: what the ranks that hold parts of it get; contiguous.
-        kept: an intermediate that saves work on a rank that holds all of it.
+        intermediate: a result on the way that saves work on a rank that holds all of it.
     """
 
     answer: Tensor
-    kept: Tensor | None = None
+    intermediate: Tensor | None = None
 
 
 class Direction(Protocol):
@@ -63,12 +63,14 @@ class Direction(Protocol):
         """
         ...
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         """This rank's part of the direction: fp32.
 
         Args:
             prepared: what :meth:`prepare` made in this step.
             answer: this rank's part of the answers, or the one answer.
-            kept: of the solution, on a rank that has found and holds all of it.
+            intermediate: of the solution, on a rank that has found and holds all of it.
         """
         ...

@@ -45,11 +45,11 @@ class Encoder:
             if old.data_ptr() != new.data_ptr()
         ]
         x = x.float().contiguous()
-        for piece in span.pieces() if span.numel else ():
+        for part in span.split() if span.numel else ():
             pairs = zip(memory, format_.planes, strict=True)
-            part = tuple(piece.of(each, plane.block) for each, plane in pairs)
-            job = Job(piece, STORE, (format_,), (part,), torch.float32)
-            self._jobs.append((job, piece.of(x), step))
+            mine = tuple(part.of(each, plane.block) for each, plane in pairs)
+            job = Job(part, STORE, (format_,), (mine,), torch.float32)
+            self._jobs.append((job, part.of(x), step))
 
     def run(self, seed: int, backend: str | None) -> None:
         """Encode all that was added."""

@@ -43,7 +43,7 @@ class Release(Protocol):
 
     by_last_step: bool
 
-    def finish(self, left: list[Tensor]) -> None: ...
+    def finish(self, left: list[Tensor]) -> bool: ...
     def hook_parameters(self, *, anew: bool = False) -> None: ...
     def remove(self) -> None: ...
     def steps_next(self, parameter: Tensor) -> bool: ...
@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(self, names: ParameterNames | None = None) -> None:
         self.names = ParameterNames() if names is None else names
-        self.captured: set[Plan | None] = set()
+        self.captured: set[Plan] = set()
         self.accumulation: Accumulation | None = None
         self.release: Release | None = None
         self.release_options: bool | Mapping[str, Any] = False
@@ -162,8 +162,8 @@ class Engine:
             self._shown = shown
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = "names", "release_options", "last_norm"
-        return {name: getattr(self, name) for name in kept}
+        names = "names", "release_options", "last_norm"
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["names"])

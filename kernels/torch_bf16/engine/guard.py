@@ -230,7 +230,7 @@ class _Block:
         self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
         self._memory_addresses = Addresses.of(self._many.memory)
         self._planned_metadata = self._memory_metadata()
-        self._state_addresses = Addresses.of(self._many.kept)
+        self._state_addresses = Addresses.of(self._many.state_memory)
         self._metadata, self._gradient_metadata = Metadata(), Metadata()
         # Where gradients were last: of those that were present, which those are, and spread.
         self._last: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None
@@ -264,9 +264,9 @@ class _Block:
             return [False] * len(self.parameters)
         *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
         memory.append((Addresses.of(self._many.memory).numbers, self._memory_addresses.numbers))
-        kept = Addresses.of(self._many.kept).numbers, self._state_addresses.numbers
+        states_at = Addresses.of(self._many.state_memory).numbers, self._state_addresses.numbers
         flags = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
-        for owners, (now, then) in ((self._scattered, strides), (self._owners, kept)):
+        for owners, (now, then) in ((self._scattered, strides), (self._owners, states_at)):
             for owner, one, other in zip(owners, now, then, strict=False):
                 flags[owner] &= one == other
         planned = iter(self._planned_values)
@@ -319,7 +319,7 @@ class _Block:
         if not self._values_unchanged(states):
             return False
         # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
-        return self._state_addresses.now(self._many.kept) is self._state_addresses
+        return self._state_addresses.now(self._many.state_memory) is self._state_addresses
 
     def _values_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
         try:

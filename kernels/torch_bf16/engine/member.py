@@ -30,7 +30,7 @@ class Member:
         formats: of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
         keys: of what the rule uses of it; what else is there is the user's.
-        gradient: dtype of its gradients, bfloat16 or float32.
+        gradient_dtype: bfloat16 or float32.
         snapshot: what the optimizer remembers of it.
         direction: computes what the rule takes in place of the gradient; None if that is the
             gradient itself.
@@ -43,7 +43,7 @@ class Member:
     formats: tuple[Format, ...]
     state: dict[str, Any]
     keys: tuple[str, ...]
-    gradient: torch.dtype
+    gradient_dtype: torch.dtype
     snapshot: Snapshot
     direction: Direction | None = None
     steps: int = 0

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_bf16.sharding import bare_name, is_flat
-from torch_bf16.sharding.zero import Whole
+from torch_bf16.sharding.zero import ZeroNames
 
 __all__ = ["ParameterNames"]
 
@@ -18,12 +18,13 @@ class ParameterNames:
 
     Attributes:
         given: by number of the group and position in it; where groups have no ``param_names``.
-        whole: of a ``ZeroRedundancyOptimizer`` around this one, which has all ranks' parameters.
+        zero: those of a ``ZeroRedundancyOptimizer`` around this one, which has all ranks'
+            parameters.
     """
 
-    def __init__(self, given: Mapping[tuple[int, int], str] | None = None) -> None:
-        self.given = dict(given or {})
-        self.whole: Whole | None = None
+    def __init__(self) -> None:
+        self.given: dict[tuple[int, int], str] = {}
+        self.zero: ZeroNames | None = None
 
     def key(
         self,
@@ -54,20 +55,14 @@ class ParameterNames:
             for number, group in enumerate(groups)
         ]
 
-    def label(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        group: int,
-        position: int,
-        before: int | None = None,
-    ) -> str:
+    def label(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
         """How messages call a parameter: its name where known, its place, shape and dtype.
 
         Args as for :meth:`key`.
         """
         parameter: Tensor = groups[group]["params"][position]
         return (
-            f"parameter {self.key(groups, group, position, before)!r} (number {position} of group "
+            f"parameter {self.key(groups, group, position)!r} (number {position} of group "
             f"{group}, shape {tuple(parameter.shape)}, {parameter.dtype})"
         )
 
@@ -76,12 +71,12 @@ class ParameterNames:
         if is_flat(groups[group]["params"][position]):
             return None
         name = None
-        if self.whole is not None and (group, position) not in self.given:
-            name = self.whole.name(groups[group]["params"][position])
+        if self.zero is not None and (group, position) not in self.given:
+            name = self.zero.name(groups[group]["params"][position])
         if name is None:
             names = groups[group].get("param_names")
             name = self.given.get((group, position)) if names is None else names[position]
         return None if name is None else bare_name(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given, "whole": None}
+        return {"given": self.given, "zero": None}

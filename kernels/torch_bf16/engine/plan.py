@@ -21,11 +21,11 @@ from torch_bf16.sharding import Shard
 
 from . import data_writes
 from .batch import alike
-from .directions import Directions
+from .direction_solver import DirectionSolver
 from .guard import Guard, StepGradients
+from .launches import Active, Launch, Row, source_of
 from .member import Member
 from .ownership import Round
-from .parts import Active, Part, Row, source_of
 from .recording import Recording
 from .setting import Setting
 from .statistics import Statistics
@@ -69,26 +69,28 @@ class Plan:
         self._with_master = np.flatnonzero([each.has_master for each in members])
         self._setting = setting
         rows = [
-            Row.of(number, member, piece)
+            Row.of(number, member, part)
             for number, member in enumerate(members)
             for span in member.shard.spans
-            for piece in span.pieces()
+            for part in span.split()
         ]
         self._statistics = sums = Statistics(members, sharded)
-        one_batch = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
-        self._parts = [Part(some, seed, backend, sums) for some in one_batch]
+        together = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
+        self._launches = [Launch(some, seed, backend, sums) for some in together]
         watched = [each for each in members if each.has_master]
         self._versions = Versions(
             [each.parameter for each in watched],
             [each.snapshot for each in watched],
-            unseen=all(part.batch.backend.by_address and not part.copied for part in self._parts),
+            unseen=all(
+                each.batch.backend.by_address and not each.copies for each in self._launches
+            ),
         )
-        one_rule = alike(self._parts, lambda part: part.rule_on_device)
-        self._sources = [(parts, source_of(parts)) for parts in one_rule]
-        self._directions = Directions(members, rounds, sums.groups)
+        one_rule = alike(self._launches, lambda each: each.rule_on_device)
+        self._sources = [(launches, source_of(launches)) for launches in one_rule]
+        self._solver = DirectionSolver(members, rounds, sums.groups)
         self._sets: dict[bytes, Active] = {}
         self._selected: tuple[list[bool], Any] = [], None
-        self.devices = {part.batch.variant.device for part in self._parts}
+        self.devices = {each.batch.variant.device for each in self._launches}
 
     def compile(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Compile the kernels for all that has a gradient, before anything is counted or updated.
@@ -99,11 +101,11 @@ class Plan:
         Raises:
             ValueError: no step follows from a group's options.
         """
-        for part in self._parts:
-            present = (row.member for row in part.rows if row.member.parameter.grad is not None)
-            if not part.copied and (member := next(present, None)) is not None:
+        for launch in self._launches:
+            present = (row.member for row in launch.rows if row.member.parameter.grad is not None)
+            if not launch.copies and (member := next(present, None)) is not None:
                 scalars = evaluate(member.rule, groups[member.group], member.group, 1)
-                part.batch.compile(len(scalars))
+                launch.batch.compile(len(scalars))
 
     def watch(self, states: dict[Tensor, Any]) -> None:
         """Remember all tensors as they are, once ``optimizer.state`` has the members' states.
@@ -112,7 +114,7 @@ class Plan:
         """
         shards = [each.shard for each in self.members]
         keys = [each.keys for each in self.members]
-        dtypes = [each.gradient for each in self.members]
+        dtypes = [each.gradient_dtype for each in self.members]
         self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(
@@ -136,19 +138,19 @@ class Plan:
         return {each.parameter: each for each, same in pairs if same}
 
     @property
-    def flags(self) -> list[bool]:
+    def taking_part(self) -> list[bool]:
         """For each member whether it takes part in the step; another list for another set."""
         return self._guard.taking_part
 
-    def taking_part(self) -> Sequence[Member]:
+    def active_members(self) -> Sequence[Member]:
         """The members that take part in the step."""
         return [*compress(self.members, self._guard.taking_part)]
 
-    def updated(self) -> Sequence[Tensor]:
+    def active_parameters(self) -> Sequence[Tensor]:
         """Their parameters."""
         return self._active().parameters
 
-    def written(self) -> list[Member]:
+    def overwritten_members(self) -> list[Member]:
         """Those of them whose remainder belongs to what something else has overwritten since.
 
         Since :meth:`note_step` or :meth:`note_versions`, that is.
@@ -156,8 +158,8 @@ class Plan:
         changed = self._versions.changed()
         if not changed:
             return []
-        flags, numbers = self._guard.taking_part, [self._with_master[n] for n in changed]
-        return [self.members[n] for n in numbers if flags[n]]
+        numbers = [self._with_master[n] for n in changed]
+        return [self.members[n] for n in numbers if self.taking_part[n]]
 
     def note_versions(self) -> None:
         """Remember what those that take part are now."""
@@ -177,19 +179,19 @@ class Plan:
                 "cautious and update_clipping add up numbers of all ranks within a step of "
                 "sharded parameters, which has not been tried in a graph; take ordinary steps"
             )
-        for part in self._active().parts:
-            if part.batch.staged:
+        for launch in self._active().launches:
+            if launch.batch.staged:
                 return (
                     "its states are in host memory, and their copies run in streams of their own; "
                     "take ordinary steps, or leave offload='states' out of the recipe"
                 )
-            if not part.batch.backend.capturable:
+            if not launch.batch.backend.capturable:
                 return (
-                    f"the {part.batch.backend.name} backend reads step numbers and learning rates "
-                    "on the host, and replays would repeat this one's; make the optimizer with "
-                    "backend='triton'"
+                    f"the {launch.batch.backend.name} backend reads step numbers and learning "
+                    "rates on the host, and replays would repeat this one's; make the optimizer "
+                    "with backend='triton'"
                 )
-            member = part.rows[0].member
+            member = launch.rows[0].member
             if member.direction is not None:
                 return "Muon and Adafactor count their steps on the host; take ordinary steps"
             if not member.shard.memory.is_contiguous():
@@ -197,7 +199,7 @@ class Plan:
                     f"a parameter of shape {tuple(member.parameter.shape)} is not contiguous, and "
                     "its step goes through a copy; make it contiguous"
                 )
-        for each in self.written():
+        for each in self.overwritten_members():
             return (
                 f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
                 "step, and replays would forget the remainder of its master each time; take an "
@@ -219,12 +221,12 @@ class Plan:
         Raises:
             ValueError: no step follows from a group's options.
         """
-        self._directions.agree(inputs)
+        self._solver.agree(inputs)
         active, rows, skipped = self._active(), {}, False
         started: list[ScalarSource] = []
         try:
-            for parts, source, taking_part in active.sources:
-                rows.update(zip(parts, source.set(groups, inputs, taking_part), strict=True))
+            for launches, source, taking_part in active.sources:
+                rows.update(zip(launches, source.set(groups, inputs, taking_part), strict=True))
                 started.append(source)
                 skipped |= source.skipped
         except BaseException:
@@ -232,7 +234,7 @@ class Plan:
             for source in started:
                 source.count(np.zeros(len(source.steps), bool))
             raise
-        return None if skipped else [rows[part] for part in active.parts]
+        return None if skipped else [rows[each] for each in active.launches]
 
     def run(self, scalars: Sequence[ScalarRows], inputs: StepInputs) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
@@ -241,27 +243,27 @@ class Plan:
         fails, what was updated before it is counted, nothing else, and the error says how much.
         """
         active, gradients = self._active(), self._guard.gradients()
-        if active.directed:
+        if active.has_directions:
             inputs = inputs.on_host()
-        done: set[Part] = set()
+        done: set[Launch] = set()
         try:
             with holding(self.devices):
                 if self._statistics:
                     self._statistics.clear()
-                    for part, rows in zip(active.parts, scalars, strict=True):
-                        if part.measured:
-                            part.measure(gradients, rows)
+                    for launch, rows in zip(active.launches, scalars, strict=True):
+                        if launch.has_statistic:
+                            launch.measure(gradients, rows)
                     self._statistics.reduce()
                 self._run(active, gradients, scalars, inputs, done)
         except BaseException as error:
-            for parts, source, _ in active.sources:
-                flags = [np.full(len(part.rows), part in done) for part in parts]
-                source.count(np.concatenate(flags))
-            for member in (part.rows[0].member for part in done if part.directed):
+            for launches, source, _ in active.sources:
+                updated = [np.full(len(each.rows), each in done) for each in launches]
+                source.count(np.concatenate(updated))
+            for member in (each.rows[0].member for each in done if each.has_direction):
                 member.steps = int(member.state["step"])
-            updated = {row.number for part in done for row in part.rows}
-            _say_what_was_updated(error, len(updated), self._directions.prepared)
-            self._directions.prepared.clear()
+            numbers = {row.number for each in done for row in each.rows}
+            _say_what_was_updated(error, len(numbers), self._solver.prepared)
+            self._solver.prepared.clear()
             raise
         for _, source, _ in active.sources:
             source.count()
@@ -272,22 +274,22 @@ class Plan:
         gradients: StepGradients,
         scalars: Sequence[ScalarRows],
         inputs: StepInputs,
-        done: set[Part],
+        done: set[Launch],
     ) -> None:
-        directed = {}
-        for part, rows in zip(active.parts, scalars, strict=True):
-            if part.directed:
-                directed[part.rows[0].number] = part, rows
+        following = {}
+        for launch, rows in zip(active.launches, scalars, strict=True):
+            if launch.has_direction:
+                following[launch.rows[0].number] = launch, rows
                 if rows.steps is not None:
                     # Somebody may have written ``state["step"]``.
-                    part.rows[0].member.steps = int(rows.steps[0]) - 1
+                    launch.rows[0].member.steps = int(rows.steps[0]) - 1
             else:
-                _carry_out(part, done, part.run, gradients, rows)
-        if directed:
-            flags = self._guard.taking_part
-            for number, direction in self._directions.run(flags, gradients.tensors, inputs):
-                part, rows = directed[number]
-                _carry_out(part, done, part.follow, direction, rows)
+                _carry_out(launch, done, launch.run, gradients, rows)
+        if following:
+            found = self._solver.run(self.taking_part, gradients.tensors, inputs)
+            for number, direction in found:
+                launch, rows = following[number]
+                _carry_out(launch, done, launch.follow, direction, rows)
                 del direction
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> Recording:
@@ -304,29 +306,33 @@ class Plan:
 
     def _active(self) -> Active:
         """What there is to do for the members that take part."""
-        flags, active = self._selected
-        if flags is not self._guard.taking_part:
-            flags = self._guard.taking_part
-            key = bytes(flags)
+        taking_part, active = self._selected
+        if taking_part is not self._guard.taking_part:
+            taking_part = self._guard.taking_part
+            key = bytes(taking_part)
             if key not in self._sets:
                 # Experts, dropped layers and alternating freezes come back to a few sets.
                 if len(self._sets) == _SETS:
                     self._sets.clear()
                 self._sets[key] = Active.of(
-                    flags, self._parameters, self._with_master, self._parts, self._sources
+                    taking_part,
+                    self._parameters,
+                    self._with_master,
+                    self._launches,
+                    self._sources,
                 )
             active = self._sets[key]
-            self._selected = flags, active
+            self._selected = taking_part, active
         return active
 
 
-def _carry_out(part: Part, done: set[Part], work: Callable[..., None], *given: Any) -> None:
-    """Update a part; it is done also where an interrupt ends it, which waits for kernels to end."""
-    done.add(part)
+def _carry_out(launch: Launch, done: set[Launch], work: Callable[..., None], *given: Any) -> None:
+    """Update the rows of one; it is done also where an interrupt ends it, after its kernel."""
+    done.add(launch)
     try:
         work(*given)
     except Exception:
-        done.discard(part)
+        done.discard(launch)
         raise
 
 

@@ -12,7 +12,7 @@ import torch
 from torch_bf16.backends import StepInputs, cuda_graphs
 
 from .guard import StepGradients
-from .parts import Active
+from .launches import Active
 from .statistics import Statistics
 
 __all__ = ["Recording"]
@@ -42,20 +42,21 @@ class Recording:
         groups: Sequence[Mapping[str, Any]],
         statistics: Statistics,
     ) -> None:
-        if gradients.addresses is None or not all(part.direct for part in active.parts):
+        readable = all(each.reads_in_place for each in active.launches)
+        if gradients.addresses is None or not readable:
             raise RuntimeError(
                 "a gradient is not contiguous, is negated when it is read, or is not a plain "
                 "tensor on this rank, and each step goes through a copy of it. Make it contiguous, "
                 "or take ordinary steps"
             )
         self._statistics = statistics
-        self._parts, self._sources = {*active.parts}, active.sources
+        self._launches, self._sources = {*active.launches}, active.sources
         # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
         self._gradients = [each if each is None else each.detach() for each in gradients.tensors]
         self._groups = groups
         self._addresses: np.ndarray = gradients.addresses
         self._bring(StepInputs())
-        devices = {part.batch.variant.device for part in active.parts}
+        devices = {each.batch.variant.device for each in active.launches}
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
 
     def reads(self, gradients: StepGradients) -> bool:
@@ -75,23 +76,23 @@ class Recording:
             each()
 
     def _bring(self, inputs: StepInputs) -> None:
-        for parts, source, taking_part in self._sources:
+        for launches, source, taking_part in self._sources:
             capturable: Any = source
             rows = capturable.bring(self._groups, inputs, taking_part)
-            for part, scalars in zip(parts, rows, strict=True):
-                if part in self._parts:
-                    part.batch.bring(self._gradients, scalars, part.addresses(self._addresses))
+            for each, scalars in zip(launches, rows, strict=True):
+                if each in self._launches:
+                    each.batch.bring(self._gradients, scalars, each.addresses(self._addresses))
 
     def _launch(self, device: torch.device) -> None:
-        for parts, source, _ in self._sources:
-            if parts[0].batch.variant.device == device:
+        for launches, source, _ in self._sources:
+            if launches[0].batch.variant.device == device:
                 capturable: Any = source
                 capturable.launch()
-                active = [part for part in parts if part in self._parts]
-                if parts[0].measured:
-                    # The parts of a tensor have one rule, and so one source.
+                active = [each for each in launches if each in self._launches]
+                if launches[0].has_statistic:
+                    # The spans of a tensor have one rule, and so one source.
                     self._statistics.clear(device)
-                    for part in active:
-                        part.batch.launch_measure()
-                for part in active:
-                    part.batch.launch()
+                    for each in active:
+                        each.batch.launch_measure()
+                for each in active:
+                    each.batch.launch()

@@ -16,7 +16,7 @@ from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import WRAPPERS, register, shard_of
-from torch_bf16.sharding.zero import Whole
+from torch_bf16.sharding.zero import ZeroNames
 from torch_bf16.states.recoding import Changes
 
 from .capabilities import Traits
@@ -104,7 +104,7 @@ def convert(
         register(model)
     _become(conversion, recipe, model, backend, roles, elementwise)
     if conversion.optimizer is not optimizer:
-        conversion.optimizer._engine.names.whole = Whole(optimizer)
+        conversion.optimizer._engine.names.zero = ZeroNames(optimizer)
     return optimizer
 
 
@@ -190,7 +190,7 @@ def _take_over(optimizer: Any, fused: bool) -> dict[Any, dict[str, Any]]:
             if fused and state and float(state.get("step", 1)) == 0:
                 taken[parameter] = {}  # torch's Adagrad makes it before the first step
             elif state:
-                label = optimizer.label(number, position)
+                label = functools.partial(optimizer.label, number, position)
                 shard = shard_of(parameter)
                 taken[parameter] = optimizer._complete(state, shard, group, label, Changes())
     return taken

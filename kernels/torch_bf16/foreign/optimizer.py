@@ -16,12 +16,12 @@ from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.names import ParameterNames
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import UNTOUCHED, prefix_errors, suffix_errors
+from torch_bf16.errors import UNTOUCHED, Label, prefix_errors, suffix_errors
 from torch_bf16.formats import ROLES as FORMATS
 from torch_bf16.formats import Format
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.optim.overwritten import drop_remainders
-from torch_bf16.optim.planning import collect, keep_states, with_gradients
+from torch_bf16.optim.planning import check_in_model, collect, keep_states, with_gradients
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE, Rule
 from torch_bf16.sharding import Shard, reshard, whole
@@ -93,7 +93,7 @@ class ForeignOptimizer(BF16Optimizer):
     _engine_class = ForeignEngine
     _engine: ForeignEngine
 
-    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+    def rule_of_group(self, group: Mapping[str, Any]) -> Rule:
         """The rule that kernels run here: it stores what the class's own step computed."""
         return STORE
 
@@ -105,6 +105,8 @@ class ForeignOptimizer(BF16Optimizer):
         parameters = with_gradients(parameters)
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
+        if not parameters:
+            check_in_model(self)
         with suffix_errors(UNTOUCHED):
             members: Any = self._take_part(parameters)
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])
@@ -129,7 +131,7 @@ class ForeignOptimizer(BF16Optimizer):
         self.recipe = get_recipe(self.recipe)
         engine, members, changes = self._engine, [], Changes()
         for shard, number, label in collect(self, parameters):
-            with prefix_errors(lambda label=label: label):
+            with prefix_errors(label):
                 gathers = self._gathers(shard, number)
             parameter, group = shard.parameter, self.param_groups[number]
             state = self._complete(self.state.get(parameter, {}), shard, group, label, changes)
@@ -166,7 +168,7 @@ class ForeignOptimizer(BF16Optimizer):
         return self.recipe.format_of(role, shard.shape, shard.parameter.dtype)
 
     def _complete(
-        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
         complete: dict[str, Any] = {}
         here: dict[str, Any] = {}
@@ -178,9 +180,9 @@ class ForeignOptimizer(BF16Optimizer):
             if not is_like(value, shard.parameter):
                 # Of another shape than the parameter it is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
-                complete[key] = self._moved(key, state, whole(value), shard) if moves else value
+                complete[key] = self._move(key, state, whole(value), shard) if moves else value
             elif (format_ := self._format_of(key, shard)) is None:
-                here[key] = self._moved(key, state, shard.take(value), shard)
+                here[key] = self._move(key, state, shard.take(value), shard)
             else:
                 known = {n for each in _MOMENTS for n in each.plane_names(key)}
                 saved = {k: shard.take(each) for k, each in state.items() if k in known}
@@ -195,7 +197,7 @@ class ForeignOptimizer(BF16Optimizer):
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
         """Nothing to refuse: the class's own step reads its options."""
 
-    def _moved(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
+    def _move(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
         """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
         # Our copies are fp32: beside them a class makes such states by its own choice.
         chosen = key in self._engine.traits.narrow or (COUNTER in state and key not in self.roles)

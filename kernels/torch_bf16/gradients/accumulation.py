@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,10 @@ from .reduction import DdpReader, Fp32Reduction
 from .sums import Addition, StepNumbers, add_all
 
 __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
+
+# By id: a weak reference would keep torch.utils.swap_tensors from exchanging the parameter.
+_accumulations: WeakValueDictionary[int, GradientAccumulation] = WeakValueDictionary()
+"""Which accumulation sums the gradients of a parameter: the last that has hooked it."""
 
 
 def accumulate_gradients(
@@ -142,8 +147,8 @@ class GradientAccumulation:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
-        # By id, because it takes torch a microsecond to hash a tensor.
-        self._hooked: dict[int, Any] = {}
+        # Each with its hooks; by id, because it takes torch a microsecond to hash a tensor.
+        self._hooked: dict[int, tuple[Any, list[Any]]] = {}
         self._passes = Passes(_Pass, self._finish)
         self._gathering = Gathering(self._add_all)
         # Those whose sums must not wait for others.
@@ -184,27 +189,46 @@ class GradientAccumulation:
         self._hooks.clear()
         if self._reduction is not None:
             self._reduction.remove()
-        if self.format == "fp32":
-            for parameter in self._hooked.values():
-                gradient, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = parameter.dtype
-                if gradient is not None:
-                    parameter.grad = gradient.to(parameter.dtype)
-        self._hooked.clear()
+        self._unhook([*self._hooked])
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._engine.accumulation is self:
             optimizer._engine.accumulation = None
 
     def hook_parameters(self) -> None:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook."""
-        optimizer: Any = self._optimizer()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._hooked and parameter.requires_grad:
-                    self._hook(parameter)
-                    self._hooked[id(parameter)] = parameter
+        for key, parameter in self._unhook_strangers().items():
+            if key not in self._hooked and parameter.requires_grad:
+                if (other := _accumulations.get(key)) is not None:
+                    # Its optimizer may have given the parameter away since its last step.
+                    other._unhook_strangers()
+                self._hooked[key] = parameter, self._hook(parameter)
+                _accumulations[key] = self
 
-    def _hook(self, parameter: Tensor) -> None:
+    def _unhook_strangers(self) -> dict[int, Any]:
+        """Leave alone what is in no group any more; returns what is, by id."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        every = {id(p): p for group in groups for p in group["params"]}
+        self._unhook(self._hooked.keys() - every.keys())
+        return every
+
+    def _unhook(self, keys: Iterable[int]) -> None:
+        """Give parameters back to torch, by their ids."""
+        for key in keys:
+            parameter, hooks = self._hooked.pop(key)
+            for hook in hooks:
+                hook.remove()
+            if _accumulations.get(key) is not self:
+                continue  # another optimizer has it by now
+            del _accumulations[key]
+            if self.format == "fp32":
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                if gradient is not None:
+                    parameter.grad = gradient.to(parameter.dtype)
+
+    def _hook(self, parameter: Tensor) -> list[Any]:
+        """Have a parameter's gradients summed here; returns the hooks' handles."""
         sharded = shard_of(parameter).replaces_parameter
         if self.format == "fp32":
             if not hasattr(parameter, "grad_dtype"):
@@ -217,20 +241,25 @@ class GradientAccumulation:
             parameter.grad_dtype = None if sharded else torch.float32
             if gradient is not None:
                 parameter.grad = gradient.float()
-            if self._reduction is not None:
-                self._hooks += self._reduction.hook(parameter)
+            hooks = [] if self._reduction is None else self._reduction.hook(parameter)
             if not sharded:
-                return
+                return hooks
+        else:
+            hooks = []
         # Not called for what FSDP2 shards, hence the hooks on its units.
         reference = weakref.ref(parameter)
-        self._hooks.append(parameter.register_hook(lambda _: self._take_all([reference()])))
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._merge))
+        return [
+            *hooks,
+            parameter.register_hook(lambda _: self._take_all([reference()])),
+            parameter.register_post_accumulate_grad_hook(self._merge),
+        ]
 
     def _take_all(self, parameters: list[Any]) -> None:
         """Take sums out of ``p.grad``, so that the next gradient is not added but put there."""
-        if not self._hooked:
-            return  # removed, and a graph from before is still there
         for parameter in parameters:
+            # Units of FSDP2 have those of other optimizers, too, and a graph may outlive a hook.
+            if id(parameter) not in self._hooked:
+                continue
             if parameter.grad is not None and parameter.dtype == torch.bfloat16:
                 running = self._passes.current()
                 if running is not None:

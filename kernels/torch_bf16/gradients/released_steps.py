@@ -111,11 +111,14 @@ class ReleasedSteps:
         if engine.release is self:
             engine.release, engine.release_options, engine.last_norm = None, False, None
 
-    def finish(self, left: list[Tensor]) -> None:
+    def finish(self, left: list[Tensor]) -> bool:
         """Take the steps that are left, and count: the next backward pass is for the next step.
 
         Args:
             left: parameters that have a gradient yet; it is freed.
+
+        Returns:
+            Whether any parameter has taken its step, now or within the backward pass.
         """
         if getattr(self._optimizer(), "grad_scale", None) is not None:
             raise NotImplementedError(
@@ -129,11 +132,13 @@ class ReleasedSteps:
             self._left.members = []
         if self._norms:
             self._engine.last_norm = norm_over_ranks(self._norms)
+        stepped = bool(self._stepped)
         self._norms.clear()
         self._arrived.clear()
         self._stepped.clear()
         self._setting = self._ranks = None
         self.hook_parameters()
+        return stepped
 
     def steps_next(self, parameter: Tensor) -> bool:
         """Whether the next gradient of a parameter may lead to its step."""
@@ -154,10 +159,10 @@ class ReleasedSteps:
         every = self._unhook_strangers()
         # Ranks would put others together than those with whom they exchange parts.
         self._exchanged = {
-            id(parameter)
+            id(p)
             for group in optimizer.param_groups
-            for parameter in group["params"]
-            if _looks_at_all(optimizer.rule_for(group, parameter)) and shard_of(parameter).sharded
+            for p in group["params"]
+            if _looks_at_all(optimizer.rule_of_parameter(group, p)) and shard_of(p).sharded
         }
         reference = weakref.ref(self)
         for parameter in every:

@@ -38,8 +38,8 @@ class Addition:
 
 
 @dataclass(slots=True)
-class _Part:
-    """Spans that one call takes, each with the number of its parameter.
+class _Launch:
+    """Spans that one kernel call takes, each with the number of its parameter.
 
     Attributes:
         sums: what the call writes to now, for each span; without elements where none was there yet.
@@ -84,11 +84,11 @@ class _Part:
 
 @dataclass(slots=True)
 class _Made:
-    """The parts of a group, and what they follow from."""
+    """The launches of a group, and what they follow from."""
 
     setting: tuple[Any, ...]
     numels: list[int]
-    parts: list[_Part]
+    launches: list[_Launch]
 
     def fits(self, setting: tuple[Any, ...], totals: Sequence[Tensor | None]) -> bool:
         """Whether they are those of these sums."""
@@ -99,8 +99,8 @@ class _Made:
 
     def forget(self) -> None:
         """Let go of the sums, so that they can be freed before the next ones come."""
-        for part in self.parts:
-            part.forget()
+        for launch in self.launches:
+            launch.forget()
 
 
 def add_all(
@@ -122,17 +122,17 @@ def add_all(
     made, setting = group.made, _setting(optimizer)
     if made is None or not made.fits(setting, totals):
         dtype = next(iter(additions.values())).new.dtype
-        parts = _parts(group.members, totals, dtype, optimizer)
+        launches = _launches(group.members, totals, dtype, optimizer)
         numels = [local(each).numel() for each in group.members]
-        made = group.made = _Made(setting, numels, parts)
+        made = group.made = _Made(setting, numels, launches)
     numbers = [0 if each is None else each.number for each in found]
     following = [steps.get(each, 0) + 1 for each in group.members]
-    for part in made.parts:
-        part.bind(totals)
-        pairs = [(found[number], span) for number, span in part.spans]
+    for launch in made.launches:
+        launch.bind(totals)
+        pairs = [(found[number], span) for number, span in launch.spans]
         new = [None if each is None else span.of(each.new) for each, span in pairs]
-        count = [numbers[number] for number, _ in part.spans]
-        part.batch.run_alike(new, count, bases=part.noise(following))
+        count = [numbers[number] for number, _ in launch.spans]
+        launch.batch.run_alike(new, count, bases=launch.noise(following))
     # The kernel writes through addresses, which autograd does not see.
     torch.autograd.graph.increment_version([each.total for each in additions.values()])
 
@@ -142,15 +142,15 @@ def _setting(optimizer: Any) -> tuple[Any, ...]:
     names = optimizer._engine.names
     # A name that is none follows from the place.
     of_groups = [(len(g["params"]), g.get("param_names")) for g in optimizer.param_groups]
-    return optimizer.recipe.seed, optimizer.backend, of_groups, dict(names.given), names.whole
+    return optimizer.recipe.seed, optimizer.backend, of_groups, dict(names.given), names.zero
 
 
-def _parts(
+def _launches(
     parameters: Sequence[Tensor],
     totals: Sequence[Tensor | None],
     dtype: torch.dtype,
     optimizer: Any,
-) -> list[_Part]:
+) -> list[_Launch]:
     names, groups = optimizer._engine.names, optimizer.param_groups
     positions = {
         id(parameter): (number, position)
@@ -162,12 +162,12 @@ def _parts(
         place = positions.get(id(parameter))
         # One that was taken out of the groups still has a sum.
         key = "" if place is None else names.key(groups, *place)
-        for span in shard_of(parameter, key).span.pieces():
+        for span in shard_of(parameter, key).span.split():
             target = local(parameter).new_empty(0) if total is None else span.of(total)
             job = Job(span, ACCUMULATE, (BF16_STOCHASTIC,), ((target,),), dtype)
             rows.append((number, job))
     return [
-        _Part(
+        _Launch(
             [(number, job.span) for number, job in some],
             Batch([job for _, job in some], optimizer.recipe.seed, optimizer.backend),
             [job.planes[0][0] for _, job in some],

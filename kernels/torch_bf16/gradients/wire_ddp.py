@@ -81,14 +81,14 @@ class _Share:
     Attributes:
         setting: what it follows from.
         owners: whose the bucket's parameters are.
-        pieces: numbers of parameters, and the elements of theirs that lie in the share.
-        bases: int64 ``[pieces, 2]``, what the noise of each starts from.
+        spans: numbers of parameters, and the elements of theirs that lie in the share.
+        bases: int64 ``[spans, 2]``, what the noise of each starts from.
         batch: rounds them; None where there are none.
     """
 
     setting: tuple[Any, ...]
     owners: list[_Owner]
-    pieces: list[tuple[int, Span]]
+    spans: list[tuple[int, Span]]
     bases: np.ndarray
     batch: Batch | None
 
@@ -166,12 +166,12 @@ class BucketReduction:
         draws = [owner.draw(p) for owner, p in zip(share.owners, parameters, strict=True)]
         if share.batch is None:
             return rounded
-        share.batch.move([((span.of(rounded),),) for _, span in share.pieces])
-        steps, counts = np.array([draws[number] for number, _ in share.pieces], np.int64).T
+        share.batch.move([((span.of(rounded),),) for _, span in share.spans])
+        steps, counts = np.array([draws[number] for number, _ in share.spans], np.int64).T
         words = sum_base((share.bases[:, 0], share.bases[:, 1]), steps)
         bases = np.stack(words, axis=1).astype(np.uint32)[:, None]
         with torch.no_grad():
-            means = [span.of(mean) for _, span in share.pieces]
+            means = [span.of(mean) for _, span in share.spans]
             share.batch.run_alike(means, counts.tolist(), bases=bases)
         # It would keep the memory until the next pass.
         share.batch.move(None)
@@ -183,7 +183,7 @@ class BucketReduction:
             for p in parameters
         ]
         first = rounded.numel() * dist.get_rank(self._group)
-        pieces: list[tuple[int, Span]] = []
+        spans: list[tuple[int, Span]] = []
         end = 0
         for number, parameter in enumerate(parameters):
             start, end = end, end + parameter.numel()
@@ -191,14 +191,14 @@ class BucketReduction:
             if low < high:
                 name, shape, n = self._names[parameter], tuple(parameter.shape), high - low
                 span = Span(name, shape, low - first, n, low - start, n, n)
-                pieces.append((number, span))
+                spans.append((number, span))
         words = [
             stream_base(owners[number].setting[0], tensor_key(span.name), REDUCTION.stream)
-            for number, span in pieces
+            for number, span in spans
         ]
         jobs = [
             Job(span, STORE, (BF16_STOCHASTIC,), ((span.of(rounded),),), torch.float32)
-            for _, span in pieces
+            for _, span in spans
         ]
         batch = Batch(jobs, 0, self._owners[0].setting[1]) if jobs else None
-        return _Share(setting, owners, pieces, np.array(words, np.int64), batch)
+        return _Share(setting, owners, spans, np.array(words, np.int64), batch)

@@ -19,7 +19,7 @@ from torch.library import Library
 
 from torch_bf16.torch_patches import is_enabled
 
-__all__ = ["GAPS", "computes_in_fp32", "fill_gaps", "restore", "widen_lookups", "widened"]
+__all__ = ["GAPS", "computes_in_fp32", "fill_gaps", "restore", "widen", "widen_lookups"]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PROMOTING = (
@@ -113,7 +113,7 @@ def restore() -> None:
     _library = _lookups = None
 
 
-def widened(argument: Any) -> Any:
+def widen(argument: Any) -> Any:
     """An argument in fp32 if it is a bf16 tensor, else as it is."""
     if isinstance(argument, Tensor) and argument.dtype == torch.bfloat16:
         return argument.float()
@@ -152,34 +152,33 @@ def _kernel(
         kwargs = dict(zip(kwargs, converted[len(args) :], strict=True))
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):
             result = operator(*converted[: len(args)], **kwargs)
-        return widened(result) if fp32 and widen_result else result
+        return widen(result) if fp32 and widen_result else result
 
     return call
 
 
-def _widen(arguments: Sequence[Any]) -> Sequence[Any]:
+def _widen_all(arguments: Sequence[Any]) -> Sequence[Any]:
     return [
-        [widened(x) for x in each] if isinstance(each, list) else widened(each)
-        for each in arguments
+        [widen(x) for x in each] if isinstance(each, list) else widen(each) for each in arguments
     ]
 
 
 def _promote(arguments: Sequence[Any]) -> Sequence[Any]:
     """All in fp32 where one tensor is."""
     several = [x for each in arguments if isinstance(each, list) for x in each]
-    return _widen(arguments) if any(map(_is_fp32, [*arguments, *several])) else arguments
+    return _widen_all(arguments) if any(map(_is_fp32, [*arguments, *several])) else arguments
 
 
 def _promote_by_input(arguments: Sequence[Any]) -> Sequence[Any]:
     """Of a norm the input decides."""
-    return _widen(arguments) if _is_fp32(arguments[0]) else arguments
+    return _widen_all(arguments) if _is_fp32(arguments[0]) else arguments
 
 
 def _promote_gain(arguments: Sequence[Any]) -> Sequence[Any]:
     """Of a batch norm gain and bias follow the input or the statistics, which are written."""
     x, weight, bias, mean, *rest = arguments
     if _is_fp32(x) or _is_fp32(mean):
-        weight, bias = widened(weight), widened(bias)
+        weight, bias = widen(weight), widen(bias)
     return [x, weight, bias, mean, *rest]
 
 
@@ -200,11 +199,11 @@ def _is_fp32(argument: Any) -> bool:
 
 _Convert = Callable[[Sequence[Any]], Sequence[Any]]
 # Under autocast to fp32 no operation computes in bf16, of whatever its tensors are.
-_IN_FP32: dict[_Convert, _Convert] = {_promote: _widen, _promote_by_input: _widen}
+_IN_FP32: dict[_Convert, _Convert] = {_promote: _widen_all, _promote_by_input: _widen_all}
 _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
     _promote: _PROMOTING,
     _follow_target: _IN_PLACE,
-    _widen: _FP32_ONLY,
+    _widen_all: _FP32_ONLY,
     _promote_gain: ("batch_norm",),
 }
 

@@ -21,6 +21,7 @@ from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
 from torch_bf16.argument_checks import check_compute, check_module
+from torch_bf16.errors import version_numbers
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
 from .autocast import computes_in_fp32
@@ -36,7 +37,7 @@ class _Calls(threading.local):
 
 
 # Before that, torch.compile traces the function of what looks like a method, and skips its call.
-_TRACED_AS_METHODS = torch.__version__ < "2.13"
+_TRACED_AS_METHODS = version_numbers(torch.__version__) < (2, 13)
 
 _calls = _Calls()
 

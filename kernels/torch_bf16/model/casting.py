@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,7 +26,7 @@ from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import has_run, local, units, without_wrappers
 
 from . import cast_modules
-from .autocast import fill_gaps, widened
+from .autocast import fill_gaps, widen
 from .averaged_models import watch_averages
 from .carried_autocast import CarriedForward, carry_autocast
 from .lerped_averages import watch_lerps
@@ -34,9 +34,9 @@ from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
 from .slow_products import warn_slow_products
 
-__all__ = ["cast_model", "fp32_parameters", "kept"]
+__all__ = ["cast_model", "fp32_parameters", "is_kept_fp32"]
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_kept_fp32: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that somebody asked to keep in fp32."""
 
 
@@ -65,9 +65,10 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         says so once, and what to do.
 
     Raises:
-        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by DDP
-            or FSDP1 or has run under FSDP2, a group of FSDP2 would have two dtypes, or a pattern of
-            ``keep_fp32`` matches nothing; nothing has been changed then.
+        ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by
+            DDP, FSDP1 or DataParallel over several GPUs, or has run under FSDP2, a group of FSDP2
+            would have two dtypes, or a pattern of ``keep_fp32`` matches nothing; nothing has been
+            changed then.
 
     Example:
         >>> model = cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -126,7 +127,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     # weights.
     model._apply(cast)
     # Not before: torch converts no sharded parameter that has a weak reference.
-    _kept.update((p, True) for p in asked)
+    _kept_fp32.update((p, True) for p in asked)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
     remainders.remember(model, bits_of)
@@ -181,6 +182,12 @@ def _check_wrappers(module: nn.Module) -> None:
                 "cast_model was given a module inside DistributedDataParallel, whose hooks that "
                 "reduce gradients a change of dtype would cut. Cast first, then wrap it"
             )
+        if isinstance(sub, DataParallel) and len(sub.device_ids) > 1:
+            raise ValueError(
+                f"cast_model was given a module inside DataParallel over {len(sub.device_ids)} "
+                "GPUs, whose threads know nothing of the dtype of torch.autocast and would compute "
+                "in fp16. Use DistributedDataParallel, or leave one GPU in CUDA_VISIBLE_DEVICES"
+            )
         if type(sub).__name__ == "FullyShardedDataParallel":
             raise ValueError(
                 "cast_model was given a module inside FullyShardedDataParallel, which has copied "
@@ -232,9 +239,9 @@ def _is_narrow(parameter: Tensor) -> bool:
     return _is_plain(parameter) and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
-def kept(parameter: Tensor) -> bool:
+def is_kept_fp32(parameter: Tensor) -> bool:
     """Whether a recipe's ``keep_fp32`` named this parameter or its module."""
-    return parameter in _kept
+    return parameter in _kept_fp32
 
 
 def _named_by(
@@ -290,7 +297,7 @@ def _forward_in_fp32(module: nn.Module, own: Callable[..., Any] | None, /, *args
     forward = functools.partial(type(module).forward, module) if own is None else own
     if any(map(_is_narrow, module.parameters())):  # cast later, by the user or another recipe
         return forward(*args, **kwargs)
-    args, kwargs = tree_map(widened, (args, kwargs))
+    args, kwargs = tree_map(widen, (args, kwargs))
     tensors = itertools.chain(module.parameters(), module.buffers())
     device = next((t.device.type for t in tensors), "cpu")
     with torch.autocast(device, enabled=False):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bf16.numerics.rounding import bf16_nearest, join16, split16
@@ -216,7 +217,9 @@ def forget_empty(parameters: Iterable[Tensor]) -> None:
     forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
 
 
-def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+def sync_masters(
+    model: nn.Module, src: int | None = None, group: dist.ProcessGroup | None = None
+) -> None:
     """Give every replica the exact masters of one rank; call it right after wrapping.
 
     DDP broadcasts the bf16 weights of rank 0 when it wraps a module, which counts as a write on
@@ -227,10 +230,15 @@ def sync_masters(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None
 
     Args:
         model: the wrapped module, or the one inside; the same on every rank.
-        src: global rank whose masters count.
-        group: process group; the default one if None.
+        src: global rank whose masters count; None for the first of the group, as in DDP.
+        group: process group; None for that of a DDP module, and the default one for all others.
     """
     settle_at_exit()
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile goes around the others
+    if group is None and isinstance(wrapped, DistributedDataParallel):
+        group = wrapped.process_group
+    if src is None:
+        src = 0 if group is None else dist.get_global_rank(group, 0)
     shards = [shard_of(p) for p in model.parameters() if p.dtype == torch.bfloat16]
     # Of what is placed on a mesh each rank has cast what it holds.
     shards = [each for each in shards if not each.replaces_parameter]

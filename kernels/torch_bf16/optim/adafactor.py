@@ -76,10 +76,10 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return ADAFACTOR
 
-    def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
+    def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         return ADAFACTOR if len(shard_of(parameter).shape) > 1 else ADAFACTOR_VECTOR
 
     def direction_of(self, member: Member) -> Direction:
@@ -157,11 +157,13 @@ class _Matrix(_Relative):
     def _mean(self, rows: Tensor) -> Tensor:
         return rows.mean(dim=-2, keepdim=True).clamp(min=self._eps)
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         rows, columns, factor = answer.split(self._sizes)
         self._rows.copy_(rows.view_as(self._rows))
         self._columns.copy_(columns.view_as(self._columns))
-        update = self._part(prepared[0]) if kept is None else kept
+        update = self._part(prepared[0]) if intermediate is None else intermediate
         return update.mul_(factor.view(()))
 
     def _part(self, gradient: Tensor) -> Tensor:
@@ -191,7 +193,9 @@ class _Vector(_Relative):
     def _solve(self, update: Tensor, weight: Tensor) -> Solution:
         return Solution(self._factor(weight, update).view(1))
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         local(self._member.state["variance"]).copy_(self._v)
         del self._v
         return prepared[0].mul_(answer.view(()))

@@ -21,7 +21,7 @@ __all__ = ["ADOPT", "Adam", "AdamW", "NAdam", "RAdam"]
 
 
 class _AdamFamily(BF16Optimizer):
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         if self.decouples_decay(group):
             return rules.ADAMW_AMSGRAD if group["amsgrad"] else rules.ADAMW
         return rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM
@@ -118,8 +118,8 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
-        return variant_of(group, self.variants) or super().rule_of(group)
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
+        return variant_of(group, self.variants) or super().rule_of_group(group)
 
 
 class Adam(_AdamFamily, torch.optim.Adam):
@@ -203,7 +203,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.NADAM
 
     def _complete(self, state: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.RADAM
 
 
@@ -314,5 +314,5 @@ class ADOPT(BF16Optimizer):
         check_ranges(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.ADOPT

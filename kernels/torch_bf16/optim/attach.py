@@ -63,7 +63,7 @@ def attach(engine: Any) -> None:
     flats = register_flats(zero)
     for group in optimizer.param_groups:
         for flat in flats:
-            formats_of(shard_of(flat), optimizer.rule_of(group), optimizer.recipe)
+            formats_of(shard_of(flat), optimizer.rule_of_group(group), optimizer.recipe)
     alias_masters(zero)
     if optimizer._engine.host is None:
         watch_files(engine, flats[0].device)
@@ -80,7 +80,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "before it"
         )
     recipe = optimizer.recipe
-    rules = [optimizer.rule_of(group) for group in optimizer.param_groups]
+    rules = [optimizer.rule_of_group(group) for group in optimizer.param_groups]
     if any(rule is STORE or rule.stage_states for rule in rules):
         raise NotImplementedError(
             f"{name} cannot step under DeepSpeed: it looks at whole matrices, or has a step of its "

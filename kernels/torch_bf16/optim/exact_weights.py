@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +51,7 @@ def read(optimizer: BF16Optimizer, parameter: Tensor) -> Tensor:
 
 def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     """See :meth:`BF16Optimizer.set_exact_weight`."""
-    number, position = _checked(optimizer, parameter, value)
+    number, position = _check_value(optimizer, parameter, value)
     reshard([parameter])
     if parameter.dtype != torch.bfloat16:
         parameter.copy_(value)
@@ -63,7 +64,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:
-        label = optimizer.label(number, position)
+        label = functools.partial(optimizer.label, number, position)
         complete = optimizer._complete(state, shard, group, label, Changes())
         # Plans and graphs of steps refer to the dict that is there.
         if complete.keys() != state.keys() or any(complete[k] is not state[k] for k in complete):
@@ -87,7 +88,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     snapshot.data = data_writes.DataWatch.of(shard, state)
 
 
-def _checked(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:
+def _check_value(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:
     """Group and position of a parameter that ``value`` can be written to."""
     for number, group in enumerate(optimizer.param_groups):
         for position, each in enumerate(group["params"]):
@@ -152,7 +153,7 @@ def exact_weights(
         # All of them before the first one is written.
         for name, parameter in named.items():
             if parameter in owners:
-                _checked(owners[parameter], parameter, weights[name])
+                _check_value(owners[parameter], parameter, weights[name])
             elif weights[name].shape != parameter.shape:
                 raise ValueError(
                     f"exact_weights was given shape {tuple(weights[name].shape)} for {name!r}, "

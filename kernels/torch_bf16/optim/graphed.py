@@ -72,19 +72,19 @@ class GraphedStep:
             parameters = with_gradients(setting.parameters)
             with suffix_errors(UNTOUCHED):
                 plan = engine.plan = make_plan(optimizer, parameters, setting, plan)
-        if not plan.updated():
-            raise self._refused("no parameter has a gradient. Call it after a backward()")
-        drop_remainders(optimizer, setting.parameters, plan.written)
+        if not plan.active_parameters():
+            raise self._refusal("no parameter has a gradient. Call it after a backward()")
+        drop_remainders(optimizer, setting.parameters, plan.overwritten_members)
         plan.note_versions()
         if why := plan.obstacle_to_capture():
-            raise self._refused(why)
+            raise self._refusal(why)
         with no_torch_function():
             self._gradients = gradients_of(setting.parameters)
         try:
             self._recording = plan.record(optimizer.param_groups)
         except RuntimeError as error:
-            raise self._refused(str(error)) from error
-        self._plan, self._flags, self._count = plan, plan.flags, 0
+            raise self._refusal(str(error)) from error
+        self._plan, self._taking_part, self._count = plan, plan.taking_part, 0
 
     def __call__(self) -> None:
         """Take a step of the gradients that are in memory now.
@@ -98,24 +98,24 @@ class GraphedStep:
         optimizer._check_step()
         self._refuse_what_steps_do_otherwise()
         # An ordinary step in between may have had another set of gradients.
-        looks = self._count % self._check_every == 0 or plan.flags is not self._flags
+        looks = self._count % self._check_every == 0 or plan.taking_part is not self._taking_part
         setting = optimizer._setting() if looks else optimizer._engine.setting
         if optimizer._engine.plan is not plan or setting is not self._setting:
-            raise self._refused(
+            raise self._refusal(
                 "other parameters, names, a recipe or a loaded state have come since it was "
                 "captured, and replays would update the tensors of then. Call graphed() again"
             )
         if looks:
             self._check_tensors()
         inputs = pending.inputs(optimizer, self._setting.parameters)
-        written = plan.written if looks else list
+        written = plan.overwritten_members if looks else list
         if drop_remainders(optimizer, self._setting.parameters, written):
             plan.note_versions()
         # Not around all of it: to enter no_grad takes a fifth of what a replay does.
         with torch.no_grad() if optimizer.observers else _NOTHING:
             for observer in optimizer.observers:
                 optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
-                observer.before_update(plan.taking_part(), inputs.multiplier)
+                observer.before_update(plan.active_members(), inputs.multiplier)
             with suffix_errors(UNTOUCHED):
                 self._recording.replay(inputs)
             for observer in optimizer.observers:
@@ -139,22 +139,22 @@ class GraphedStep:
                 if before
                 else ""
             )
-            raise self._refused(self._described(found) + late)
+            raise self._refusal(self._describe(found) + late)
         plan, setting, states = self._plan, self._setting, self._optimizer.state
         # Addresses take longer than identities.
-        due = self._count % _EVERY < self._check_every or plan.flags is not self._flags
+        due = self._count % _EVERY < self._check_every or plan.taking_part is not self._taking_part
         fits = not due or (
             plan.fits(setting, setting.parameters, states) and plan.suits(self._recording)
         )
         if not fits:
-            raise self._refused(
+            raise self._refusal(
                 "a parameter, a gradient or a state was put elsewhere by .data or replaced, "
                 f"within the last {_EVERY + self._check_every - 1} replays, which updated what was "
                 "there before. Put tensors elsewhere before graphed(), or call it again afterwards"
             )
-        self._flags = plan.flags
+        self._taking_part = plan.taking_part
 
-    def _described(self, found: list[Any]) -> str:
+    def _describe(self, found: list[Any]) -> str:
         pairs = zip(found, self._gradients, strict=True)
         number = next(n for n, (now, then) in enumerate(pairs) if now is not then)
         groups = enumerate(self._optimizer.param_groups)
@@ -174,19 +174,19 @@ class GraphedStep:
     def _refuse_what_steps_do_otherwise(self) -> None:
         optimizer = self._optimizer
         if optimizer._engine.release is not None:
-            raise self._refused("gradients are released: its steps run inside backward()")
+            raise self._refusal("gradients are released: its steps run inside backward()")
         if (host := optimizer._engine.host) is not None:
-            raise self._refused(f"{host} takes its steps, by several calls each")
+            raise self._refusal(f"{host} takes its steps, by several calls each")
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise self._refused(
+            raise self._refusal(
                 "hooks are registered on its step, and replays would not run them. Remove them, "
                 "or take ordinary steps"
             )
         if cuda_graphs.capturing(p.device for p in self._setting.parameters[:1]):
-            raise self._refused(
+            raise self._refusal(
                 "another graph is being captured, which cannot hold this one. Call step() there"
             )
 
-    def _refused(self, why: str) -> RuntimeError:
+    def _refusal(self, why: str) -> RuntimeError:
         name = type(self._optimizer).__name__
         return RuntimeError(f"a graphed step of {name} is refused: {why}. {UNTOUCHED}")

@@ -155,7 +155,7 @@ class Muon(BF16Optimizer, _TorchMuon):
                 with prefix_errors(lambda name=name: f"parameter {name} of group {number}"):
                     _check_shape(shard_of(parameter).shape)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return MUON if group.get("use_muon", True) else ADAMW
 
     def direction_of(self, member: Member) -> Direction:
@@ -179,8 +179,8 @@ class _Momentum:
         names = self._format.plane_names("momentum_buffer")
         self._planes = tuple(local(member.state[key]).detach() for key in names)
         # What is sharded may have runs that are too long for one job.
-        self._spans = shard.span.pieces()
-        jobs = [self._job(span, member.gradient) for span in self._spans]
+        self._spans = shard.span.split()
+        jobs = [self._job(span, member.gradient_dtype) for span in self._spans]
         self._average = Batch(jobs, recipe.seed, optimizer.backend)
 
     def _job(self, span: Span, gradient: torch.dtype) -> Job:
@@ -213,6 +213,8 @@ class _Momentum:
         found = orthogonalise_each([x for (x,) in tensors], *self.kind)
         return [Solution(each.contiguous()) for each in found]
 
-    def finish(self, prepared: tuple[Tensor, ...], answer: Tensor, kept: Tensor | None) -> Tensor:
+    def finish(
+        self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
+    ) -> Tensor:
         factor = _shape_factor(self._options["adjust_lr_fn"], self._shape[-2:])
         return answer.view(self._here).float() * factor

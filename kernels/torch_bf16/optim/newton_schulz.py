@@ -29,9 +29,9 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
     Returns:
         bf16, the shape of ``matrix``.
     """
-    x, tall = _scaled(matrix, eps)
+    x, tall = _scale(matrix, eps)
     for _ in range(steps):
-        x = _iterated(x, coefficients)
+        x = _iterate(x, coefficients)
     return x.T if tall else x
 
 
@@ -48,15 +48,15 @@ def orthogonalise_each(
     small = 0 < matrices[0].numel() <= SMALL
     if len(matrices) == 1 or not small or not _same_bits(len(matrices), rows, columns, device):
         return [orthogonalise(each, coefficients, steps, eps) for each in matrices]
-    scaled = [_scaled(each, eps) for each in matrices]
+    scaled = [_scale(each, eps) for each in matrices]
     tall = scaled[0][1]
-    x = _stacked([each for each, _ in scaled], tall)
+    x = _stack([each for each, _ in scaled], tall)
     for _ in range(steps):
-        x = _iterated(x, coefficients)
+        x = _iterate(x, coefficients)
     return [*(x.mT if tall else x)]
 
 
-def _scaled(matrix: Tensor, eps: float) -> tuple[Tensor, bool]:
+def _scale(matrix: Tensor, eps: float) -> tuple[Tensor, bool]:
     """A matrix over its norm, in bf16, with no more rows than columns; whether it was turned."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
@@ -64,7 +64,7 @@ def _scaled(matrix: Tensor, eps: float) -> tuple[Tensor, bool]:
     return x / x.norm().clamp(min=eps), tall
 
 
-def _iterated(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+def _iterate(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     a, b, c = coefficients
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     gram = x @ x.mT
@@ -72,7 +72,7 @@ def _iterated(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return add(x, polynomial, x, beta=a)
 
 
-def _stacked(matrices: Sequence[Tensor], tall: bool) -> Tensor:
+def _stack(matrices: Sequence[Tensor], tall: bool) -> Tensor:
     """Matrices in one tensor, with the strides of each."""
     return torch.stack([each.mT for each in matrices]).mT if tall else torch.stack([*matrices])
 
@@ -86,9 +86,9 @@ def _same_bits(count: int, rows: int, columns: int, device: torch.device) -> boo
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn((count, rows, columns), generator=generator, device="cpu").to(device)
-    scaled = [_scaled(each, 0.0) for each in drawn]
-    x = _stacked([each for each, _ in scaled], rows > columns)
+    scaled = [_scale(each, 0.0) for each in drawn]
+    x = _stack([each for each, _ in scaled], rows > columns)
     coefficients = 3.4445, -4.7750, 2.0315
-    one_by_one = [_iterated(each, coefficients) for each, _ in scaled]
-    together = _iterated(x, coefficients)
+    one_by_one = [_iterate(each, coefficients) for each, _ in scaled]
+    together = _iterate(x, coefficients)
     return all(map(torch.equal, one_by_one, together))

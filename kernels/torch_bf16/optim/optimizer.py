@@ -18,7 +18,7 @@ from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import UNTOUCHED, suffix_errors
+from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
 from torch_bf16.recipe import Recipe, get_recipe
@@ -31,7 +31,7 @@ from . import exact_weights
 from . import state_dict as state_dicts
 from .graphed import GraphedStep
 from .overwritten import drop_remainders, states_without_remainders
-from .planning import check_recipe, make_plan, with_gradients
+from .planning import check_in_model, check_recipe, make_plan, with_gradients
 from .step_hooks import hooked
 from .validation import FULLY_DECOUPLED, check_group, check_options, resolve_peak_lr
 from .variants import NONE, VARIANTS, check_variant
@@ -108,13 +108,13 @@ class BF16Optimizer(torch.optim.Optimizer):
         accumulate_as(self.recipe, self)
         release_as(release, self)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         """The update rule of a parameter group."""
         raise NotImplementedError
 
-    def rule_for(self, group: dict[str, Any], parameter: Tensor) -> Rule:
+    def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
         """The update rule of a parameter, where its shape decides."""
-        return self.rule_of(group)
+        return self.rule_of_group(group)
 
     def direction_of(self, member: Member) -> Direction:
         """What makes the direction of a parameter's step of its whole gradient.
@@ -157,7 +157,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         setting, inputs = self._setting(), StepInputs()
         parameters = setting.parameters
         if engine.release is not None:
-            engine.release.finish(with_gradients(parameters))
+            if not engine.release.finish(with_gradients(parameters)):
+                check_in_model(self)
         else:
             inputs = engine.pending.inputs(self, parameters)
             engine.plan = self._update(parameters, engine.plan, setting, inputs)
@@ -178,18 +179,21 @@ class BF16Optimizer(torch.optim.Optimizer):
         if not fits:
             parameters = with_gradients(parameters)
         devices = (each.device for each in parameters) if plan is None else plan.devices
-        if cuda_graphs.capturing(devices):
+        if capturing := cuda_graphs.capturing(devices):
             obstacle = plan.obstacle_to_capture() if plan is not None and fits else None
             check_capturable(self, fits, obstacle)
-            # The graph refers to the plan's tables as long as it lives.
-            self._engine.captured.add(plan)
         with suffix_errors(UNTOUCHED):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
-            drop_remainders(self, parameters, plan.written)
+            if capturing:
+                # The graph refers to the plan's tables as long as it lives.
+                self._engine.captured.add(plan)
+            if not plan.active_parameters():
+                check_in_model(self)
+            drop_remainders(self, parameters, plan.overwritten_members)
             for observer in self.observers:
                 self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
-                observer.before_update(plan.taking_part(), inputs.multiplier)
+                observer.before_update(plan.active_members(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, inputs)
         try:
@@ -315,7 +319,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         What FSDP1 has flattened has all its numbers in fp32 there: it gathers the states of a unit
         only if they have one dtype and the same names.
         """
-        return state_dicts.saved(self, super().state_dict)
+        return state_dicts.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any recipe, or one of the ``torch.optim`` class it stands for.
@@ -326,7 +330,6 @@ class BF16Optimizer(torch.optim.Optimizer):
         Where no exact master was saved, it starts from the weights that ``cast_model`` saw.
         Tensors are copied, except those that already are this optimizer's own, and the saved noise
         seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
-
         Load the model's weights first: an exact master is stored as what its weight lacks.
 
         Raises:
@@ -376,10 +379,10 @@ class BF16Optimizer(torch.optim.Optimizer):
         check_variant(group, number, self.variants, type(self).__name__)
 
     def _complete(
-        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
         """A parameter's state as this optimizer keeps it; see :func:`.complete_state`."""
-        rule = self.rule_for(group, shard.parameter)
+        rule = self.rule_of_parameter(group, shard.parameter)
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
     def _check_step(self) -> None:
@@ -392,6 +395,6 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def _setting(self) -> Setting:
         """What a plan follows from beside memory; the same object as long as it is the same."""
-        fixed = self.recipe, self.backend, [self.rule_of(group) for group in self.param_groups]
+        fixed = self.recipe, self.backend, [*map(self.rule_of_group, self.param_groups)]
         self._engine.setting = Setting.of(fixed, self.param_groups, self._engine.setting)
         return self._engine.setting

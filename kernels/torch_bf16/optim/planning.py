@@ -18,9 +18,9 @@ from torch_bf16.engine.ownership import Round, rounds_of
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.states import States
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import StateMismatchError, prefix_errors
+from torch_bf16.errors import UNTOUCHED, Label, StateMismatchError, prefix_errors
 from torch_bf16.model import remainders
-from torch_bf16.model.casting import kept
+from torch_bf16.model.casting import is_kept_fp32
 from torch_bf16.recipe import get_recipe
 from torch_bf16.rules import STORE, Rule
 from torch_bf16.sharding import Shard, no_torch_function, shard_of
@@ -39,29 +39,35 @@ from .validation import (
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check_recipe", "collect", "keep_states", "make_plan", "with_gradients"]
+__all__ = [
+    "check_in_model",
+    "check_recipe",
+    "collect",
+    "keep_states",
+    "make_plan",
+    "with_gradients",
+]
 
 _logger = logging.getLogger("torch_bf16")
 
 
-def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Shard, int, str]]:
-    """Shard, group and label of all that takes part, checked."""
+def collect(
+    optimizer: BF16Optimizer, parameters: Sequence[Tensor]
+) -> list[tuple[Shard, int, Label]]:
+    """Shard, number of the group and label of all that takes part, checked."""
     taking_part, engine = set(parameters), optimizer._engine
-    if not taking_part:
-        _check_in_model(optimizer)
     # Then states may be anywhere, and are brought home.
     offloads = optimizer.recipe.offload != "none"
     found, labels, before = [], {}, 0
-    names, groups = engine.names, optimizer.param_groups
+    groups = optimizer.param_groups
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in taking_part:
                 continue
             if parameter in labels:
                 raise ValueError("a parameter is in the groups twice; remove one")
-            place = groups, number, position, before
-            labels[parameter] = label = functools.partial(names.label, *place)
-            shard = shard_of(parameter, names.key(*place))
+            labels[parameter] = label = functools.partial(optimizer.label, number, position)
+            shard = shard_of(parameter, engine.names.key(groups, number, position, before))
             with prefix_errors(label):
                 if snapshot := engine.snapshots.get(parameter):
                     state = dict.get(optimizer.state, parameter, {})
@@ -73,7 +79,7 @@ def collect(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> list[tupl
         before += len(group["params"])
     check_separate((shard for shard, _, _ in found), labels)
     check_replaced(optimizer, labels)
-    return [(shard, number, label()) for shard, number, label in found]
+    return found
 
 
 def make_plan(
@@ -96,7 +102,7 @@ def make_plan(
     steps = _steps_on_host(optimizer.state, [*parameters, *beside])
     for shard, number, label in collect(optimizer, parameters):
         group, parameter = optimizer.param_groups[number], shard.parameter
-        rule = optimizer.rule_for(group, parameter)
+        rule = optimizer.rule_of_parameter(group, parameter)
         state = dict.get(optimizer.state, parameter, {})
         if parameter in steps:
             state = {**state, "step": steps[parameter]}
@@ -111,7 +117,7 @@ def make_plan(
         keys = tuple(key for key in state if key in keys_of(rule))
         member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
         if rule.stage_states:
-            with prefix_errors(lambda label=label: label):
+            with prefix_errors(label):
                 member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
         members.append(member)
     if engine.release is None:
@@ -158,7 +164,7 @@ def _in_parts(
     Also where it has no gradient here: FSDP1 leaves some ranks nothing of a parameter, and none.
     """
     for number, group in enumerate(optimizer.param_groups):
-        looking = looks(optimizer.rule_of(group))
+        looking = looks(optimizer.rule_of_group(group))
         for position, parameter in enumerate(group["params"] if looking else ()):
             if only is not None and parameter not in only:
                 continue
@@ -166,7 +172,7 @@ def _in_parts(
             if shard.sharded:
                 with prefix_errors(functools.partial(optimizer.label, number, position)):
                     shard.holders()
-                yield shard, optimizer.rule_for(group, parameter)
+                yield shard, optimizer.rule_of_parameter(group, parameter)
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
@@ -179,7 +185,7 @@ def check_recipe(optimizer: BF16Optimizer) -> None:
         NotImplementedError: a parameter is cut within the blocks of one of its formats, or the
             class takes steps of its own on states in host memory.
     """
-    rules = [optimizer.rule_of(group) for group in optimizer.param_groups]
+    rules = [optimizer.rule_of_group(group) for group in optimizer.param_groups]
     if optimizer.recipe.offload != "none" and STORE in rules:
         raise NotImplementedError(
             f"offload={optimizer.recipe.offload!r} is for optimizers with a fused rule, and "
@@ -189,7 +195,8 @@ def check_recipe(optimizer: BF16Optimizer) -> None:
     for group in optimizer.param_groups:
         for shard in map(shard_of, group["params"]):
             if shard.sharded and not shard.can_gather:
-                formats_of(shard, optimizer.rule_for(group, shard.parameter), optimizer.recipe)
+                rule = optimizer.rule_of_parameter(group, shard.parameter)
+                formats_of(shard, rule, optimizer.recipe)
 
 
 def with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -236,8 +243,11 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
         del snapshots[parameter]
 
 
-def _check_in_model(optimizer: BF16Optimizer) -> None:
+def check_in_model(optimizer: BF16Optimizer) -> None:
     """Refuse a step without gradients where all are of parameters that have replaced its own.
+
+    Args:
+        optimizer: none of its parameters takes part in the step.
 
     Raises:
         StateMismatchError: they are, so that nothing would be trained.
@@ -252,7 +262,7 @@ def _check_in_model(optimizer: BF16Optimizer) -> None:
             f"no parameter of this {type(optimizer).__name__} has a gradient, and none is one of "
             f"the {type(model).__name__}'s any more, which have: they were replaced, as "
             "fully_shard does, and no step would train the new ones. Make the optimizer of them, "
-            "and call prepare() or convert() after fully_shard()"
+            f"and call prepare() or convert() after fully_shard(). {UNTOUCHED}"
         )
 
 
@@ -284,7 +294,7 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
     if not matrices or any(dict.get(optimizer.state, each.parameter) for each in matrices):
         return
     parameters = [each.parameter for each in matrices]
-    if all(p.dtype == torch.float32 and not kept(p) for p in parameters):
+    if all(p.dtype == torch.float32 and not is_kept_fp32(p) for p in parameters):
         _logger.warning(
             "recipe %r trains float32 parameters only, so that nothing is stored in bf16; call "
             "torch_bf16.cast_model(model, %r) before the first step",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_bf16 import rules
 from torch_bf16.argument_checks import check_ranges
 from torch_bf16.backends import StepInputs, cuda_graphs, fetch
+from torch_bf16.errors import Label
 from torch_bf16.formats import Format
 from torch_bf16.recipe import Recipe
 from torch_bf16.rules import ITERATE, Rule, State
@@ -124,9 +125,9 @@ class _ScheduleFree(BF16Optimizer):
             state["y"] = aside
 
     def _complete(
-        self, state: Mapping[str, Any], shard: Shard, group: Any, label: str, changes: Changes
+        self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
-        rule = self.rule_of(group)
+        rule = self.rule_of_group(group)
         if not group["train_mode"] and state.get("y") is not None:
             rule = replace(rule, states=(*rule.states, _ASIDE))
         if state.get("z") is not None and state.get("step") is None:
@@ -259,7 +260,7 @@ class AdamWScheduleFree(_ScheduleFree):
     ) -> None:
         self._construct_counting(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.SCHEDULE_FREE_ADAMW
 
 
@@ -293,5 +294,5 @@ class SGDScheduleFree(_ScheduleFree):
     ) -> None:
         self._construct_counting(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.SCHEDULE_FREE_SGD

@@ -60,7 +60,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         if not group["momentum"]:
             return rules.SGD
         return rules.SGD_NESTEROV if group["nesterov"] else rules.SGD_MOMENTUM
@@ -111,7 +111,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
     ) -> None:
         self._construct(locals())
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         momentum = group["momentum"]
         if group["centered"]:
             return rules.RMSPROP_CENTERED_MOMENTUM if momentum else rules.RMSPROP_CENTERED
@@ -162,7 +162,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         # Some versions of torch make the state here, in the parameters' dtype.
         self.state = States(dict)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return rules.ADAGRAD
 
 
@@ -204,5 +204,5 @@ class Lion(BF16Optimizer):
         check_ranges(lr=lr, betas=betas, weight_decay=weight_decay)
         self._construct(locals(), defaults=True)
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
+    def rule_of_group(self, group: dict[str, Any]) -> Rule:
         return variant_of(group, self.variants) or rules.LION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from .variants import VARIANTS
 if TYPE_CHECKING:
     from .optimizer import BF16Optimizer
 
-__all__ = ["check", "load", "saved"]
+__all__ = ["check", "load", "save"]
 
 _UNCHANGED = "Nothing was changed"
 
@@ -37,7 +38,7 @@ _DECOUPLED = "decoupled_weight_decay"
 _logger = logging.getLogger("torch_bf16")
 
 
-def saved(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The state dict that torch's own method makes, with its header, and bits shown as numbers."""
     was_seen = True
 
@@ -75,7 +76,7 @@ def _restore_seen(optimizer: Any, was_seen: bool) -> None:
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    shared = _shared(state_dict)
+    shared = _shared_states(state_dict)
     states = {k: each if k in shared else to_view(each) for k, each in state_dict["state"].items()}
     for number, saved_group in enumerate(state_dict["param_groups"]):
         group = optimizer.param_groups[number]
@@ -92,7 +93,7 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
                 # Before the first step: what the cast took from the weight is nowhere else.
-                label = optimizer.label(number, position)
+                label = functools.partial(optimizer.label, number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
@@ -101,7 +102,7 @@ def _names_in_unit(optimizer: BF16Optimizer, parameter: Tensor) -> set[str]:
     """Of the numbers that rules keep of the parameters that FSDP1 has flattened together."""
     unit = {*unit_of(parameter)}
     rules = {
-        optimizer.rule_for(group, each)
+        optimizer.rule_of_parameter(group, each)
         for group in optimizer.param_groups
         for each in group["params"]
         if each in unit
@@ -133,7 +134,7 @@ def load(
         # torch would cast what it finds here.
         return {
             **state_dict,
-            "state": _shared(state_dict),
+            "state": _shared_states(state_dict),
             "param_groups": _named_groups(optimizer, state_dict),
         }
 
@@ -186,7 +187,7 @@ def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
             pass
 
 
-def _shared(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+def _shared_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """States under keys that are not parameters; only classes without a fused rule have any."""
     parameters = {key for group in state_dict["param_groups"] for key in group["params"]}
     return {key: each for key, each in state_dict["state"].items() if key not in parameters}
@@ -222,17 +223,17 @@ def _read(
     saved_names = (header or {}).get("names") or []
     names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
     schema.check_names(names, optimizer._engine.names.known(optimizer.param_groups))
-    pairs, before = zip(optimizer.param_groups, saved_groups, strict=True), 0
-    name, groups = optimizer._engine.names.label, optimizer.param_groups
+    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
         # What its users or a scheduler have added to a group is theirs; so are a foreign class's.
-        if optimizer.rule_of(group) is not STORE:
+        if optimizer.rule_of_group(group) is not STORE:
             own = [name for name in group if name in optimizer.defaults and name not in _OURS]
             schema.check_hyperparameters(saved_group, own, number)
         for position, key in enumerate(saved_group["params"]):
             if state := state_dict["state"].get(key):
-                parameter, label = group["params"][position], name(groups, number, position, before)
+                parameter = group["params"][position]
+                label = functools.partial(optimizer.label, number, position)
                 shard, options = shard_of(parameter), {**group, **saved_group}
                 if header is None:
                     formats = [
@@ -242,12 +243,12 @@ def _read(
                     state = without_stale_remainders(state, formats, changes)
                 if parameter.device.type == "meta":
                     raise StateMismatchError(
-                        f"{label} is on the meta device, where a state would be lost. Give the "
+                        f"{label()} is on the meta device, where a state would be lost. Give the "
                         "model memory first (model.to_empty(device=...)), make the optimizer of "
                         "its parameters, and load the weights, then the state dict"
                     )
-                state = _copied(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
-                used = keys_of(optimizer.rule_for(options, parameter))
+                state = _copy(state, dict.get(optimizer.state, parameter, {}), parameter.ndim)
+                used = keys_of(optimizer.rule_of_parameter(options, parameter))
                 for key in state.keys() - used:
                     if is_stand_in(state[key]):
                         del state[key]
@@ -255,10 +256,9 @@ def _read(
                         # As torch does; what is used has a home of its own.
                         state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
-        before += len(group["params"])
 
 
-def _copied(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
+def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
     """A saved state as kernels read it: copies of all but the optimizer's own tensors.
 
     What torch.distributed.checkpoint has loaded in place needs no copy.

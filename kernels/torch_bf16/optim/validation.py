@@ -6,7 +6,8 @@ Messages begin with a verb: the caller puts the parameter's label before them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torch_bf16.engine.versions import Snapshot
-from torch_bf16.errors import StateMismatchError, prefix_errors
+from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.sharding import Shard, is_flat, missing_memory, shard_of
 
 __all__ = [
@@ -51,16 +52,19 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
             f"parameter group {number} holds a parameter twice, which would be updated twice per "
             "step; give each parameter once, tied ones too (module.parameters() does)"
         )
-    names = group.get("param_names")
     for position, parameter in enumerate(group["params"]):
         # What is frozen in another dtype is looked at when it gets a gradient.
         frozen = not parameter.requires_grad and parameter.dtype not in _TRAINABLE
         if not (is_lazy(parameter) or frozen):
-            name = f"{names[position]!r}, " if names else ""
-            place = f"parameter {name}number {position} of group {number}"
-            label = f"{place}, shape {tuple(parameter.shape)},"
-            with prefix_errors(lambda label=label: label):
+            with prefix_errors(functools.partial(_label, group, number, position)):
                 check_parameter(shard_of(parameter))
+
+
+def _label(group: Mapping[str, Any], number: int, position: int) -> str:
+    """How messages call a parameter of a group that the optimizer does not have yet."""
+    names, shape = group.get("param_names"), tuple(group["params"][position].shape)
+    name = f"{names[position]!r}, " if names else ""
+    return f"parameter {name}number {position} of group {number}, shape {shape},"
 
 
 def check_parameter(shard: Shard) -> None:
@@ -215,7 +219,7 @@ def check_unchanged(shard: Shard, snapshot: Snapshot, state: Mapping[str, Any]) 
         )
 
 
-def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Callable[[], str]]) -> None:
+def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> None:
     """Refuse two parameters over the same memory, which one kernel call would update at once.
 
     Args:
@@ -238,9 +242,7 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Callable[[],
                 )
 
 
-def check_replaced(
-    optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Callable[[], str]]
-) -> None:
+def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]) -> None:
     """Refuse a new parameter in place of one whose state is still here.
 
     Args:

@@ -150,9 +150,9 @@ class Fsdp1Shard(Shard):
                 found[rank] = Span(self.name, self.shape, 0, run, begin - first, run, run)
         return found
 
-    def unexpanded(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+    def unexpand(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         if part.shape != self.memory.shape:
-            return super().unexpanded(part, shape)
+            return super().unexpand(part, shape)
         found = part.new_full((prod(shape),), torch.nan)
         found[self.span.places(shape, part.device)] = part
         me = dist.get_rank()

@@ -37,7 +37,7 @@ class Parameters:
 
     Attributes:
         memory: this rank's part of each parameter.
-        kept: this rank's part of each tensor beside them.
+        state_memory: this rank's part of each tensor beside them.
     """
 
     def __init__(self, parameters: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> None:
@@ -52,7 +52,7 @@ class Parameters:
         self._layers = [*zip_longest(*deep, fillvalue=_NOTHING)] or [()]
         self.memory = [each[-1] for each in deep]
         self._wrapped = [n for n, each in enumerate(deep) if len(each) > 1 + self._flags[n]]
-        self.kept = [*map(local, beside)]
+        self.state_memory = [*map(local, beside)]
 
     def in_place(self) -> bool:
         """Whether DTensors have the local tensors that they had, placed as they were.

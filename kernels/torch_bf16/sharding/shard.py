@@ -146,7 +146,7 @@ class Shard:
         (group,) = self.groups()
         return group
 
-    def unexpanded(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+    def unexpand(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         """The tensor of some shape that was saved expanded to the whole one; may communicate.
 
         Args:

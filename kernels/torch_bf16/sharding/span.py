@@ -53,7 +53,7 @@ class Span:
         """Whether there is more than one run."""
         return self.width < self.numel
 
-    def pieces(self) -> list[Span]:
+    def split(self) -> list[Span]:
         """The same in spans whose runs a kernel can count in 32 bits."""
         if not self.strided or self.width < 2**30:
             return [self]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Whole", "is_zero"]
+__all__ = ["ZeroNames", "is_zero"]
 
 
 def is_zero(optimizer: Any) -> bool:
@@ -23,8 +23,8 @@ def is_zero(optimizer: Any) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-class Whole:
-    """The parameters of all ranks.
+class ZeroNames:
+    """What keys the noise of the parameters of all ranks.
 
     Args:
         zero: the ``ZeroRedundancyOptimizer`` that has them.

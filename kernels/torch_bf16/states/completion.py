@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.errors import StateMismatchError, prefix_errors
+from torch_bf16.errors import Label, StateMismatchError, prefix_errors
 from torch_bf16.formats import FP32, INT8, ROLES, Format
 from torch_bf16.model import remainders
 from torch_bf16.recipe import Recipe
@@ -47,7 +47,7 @@ def complete_state(
     shard: Shard,
     rule: Rule,
     recipe: Recipe,
-    label: str,
+    label: Label,
     changes: Changes,
 ) -> dict[str, Any]:
     """A parameter's state in the recipe's formats, made, taken over, or as it is.
@@ -60,7 +60,7 @@ def complete_state(
         shard: of the parameter, with the weights that ``state`` belongs to.
         rule: the rule that will use it.
         recipe: the optimizer's recipe.
-        label: how to call the parameter in an error.
+        label: makes what an error calls the parameter.
         changes: counts what was rounded.
 
     Returns:
@@ -76,7 +76,7 @@ def complete_state(
     others = {k: v for k, v in state.items() if k not in keys_of(rule)}
     source = {k: v for k, v in state.items() if k not in others}
     state = _take_states(source, shard, factors, label)
-    with prefix_errors(lambda: label):
+    with prefix_errors(label):
         home = Home.of(shard, recipe)
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
@@ -84,7 +84,7 @@ def complete_state(
         # Momentum may be switched on at any time; moments of Adam are there from the first step on.
         if began and state.get(each.name) is None and not each.optional:
             raise StateMismatchError(
-                f"the state of {label} counts {complete['step'].item():.0f} steps and has no "
+                f"the state of {label()} counts {complete['step'].item():.0f} steps and has no "
                 f"{each.name}: it is damaged. Load it as it was saved"
             )
         if each.shape is not None:
@@ -108,7 +108,7 @@ def complete_moment(
     name: str,
     format_: Format,
     home: Home,
-    label: str,
+    label: Label,
     changes: Changes,
 ) -> tuple[Tensor, ...]:
     """The planes of a number that a rule keeps; zeros where ``state`` has none.
@@ -128,7 +128,7 @@ def complete_moment(
         return saved
     if source is FP32 and not saved[0].is_floating_point():
         raise StateMismatchError(
-            f"{name} of {label} is {saved[0].dtype} and must be floating-point; the state is "
+            f"{name} of {label()} is {saved[0].dtype} and must be floating-point; the state is "
             "damaged, load it as it was saved"
         )
     x = source.decode(saved)
@@ -138,7 +138,7 @@ def complete_moment(
 
 
 def complete_master(
-    state: Mapping[str, Any], shard: Shard, recipe: Recipe, label: str, changes: Changes
+    state: Mapping[str, Any], shard: Shard, recipe: Recipe, label: Label, changes: Changes
 ) -> dict[str, Tensor]:
     """The planes of the weight beyond the parameter, in the recipe's format, as they are here.
 
@@ -157,21 +157,21 @@ def complete_master(
         }
     if dtype != torch.bfloat16:
         raise StateMismatchError(
-            f"the state of {label} has {', '.join(saved)}, the remainder of a bf16 weight, and the "
-            "parameter is fp32 now. Cast the model (torch_bf16.cast_model) before loading, or "
+            f"the state of {label()} has {', '.join(saved)}, the remainder of a bf16 weight, and "
+            "the parameter is fp32 now. Cast the model (torch_bf16.cast_model) before loading, or "
             "export the checkpoint to fp32: torch_bf16.fp32_state_dict"
         )
     source = stored_format(saved, "")
     if shard.loads_states_first and source != weights:
         raise StateMismatchError(
-            f"the state of {label} has {', '.join(saved)}, and weights={weights.name!r} of recipe "
-            f"{recipe.name!r} are kept in another format: DeepSpeed loads states before the "
-            "weights that they belong to. Resume with the recipe that was saved"
+            f"the state of {label()} has {', '.join(saved)}, and weights={weights.name!r} of "
+            f"recipe {recipe.name!r} are kept in another format: DeepSpeed loads states before "
+            "the weights that they belong to. Resume with the recipe that was saved"
         )
     if source is None or len(source.planes) != len(saved) + 1:
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
-            f"{found} of {label} is in no format of a weight's remainder; it was cast on its way "
+            f"{found} of {label()} is in no format of a weight's remainder; it was cast on its way "
             "here, as by an optimizer that is not converted yet. Convert it before it loads, and "
             "load the state dict as it was saved"
         )
@@ -187,7 +187,7 @@ def complete_master(
 
 
 def _take_states(
-    state: Mapping[str, Any], shard: Shard, factors: Collection[str], label: str
+    state: Mapping[str, Any], shard: Shard, factors: Collection[str], label: Label
 ) -> dict[str, Any]:
     """This rank's part of each entry of a state, which may be whole or placed in any way.
 
@@ -213,33 +213,33 @@ def _differing(new: Tensor, old: Tensor) -> int:
     return int((new.view(torch.int32) != old.view(torch.int32)).sum())
 
 
-def _check_shape(saved: Any, shape: Sequence[int], key: str, label: str) -> None:
+def _check_shape(saved: Any, shape: Sequence[int], key: str, label: Label) -> None:
     if not isinstance(saved, Tensor) or tuple(saved.shape) != tuple(shape):
         found = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
         raise StateMismatchError(
-            f"{key} of {label} has shape {found} in the state dict and must have shape "
+            f"{key} of {label()} has shape {found} in the state dict and must have shape "
             f"{tuple(shape)}; it was saved from another model"
         )
 
 
-def _fitting(saved: Any, shape: Sequence[int], home: Home, key: str, label: str) -> Tensor:
+def _fitting(saved: Any, shape: Sequence[int], home: Home, key: str, label: Label) -> Tensor:
     _check_shape(saved, shape, key, label)
     if saved.layout != torch.strided or (saved.is_meta and home.device.type != "meta"):
         raise StateMismatchError(
-            f"{key} of {label} is {saved.layout} on {saved.device} in the state dict and must be a "
-            "dense tensor with memory; load it as it was saved"
+            f"{key} of {label()} is {saved.layout} on {saved.device} in the state dict and must be "
+            "a dense tensor with memory; load it as it was saved"
         )
     return home.put(saved)
 
 
-def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
+def _step(state: Mapping[str, Any], rule: Rule, label: Label) -> Tensor:
     step = state.get("step")
     if step is None:
         # torch's SGD keeps no step; a buffer shows that the first one was taken.
         needed = [each.name for each in rule.states if not each.optional]
         if len(needed) > 1 and any(state.get(name) is not None for name in needed):
             raise StateMismatchError(
-                f"the state of {label} has {', '.join(needed)} and no step, which corrects their "
+                f"the state of {label()} has {', '.join(needed)} and no step, which corrects their "
                 "bias: it is damaged. Load it as it was saved"
             )
         began = any(state.get(each.name) is not None for each in (*rule.states, *rule.stage_states))
@@ -248,13 +248,13 @@ def _step(state: Mapping[str, Any], rule: Rule, label: str) -> Tensor:
     number = torch.as_tensor(step if known else -1, dtype=torch.float32, device="cpu")
     if number.numel() != 1 or not 0 <= number.item() < float("inf"):
         raise StateMismatchError(
-            f"step of {label} is {step!r} and must be a number of steps; the state is damaged, "
+            f"step of {label()} is {step!r} and must be a number of steps; the state is damaged, "
             "load it as it was saved"
         )
     return number.reshape(()) if number.ndim else number
 
 
-def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
+def _factor(saved: Any, state: State, shard: Shard, label: Label) -> Tensor:
     """A state with a shape of its own, in fp32, all of it on every rank."""
     shape = state.shape(shard.shape)  # pyright: ignore[reportOptionalCall]
     # Small, and looked at as a whole.
@@ -263,7 +263,7 @@ def _factor(saved: Any, state: State, shard: Shard, label: str) -> Tensor:
         return beside.zeros(shape, torch.float32)
     if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
         # FSDP1 gathers what has a number for each of the parameter's.
-        saved = shard.unexpanded(saved, shape)
+        saved = shard.unexpand(saved, shape)
     return _fitting(saved, shape, beside, state.name, label).float()
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .output import ended
+from .output import exit_status
 
 __all__ = ["main"]
 
@@ -54,9 +54,9 @@ def _compare() -> tuple[Callable, Callable]:
 
 
 def _bench() -> tuple[Callable, Callable]:
-    from .bench.command import add_arguments, run
+    from .bench.command import add_bench_arguments, bench
 
-    return add_arguments, run
+    return add_bench_arguments, bench
 
 
 def _selftest() -> tuple[Callable, Callable]:
@@ -109,4 +109,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         arguments, passed_on = arguments[:end], arguments[end + 1 :]
     options = parser.parse_args(arguments)
-    return ended(command, lambda: run(options, passed_on))
+    return exit_status(command, lambda: run(options, passed_on))

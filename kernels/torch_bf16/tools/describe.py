@@ -97,7 +97,9 @@ def describe(
             held = _held(recipe, parameters)
         released = recipe._engine.release is not None
         rules = {
-            p: recipe.rule_for(group, p) for group in recipe.param_groups for p in group["params"]
+            p: recipe.rule_of_parameter(group, p)
+            for group in recipe.param_groups
+            for p in group["params"]
         }
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)

@@ -10,7 +10,8 @@ from torch_bf16.checkpoints.export import export_file, export_weights
 from torch_bf16.errors import CheckpointError
 from torch_bf16.states.schema import HEADER
 
-from .output import file_to_write, say
+from .arguments import file_to_write
+from .output import say
 from .weights import SavedTensor, open_checkpoint
 
 __all__ = ["add_export_arguments", "export"]

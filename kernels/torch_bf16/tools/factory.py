@@ -20,7 +20,7 @@ __all__ = [
     "CONTRACT",
     "Training",
     "class_and_options",
-    "imported",
+    "import_name",
     "is_factory",
     "loss_of",
     "training_of",
@@ -49,7 +49,7 @@ class Training:
     optimizer: torch.optim.Optimizer | None
     source: str
 
-    def endless(self) -> Iterator[Any]:
+    def cycle_batches(self) -> Iterator[Any]:
         """One batch after the other, from the beginning again after the last one.
 
         Raises:
@@ -73,7 +73,7 @@ def is_factory(text: str) -> bool:
     return bool(colon and module and name and whole)
 
 
-def imported(text: str) -> Any:
+def import_name(text: str) -> Any:
     """What ``module:name`` or ``file.py:name`` stands for, found from the current folder.
 
     Args:
@@ -86,7 +86,8 @@ def imported(text: str) -> Any:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        found: Any = _of_file(Path(module)) if module.endswith(".py") else _named(module)
+        is_file = module.endswith(".py")
+        found: Any = _import_file(Path(module)) if is_file else _import_module(module)
         for name in names.split("."):
             found = getattr(found, name)
     except ImportError as error:
@@ -134,7 +135,7 @@ def training_of(text: str) -> Training:
     Raises:
         ImportError, ValueError: it is none, it failed, or it returned something else.
     """
-    factory = imported(text)
+    factory = import_name(text)
     if not callable(factory) or isinstance(factory, nn.Module):
         raise ValueError(f"{text!r} is a {type(factory).__name__}, and must be {CONTRACT}")
     try:
@@ -190,7 +191,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss.float().reshape(())
 
 
-def _named(module: str) -> Any:
+def _import_module(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -200,7 +201,7 @@ def _named(module: str) -> Any:
         raise ImportError(f"{module} raised {type(error).__name__}: {error}") from error
 
 
-def _of_file(path: Path) -> Any:
+def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise ImportError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)

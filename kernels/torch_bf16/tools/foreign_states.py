@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MASTER", "SUM", "UNREADABLE", "kept_beyond"]
+__all__ = ["MASTER", "SUM", "UNREADABLE", "extra_bits"]
 
 SUM, MASTER, UNREADABLE = "sum", "master", "unreadable"
 """To be added to the weight; the whole weight in fp32; or in a form that is not known here."""
@@ -19,14 +19,14 @@ _KNOWN = {
 _ALIKE = re.compile("master|remainder|kahan|error|correction", re.IGNORECASE)
 
 
-def kept_beyond(name: object) -> str | None:
+def extra_bits(name: object) -> str | None:
     """What a state has of the weight: :data:`SUM`, :data:`MASTER`, :data:`UNREADABLE` or nothing.
 
     Args:
         name: the key in the optimizer's state.
 
     Example:
-        >>> kept_beyond("compensation"), kept_beyond("master_weight"), kept_beyond("exp_avg")
+        >>> extra_bits("compensation"), extra_bits("master_weight"), extra_bits("exp_avg")
         ('sum', 'unreadable', None)
     """
     known = _KNOWN.get(str(name))

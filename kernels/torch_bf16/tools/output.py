@@ -1,54 +1,40 @@
-"""What commands share: tables for people, JSON for scripts, and how they end."""
+"""What commands print: tables for people, JSON for scripts, how far they are, how they end."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import math
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
 from torch_bf16.errors import BackendUnavailableError, CheckpointError
 
 __all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "add_json_argument",
-    "count",
-    "ended",
-    "file_to_write",
+    "STANDARD_OUTPUT",
+    "command_line",
+    "date",
+    "exit_status",
     "number",
-    "positive_number",
-    "print_progress",
     "print_table",
-    "refuse",
+    "progress_line",
     "say",
     "share",
     "write_json",
 ]
 
-FAILED = 2
-INTERRUPTED = 130
 STANDARD_OUTPUT = "-"
+"""A name of a file to write that stands for no file."""
 
+_FAILED, _INTERRUPTED = 2, 130
 _USERS = (
     *(BackendUnavailableError, CheckpointError, NotImplementedError, ValueError),
     *(ImportError, OSError, MemoryError),
 )
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--json FILE``, where ``-`` prints JSON and nothing else."""
-    parser.add_argument(
-        "--json",
-        type=_json_target,
-        metavar="FILE",
-        help="write all figures there; - prints them in place of the tables",
-    )
 
 
 def write_json(found: Mapping[str, Any], target: Path | str) -> None:
@@ -60,7 +46,17 @@ def write_json(found: Mapping[str, Any], target: Path | str) -> None:
         Path(target).write_text(text + "\n")
 
 
-def ended(command: str, run: Callable[[], int]) -> int:
+def date() -> str:
+    """Now, as records have it."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """What a user typed, as records have it."""
+    return shlex.join(["python", "-m", "torch_bf16", *arguments])
+
+
+def exit_status(command: str, run: Callable[[], int]) -> int:
     """The exit status of a command: 2 after an error meant for its user, 130 after Ctrl-C.
 
     Args:
@@ -72,14 +68,14 @@ def ended(command: str, run: Callable[[], int]) -> int:
         return run()
     except KeyboardInterrupt:
         say(f"python -m torch_bf16 {command}: interrupted")
-        return INTERRUPTED
+        return _INTERRUPTED
     except BrokenPipeError:
         # Of `| head`: what is still buffered has nowhere to go.
         sys.stdout = None
         return 0
     except _USERS as error:
         say(f"python -m torch_bf16 {command}: {error}")
-        return FAILED
+        return _FAILED
 
 
 def say(line: str) -> None:
@@ -88,8 +84,8 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def print_progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """What shows one line of progress at a time, on a terminal alone."""
+def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """What shows a line until the next one, on a terminal alone."""
     if not stream.isatty():
         yield lambda line: None
         return
@@ -125,59 +121,8 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:.{max(0, digits - before)}f}"
 
 
-def file_to_write(text: str) -> Path:
-    """The type of an argument that names a file to write: asked now, not after minutes of work."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise argparse.ArgumentTypeError(f"{text!r} {why}; give the name of a file to write")
-    return path
-
-
-def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Refuse options that would change nothing.
-
-    Args:
-        options: parsed; those that were not given are None, False or empty.
-        names: of options.
-        why: they would not.
-
-    Raises:
-        ValueError: one was given.
-    """
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    if given:
-        raise ValueError(f"{why}, which leaves {', '.join(given)} without effect: leave it out")
-
-
 def share(value: float | None) -> str:
     """A percentage; small ones with a digit more."""
     if value is None:
         return "-"
     return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"
-
-
-def count(text: str) -> int:
-    """The type of an argument that is a whole number of 1 or more, ``1e6`` too."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < math.inf or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(value)
-
-
-def positive_number(text: str) -> float:
-    """The type of an argument that is a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def _json_target(text: str) -> Path | str:
-    return text if text == STANDARD_OUTPUT else file_to_write(text)

@@ -129,9 +129,10 @@ class Trial:
         source = np.random.PCG64(SEED)
         roles = [variant.rule.role, *(state.role for state in variant.rule.states)]
         planes, gradients = [], []
+        in_bf16 = variant.gradient_dtype == torch.bfloat16
         for size in sizes:
             gradient = _numbers(source, rules.GRADIENT, 0, size)
-            gradients.append(_upper(gradient) if variant.gradient == torch.bfloat16 else gradient)
+            gradients.append(_upper(gradient) if in_bf16 else gradient)
             numbers = [_numbers(source, role, k, size) for k, role in enumerate(roles, 1)]
             pairs = zip(variant.formats, numbers, strict=True)
             planes.append([_planes(source, each, x) for each, x in pairs])
@@ -168,7 +169,7 @@ class Trial:
             ]
             for numbers in self.planes
         ]
-        gradients = [place(each, self.variant.gradient) for each in self.gradients]
+        gradients = [place(each, self.variant.gradient_dtype) for each in self.gradients]
         variant = replace(self.variant, device=device)
         names = [f"p{number}" for number in range(len(planes))]
         bucket = Bucket.of(variant, planes, self.runs, names, SEED)

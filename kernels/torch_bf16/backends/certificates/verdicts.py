@@ -21,7 +21,7 @@ except ImportError:
     # Without locks an attempt that is under way cannot be told from one that was killed.
     fcntl = None
 
-__all__ = ["file_of", "folder", "kept", "verdict"]
+__all__ = ["all_verdicts", "file_of", "folder", "verdict"]
 
 _ATTEMPT = b"under way\n"
 
@@ -78,7 +78,7 @@ def verdict(key: Sequence[str], load: Callable[[], Callable[[], str | None]]) ->
     return fault
 
 
-def kept() -> list[tuple[list[str], str | None]]:
+def all_verdicts() -> list[tuple[list[str], str | None]]:
     """All verdicts of this machine: what each depends on, backend and variant first, and its fault.
 
     Those of other versions are among them.

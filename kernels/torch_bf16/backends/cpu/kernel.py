@@ -166,7 +166,7 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     """
     name = f"run_{variant.name}"
     compiler = Compiler(name)
-    formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
+    formats = [FP32 if variant.gradient_dtype == torch.float32 else BF16_NEAREST, *variant.formats]
     offsets = codegen.scratch_offsets(formats)
     streams = variant.streams
     draws = [

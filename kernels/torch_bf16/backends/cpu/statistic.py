@@ -120,7 +120,7 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
     """
     name = f"statistic_{variant.name}"
     compiler = Compiler(name)
-    formats = [FP32 if variant.gradient == torch.float32 else BF16_NEAREST, *variant.formats]
+    formats = [FP32 if variant.gradient_dtype == torch.float32 else BF16_NEAREST, *variant.formats]
     offsets = codegen.scratch_offsets(formats)
     built: Any = ModuleType("parts")
     built.statistic = lift(variant.rule.statistic, ARITHMETIC, compiler.compile)

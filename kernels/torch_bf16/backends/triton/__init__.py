@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_bf16.backends.backend import Kernel, ScalarSource
 from torch_bf16.backends.bucket import Bucket
+from torch_bf16.errors import version_numbers
 
 __all__ = ["TritonBackend"]
 
@@ -36,7 +37,7 @@ def _missing() -> str | None:
     except ImportError as error:
         return f"Triton cannot be imported ({error}); {advice}"
     wanted = _NEEDED_ON_ROCM if torch.version.hip else _NEEDED
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < wanted:
+    if version_numbers(triton.__version__) < wanted:
         needed = ".".join(map(str, wanted))
         return f"Triton {triton.__version__} was found and {needed} is needed; {advice}"
     return None

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from torch_bf16.errors import version_numbers
+
 __all__ = ["div", "sqrt", "together"]
 
 _EIGHT = range(8)
@@ -81,7 +83,7 @@ _TWO_ARGUMENTS = tl.constexpr(",".join(["=&f"] * 8 + ["f"] * 16))
 # Triton 3.5 flushes subnormals in sqrt_rn and div_rn on NVIDIA's GPUs (its issue 8557). Inline PTX
 # does not run in its interpreter, where NumPy does both.
 _FLUSHES = tl.constexpr(
-    tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6)
+    version_numbers(triton.__version__) < (3, 6)
     and torch.version.hip is None
     and not knobs.runtime.interpret
 )

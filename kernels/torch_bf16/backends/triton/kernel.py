@@ -237,7 +237,7 @@ def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict
     first plane's column in the table of tensors) begin with the gradient, then come the weights,
     then the states.
     """
-    gradient = "fp32" if variant.gradient == torch.float32 else "bf16_nearest"
+    gradient = "fp32" if variant.gradient_dtype == torch.float32 else "bf16_nearest"
     streams = variant.streams
     column, draws = 2 + 2 * len(streams), [(0, 0, 0)]
     for each, draw in zip(variant.formats, variant.draws, strict=True):
@@ -250,7 +250,7 @@ def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict
     return {
         "RULE": lift_update(variant.rule, together(architecture)),
         "FORMATS": (gradient, *(each.name for each in variant.formats)),
-        "SIZES": ((variant.gradient.itemsize,), *sizes),
+        "SIZES": ((variant.gradient_dtype.itemsize,), *sizes),
         "SHARED": ((1,), *shared),
         "DRAWS": tuple(draws),
         "N_WORDS": len(streams),

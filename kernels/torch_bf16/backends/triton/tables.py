@@ -27,10 +27,10 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, without waiting for it."""
-    return _staged(np.ascontiguousarray(table), device).to(device, non_blocking=True, copy=True)
+    return _stage(np.ascontiguousarray(table), device).to(device, non_blocking=True, copy=True)
 
 
-def _staged(table: np.ndarray, device: torch.device) -> Tensor:
+def _stage(table: np.ndarray, device: torch.device) -> Tensor:
     # torch's allocator of pinned memory reuses it only when the copy to the device is done.
     host = torch.from_numpy(table)
     return host.pin_memory() if device.type == "cuda" else host

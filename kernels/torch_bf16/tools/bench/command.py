@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,23 @@ import torch
 from torch_bf16.backends import BACKENDS, choose
 from torch_bf16.model.slow_products import bf16_product_ratio
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.output import add_json_argument, count, file_to_write, refuse, say, write_json
+from torch_bf16.tools.arguments import (
+    add_json_argument,
+    count,
+    device_argument,
+    file_to_write,
+    refuse,
+)
+from torch_bf16.tools.machine import device_state, versions_line
+from torch_bf16.tools.output import command_line, say, write_json
 
 from .clock import clock_for
-from .device_state import device_state
 from .entries import OURS, Entry, ours
 from .memory import peak_bytes
-from .models import MODELS, RANDOM, Shapes, random_shapes
+from .models import MODELS, Shapes, random_shapes
 from .peers import BASELINE, PEERS
 from .plot import can_plot, plot
-from .record import describe, record
+from .record import record
 from .report import table
 from .rounds import Measured, measure
 from .rules import BASE, every_rule
@@ -32,12 +38,12 @@ from .training import every_row, peak_of, time_rows
 from .training_report import training_record, training_table
 from .ways import WAYS, in_ways
 
-__all__ = ["add_arguments", "device_argument", "run"]
+__all__ = ["add_bench_arguments", "bench"]
 
-_PARAMETERS, _TENSORS = 50_000_000, 150
+_RANDOM, _PARAMETERS, _TENSORS = "random", 50_000_000, 150
 _DEFAULTS: Mapping[str, Any] = {
     "device": torch.device("cpu"),
-    "model": RANDOM,
+    "model": _RANDOM,
     "rounds": 30,
     "recipes": [list(OURS)],
     "against": [["torch"]],
@@ -55,10 +61,12 @@ _OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes",
 _TOGETHER = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
-    parser.add_argument("--model", choices=MODELS, help="parameter shapes (default: random)")
+    parser.add_argument(
+        "--model", choices=(*MODELS, _RANDOM), help=f"parameter shapes (default: {_RANDOM})"
+    )
     parser.add_argument(
         "--parameters",
         type=count,
@@ -143,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure, print, write.
 
     Args:
@@ -161,14 +169,12 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.plot and not can_plot():
         later = "--json FILE keeps the figures, and --from FILE --plot draws them elsewhere"
         say(f"no plot: matplotlib is missing (pip install 'torch-bf16[plots]'); {later}")
-    found = options.record
-    if found is None:
-        measured = _measured_training if options.training else _measured
-        found = measured(options, arguments)
+    if (found := options.record) is None:
+        found = (_measure_training if options.training else _measure_steps)(options, arguments)
     training = found.get("kind") == "training"
     if options.json != "-":
         if options.record is None and not training:
-            print(describe(found["versions"]) + ", " + found["hardware"]["processor"])
+            print(versions_line(found["versions"]) + ", " + found["hardware"]["processor"])
         print(training_table(found) if training else table(found))
     if options.json:
         write_json(found, options.json)
@@ -194,13 +200,13 @@ def _settle(options: argparse.Namespace) -> None:
             setattr(options, name, default)
 
 
-def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     device, shapes = options.device, _shapes(options)
     options.backend = options.backend or os.environ.get("TORCH_BF16_BACKEND")
     if device.type == "cuda":
         # Eager would be timed for minutes; where Triton cannot run, that is said instead.
         options.backend = options.backend or "triton"
-    entries, missing, baseline = _contenders(options)
+    entries, missing, baseline = _chosen_entries(options)
     failures = {
         each.name: f"needs {each.only_on.upper()}"
         for each in entries
@@ -221,7 +227,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     )
     measured.failures = {**failures, **measured.failures}
     setting = {
-        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "command": command_line(arguments),
         "model": options.model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),
@@ -240,7 +246,7 @@ def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str
     return record(measured, setting, device, peaks, missing, cache)
 
 
-def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+def _measure_training(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     rows = every_row([name for names in options.recipes for name in names])
     device, cpu = options.device, options.device.type == "cpu"
     torch.set_num_threads(options.threads)
@@ -251,7 +257,7 @@ def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) ->
         for each in (rows if cpu else [])
     }
     setting = {
-        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "command": command_line(arguments),
         "layers": options.layers,
         "tokens": options.tokens,
         "threads": options.threads,
@@ -261,7 +267,7 @@ def _measured_training(options: argparse.Namespace, arguments: Sequence[str]) ->
     return training_record(timed, setting, device, peaks, ratio)
 
 
-def _contenders(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:
+def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:
     """The baseline first; the libraries that are missing; the baseline's name."""
     if options.rules:
         return list(every_rule(options.backend)), {}, BASE
@@ -294,12 +300,12 @@ def _peaks(
 
 
 def _shapes(options: argparse.Namespace) -> Shapes:
-    if options.model != RANDOM:
+    if options.model != _RANDOM:
         if options.parameters or options.tensors:
             raise ValueError(
-                f"--parameters and --tensors are for --model {RANDOM}; {options.model} has its own"
+                f"--parameters and --tensors are for --model {_RANDOM}; {options.model} has its own"
             )
-        return MODELS[options.model]()
+        return MODELS[options.model]
     return random_shapes(options.parameters or _PARAMETERS, options.tensors or _TENSORS)
 
 
@@ -314,22 +320,6 @@ def _names(known: Any, kind: str) -> Callable[[str], list[str]]:
         return names
 
     return parse
-
-
-def device_argument(text: str) -> torch.device:
-    """The type of an argument that names a device: a CPU or a GPU that is there."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise argparse.ArgumentTypeError(f"{text!r} is not here: torch sees {count} GPUs")
-        device = torch.device("cuda", device.index or 0)
-    return device
 
 
 def _record(text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.tools.foreign_states import kept_beyond
+from torch_bf16.tools.foreign_states import extra_bits
 
 from .entries import Entry
 from .models import Shapes
@@ -23,7 +23,7 @@ from .time_limit import quiet
 
 __all__ = [
     "available_bytes",
-    "grouped",
+    "group_entries",
     "held_by_role",
     "held_bytes",
     "moved_bytes",
@@ -58,7 +58,7 @@ def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor])
     roles |= {"gradients": [p.grad for p in weights if p.grad is not None], "master": []}
     for state in optimizer.state.values():
         for name, value in dict(state).items():
-            role = "master" if kept_beyond(name) else "moments"
+            role = "master" if extra_bits(name) else "moments"
             roles[role] += _tensors([value])
     seen: dict[int, Any] = {}
     found = {}
@@ -77,7 +77,7 @@ def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def peak_bytes(entry: Entry, shapes: Shapes, threads: int, seconds: float = 600) -> int | None:
-    """Growth of a fresh process's peak memory while a entry is made and takes three CPU steps.
+    """Growth of a fresh process's peak memory while an entry is made and takes three CPU steps.
 
     Args:
         entry: which.
@@ -142,12 +142,12 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def needed_bytes(entry: Entry, shapes: Shapes) -> int:
-    """An estimate, rather too large, of a entry's peak."""
+    """An estimate, rather too large, of an entry's peak."""
     numels = [torch.Size(shape).numel() for shape in shapes]
     return int(entry.estimate * sum(numels) + entry.scratch * max(numels))
 
 
-def grouped(
+def group_entries(
     entries: Sequence[Entry],
     need: Callable[[Entry], int],
     available: int | None,
@@ -157,7 +157,7 @@ def grouped(
 
     Args:
         entries: the baseline first. Each fits alone.
-        need: a entry's peak in bytes.
+        need: an entry's peak in bytes.
         available: bytes, None for no bound.
         most: entries in a group, None for no bound.
 

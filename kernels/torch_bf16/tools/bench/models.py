@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-__all__ = ["MODELS", "RANDOM", "Shapes", "gpt2", "llama", "random_shapes", "sharded"]
+__all__ = ["MODELS", "Shapes", "gpt2", "llama", "random_shapes", "shard"]
 
 Shapes = list[tuple[int, ...]]
 
@@ -46,7 +44,7 @@ def llama(
     return [(vocabulary, width), *(block * layers), (width,), *head]
 
 
-def sharded(shapes: Shapes, ranks: int) -> Shapes:
+def shard(shapes: Shapes, ranks: int) -> Shapes:
     """What rank 0 of ``ranks`` holds where FSDP2 shards every parameter on its first dimension."""
     return [(-(-rows // ranks), *rest) for rows, *rest in shapes]
 
@@ -64,14 +62,11 @@ def random_shapes(parameters: int, tensors: int) -> Shapes:
     return [(width,) if i % 3 == 2 else (rows, width) for i in range(tensors)]
 
 
-RANDOM = "random"
-
-MODELS: dict[str, Callable[[], Shapes]] = {
-    "gpt2-124m": gpt2,
+MODELS: dict[str, Shapes] = {
+    "gpt2-124m": gpt2(),
     # Llama-3.2-1B; 32 heads of 64, 8 of them for keys and values.
-    "llama-1b": lambda: llama(16, 2048, 8192, 512, tied=True),
+    "llama-1b": llama(16, 2048, 8192, 512, tied=True),
     # Llama-3.1-8B over 8 ranks; 32 heads of 128, 8 of them for keys and values.
-    "llama-8b-shard": lambda: sharded(llama(32, 4096, 14336, 1024, tied=False), 8),
-    RANDOM: lambda: random_shapes(50_000_000, 150),
+    "llama-8b-shard": shard(llama(32, 4096, 14336, 1024, tied=False), 8),
 }
 """By the name on the command line."""

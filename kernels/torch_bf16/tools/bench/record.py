@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_bf16.tools.machine import hardware, versions
+from torch_bf16.tools.output import date
+
 from .peers import PEERS
 from .rounds import Measured, Result
 
-__all__ = ["describe", "hardware", "processor", "record", "spread", "versions"]
+__all__ = ["record", "spread"]
 
 _QUANTILES = {"p10": 10, "median": 50, "p90": 90}
 
@@ -47,7 +45,7 @@ def record(
     ]
     return {
         "schema": 1,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date(),
         **setting,
         "hardware": hardware(device),
         "versions": versions([peer.pip for peer in PEERS.values()]),
@@ -113,49 +111,3 @@ def _notes(measured: Measured, baseline: str, cache: int | None) -> list[str]:
                 f"that bandwidth is partly the cache's: {', '.join(small)}"
             )
     return notes
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """Names and sizes of what a run used."""
-    found: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "device": properties.name,
-            "device_gib": round(properties.total_memory / 2**30, 1),
-            "multiprocessors": properties.multi_processor_count,
-            "runtime": f"ROCm {torch.version.hip}"
-            if torch.version.hip
-            else f"CUDA {torch.version.cuda}",
-        }
-    return found
-
-
-def versions(packages: Sequence[str] = ()) -> dict[str, str | None]:
-    """Versions of Python, of ours, of what we use and of ``packages``; None if not installed."""
-    names = ["torch-bf16", "torch", "numpy", "numba", "triton", "lightning", "accelerate"]
-    found: dict[str, str | None] = {"Python": platform.python_version()}
-    for name in dict.fromkeys([*names, *packages]):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    # With what it was built for.
-    found["torch"] = torch.__version__
-    return found
-
-
-def describe(found: Mapping[str, str | None]) -> str:
-    """Versions as one line."""
-    order = sorted(found, key=lambda name: name == "Python")
-    return ", ".join(f"{name} {found[name]}" if found[name] else f"no {name}" for name in order)
-
-
-def processor() -> str:
-    """What the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

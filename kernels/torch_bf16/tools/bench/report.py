@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_bf16.tools.output import number
 
-__all__ = ["LEGEND", "bracket", "table"]
+__all__ = ["bracket", "table"]
 
 _WIDTHS = {
     "ms per step": 23,
@@ -24,7 +24,7 @@ _WIDTHS = {
     "peak": 8,
 }
 
-LEGEND = """\
+_LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
 time of {baseline!r} in the same round; after product: that of steps right after a matrix product of
 torch's, as in a training loop; per byte: that of times per byte moved. moved: bytes per
@@ -52,7 +52,7 @@ def table(record: Mapping[str, Any]) -> str:
     lines += [f"failed: {name}: {why}" for name, why in record["failed"].items()]
     lines += [f"missing: {name} (pip install -U {pip})" for name, pip in record["missing"].items()]
     lines += [f"note: {note}" for note in record["notes"]]
-    return "\n".join([*lines, "", LEGEND.format(baseline=record["baseline"])])
+    return "\n".join([*lines, "", _LEGEND.format(baseline=record["baseline"])])
 
 
 def _heading(record: Mapping[str, Any]) -> str:

@@ -11,9 +11,11 @@ from operator import methodcaller
 import numpy as np
 import torch
 
+from torch_bf16.errors import first_line
+
 from .clock import Clock, clock_for
 from .entries import Entry
-from .memory import available_bytes, grouped, needed_bytes
+from .memory import available_bytes, group_entries, needed_bytes
 from .models import Shapes
 from .running import Copy, Running
 from .time_limit import quiet, time_limit
@@ -184,7 +186,7 @@ def _groups(
             "choose a --baseline that stores less, a smaller --model, or "
             f"--model random --parameters {fits}e6"
         )
-    return grouped(fitting, need, available, most)
+    return group_entries(fitting, need, available, most)
 
 
 def _start(
@@ -284,5 +286,5 @@ def _result(each: Running, references: Sequence[np.ndarray], interleaved: bool) 
 
 
 def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    line, name = first_line(error), type(error).__name__
+    return name if line == name else f"{name}: {line}"

@@ -64,7 +64,7 @@ FORMATS = {
 """The recipes of docs/options.md, by AdamW's bytes per parameter."""
 
 
-def every_rule(backend: str | None = None) -> tuple[Entry, ...]:
+def every_rule(backend: str | None) -> tuple[Entry, ...]:
     """The base, and each rule in each of the formats.
 
     Args:

@@ -11,13 +11,13 @@ from .clock import Clock
 from .entries import Entry
 from .memory import held_bytes, moved_bytes
 from .models import Shapes
-from .ways import stepping
+from .ways import step_of
 
 __all__ = ["Copy", "Running"]
 
 
 class Running:
-    """A entry that has taken its first three steps, and can take more.
+    """An entry that has taken its first three steps, and can take more.
 
     Attributes:
         entry: which.
@@ -41,7 +41,7 @@ class Running:
         self.seconds_after_product: list[float] = []
         before = clock.allocated()
         optimizer = entry.make(shapes, clock.device)
-        self._step: Callable[[], object] = stepping(optimizer, entry.way)
+        self._step: Callable[[], object] = step_of(optimizer, entry.way)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         some = max(parameters, key=torch.Tensor.numel).detach().view(-1)[:4096]
         at_first = some.clone()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_bf16.tools.output import number
+from torch_bf16.tools.machine import hardware, versions
+from torch_bf16.tools.output import date, number
 
-from .record import hardware, spread, versions
+from .record import spread
 from .report import bracket
 from .training import BASELINE, PHASES, Timed
 
@@ -44,7 +44,7 @@ def training_record(
     return {
         "schema": 1,
         "kind": "training",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date(),
         **setting,
         "hardware": hardware(device),
         "versions": versions(),

@@ -10,14 +10,14 @@ import torch
 
 from .entries import Entry
 
-__all__ = ["WAYS", "in_ways", "stepping"]
+__all__ = ["WAYS", "in_ways", "step_of"]
 
 Step = Callable[[], object]
 # Of every ten rows of a matrix the last has no gradient, as those of words that do not occur.
 _IDLE = slice(9, None, 10)
 
 
-def _moved(optimizer: torch.optim.Optimizer) -> Step:
+def _moved_step(optimizer: torch.optim.Optimizer) -> Step:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     held = [[p.grad for p in parameters], [p.grad.clone() for p in parameters]]
     turns = itertools.cycle(held)
@@ -30,7 +30,7 @@ def _moved(optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def _graph(optimizer: torch.optim.Optimizer) -> Step:
+def _graph_step(optimizer: torch.optim.Optimizer) -> Step:
     replay: list[Step] = []
 
     def step() -> None:
@@ -53,7 +53,7 @@ def _graph(optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def _zero_rows(optimizer: torch.optim.Optimizer) -> Step:
+def _zero_rows_step(optimizer: torch.optim.Optimizer) -> Step:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.ndim > 1:
             parameter.grad[_IDLE] = 0
@@ -61,9 +61,9 @@ def _zero_rows(optimizer: torch.optim.Optimizer) -> Step:
 
 
 _STEPS: dict[str, Callable[[torch.optim.Optimizer], Step]] = {
-    "moved": _moved,
-    "graph": _graph,
-    "zero-rows": _zero_rows,
+    "moved": _moved_step,
+    "graph": _graph_step,
+    "zero-rows": _zero_rows_step,
 }
 
 WAYS = tuple(_STEPS)
@@ -71,7 +71,7 @@ WAYS = tuple(_STEPS)
 replayed CUDA graph; a tenth of all rows without gradients and moments from the start."""
 
 
-def stepping(optimizer: torch.optim.Optimizer, way: str | None) -> Step:
+def step_of(optimizer: torch.optim.Optimizer, way: str | None) -> Step:
     """What takes a step of an optimizer whose parameters have gradients.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .intervals import Interval, band_of, smoothed
+from .intervals import Interval, band_of, smooth
 from .rows import FP32, MIXED
 from .training import Run
 
-__all__ = ["Series", "analysed"]
+__all__ = ["Series", "analyse"]
 
 _POINTS = 200
 _WARM_UP = 5
@@ -59,7 +59,7 @@ class Series:
 
     def curve(self, run: Run) -> np.ndarray:
         """Smoothed losses at :attr:`steps`, up to where the run became no number."""
-        return smoothed(self._losses[id(run)], self.window)
+        return smooth(self._losses[id(run)], self.window)
 
     def whole(self, run: Run) -> bool:
         """Whether it has all steps."""
@@ -80,7 +80,7 @@ class Series:
         return sorted({round(i) for i in np.linspace(0, n - 1, min(n, _POINTS))})
 
 
-def analysed(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, Any]:
+def analyse(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, Any]:
     """Figures of all rows, ready for JSON.
 
     Args:

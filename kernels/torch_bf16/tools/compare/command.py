@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_bf16.tools.bench.record import hardware, versions
-from torch_bf16.tools.factory import CONTRACT, is_factory
-from torch_bf16.tools.output import (
+from torch_bf16.errors import first_line
+from torch_bf16.tools.arguments import (
     add_json_argument,
     count,
     file_to_write,
     positive_number,
     refuse,
-    say,
-    write_json,
 )
+from torch_bf16.tools.factory import CONTRACT, is_factory
+from torch_bf16.tools.machine import hardware, versions
+from torch_bf16.tools.output import command_line, date, say, write_json
 
-from .analysis import analysed
+from .analysis import analyse
 from .figure import draw, require_matplotlib
 from .logs import KINDS
 from .page import page
@@ -121,26 +120,26 @@ def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
     """
     if options.png or options.pdf:
         require_matplotlib()
-    record = _record_named(options.what)
+    record = _record_path(options.what)
     if record is not None:
         names = (*_ONLY_TRAINED, "reference", "metric")
         refuse(options, names, f"{record} is a record, and is only shown again")
-        found = _loaded(record)
+        found = _load(record)
     elif not options.what or _one_factory(options.what):
-        found = _trained(options)
+        found = _train(options)
     else:
         refuse(options, _ONLY_TRAINED, "runs that exist are read and nothing is trained")
         rows, metric = runs_of(options.what, options.metric)
-        found = _analysed(rows, options.reference, {"what": "runs that exist", "measure": metric})
+        found = _analyse(rows, options.reference, {"what": "runs that exist", "measure": metric})
         found["environment"] = {}
     if record is None:
-        found["command"] = " ".join(["python -m torch_bf16", *arguments])
-        found["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    _written(found, options, keep=record is None)
+        found["command"] = command_line(arguments)
+        found["date"] = date()
+    _write(found, options, keep=record is None)
     return 0 if found["healthy"] else 1
 
 
-def _trained(options: argparse.Namespace) -> dict[str, Any]:
+def _train(options: argparse.Namespace) -> dict[str, Any]:
     factory = options.what[0] if options.what else None
     if factory and options.text:
         raise ValueError(f"--text is for the built-in model, and {factory} has batches of its own")
@@ -164,7 +163,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
         options.schedule or "cosine",
         _device(options.device),
     )
-    own = plan.subject.made(plan.steps).optimizer is not None if factory else False
+    own = bool(factory) and plan.subject.make(plan.steps).optimizer is not None
     if own and (options.lr or options.optimizer):
         raise ValueError(
             f"{factory}() returns an optimizer of its own, so --lr and --optimizer mean nothing: "
@@ -178,9 +177,9 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     for run in runs:
         by_row[run.row].append(run)
     about = {"what": plan.subject.name, "measure": "training loss"}
-    found = _analysed(by_row, reference, about)
+    found = _analyse(by_row, reference, about)
     for row, result in zip(rows, found["rows"], strict=True):
-        result["described"] = row.described
+        result["described"] = row.description
     found["settings"] = {
         **{"steps": plan.steps, "seeds": options.seeds or _SEEDS, "schedule": plan.schedule},
         **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
@@ -193,13 +192,13 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _analysed(
+def _analyse(
     rows: Mapping[str, Sequence[Run]], reference: str | None, about: Mapping[str, str]
 ) -> dict[str, Any]:
     base = reference or next(iter(rows))
     if base not in rows:
         raise ValueError(f"--reference {base!r} is not a row; those: {', '.join(rows)}")
-    found = {"schema": 1, "kind": "compare", **about, **analysed(rows, base)}
+    found = {"schema": 1, "kind": "compare", **about, **analyse(rows, base)}
     judge(found)
     found["notes"] = _notes(found, rows)
     return found
@@ -237,7 +236,7 @@ def _rows(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _written(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
+def _write(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) -> None:
     target = options.html or (options.out / "compare.html" if keep else None)
     if keep:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -256,7 +255,7 @@ def _written(found: Mapping[str, Any], options: argparse.Namespace, keep: bool) 
         say(f"page: {target.resolve()}")
 
 
-def _record_named(words: Sequence[str]) -> Path | None:
+def _record_path(words: Sequence[str]) -> Path | None:
     if len(words) != 1:
         return None
     path = Path(words[0])
@@ -266,7 +265,7 @@ def _record_named(words: Sequence[str]) -> Path | None:
     return path if path.is_file() and ours else None
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
         known = (found["kind"], found["schema"]) == ("compare", 1) and bool(found["rows"])
@@ -294,9 +293,7 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {name} cannot be used here: {str(error).splitlines()[0]}"
-        ) from None
+        raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from None
     return device
 
 

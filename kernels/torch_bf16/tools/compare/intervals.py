@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Band", "Interval", "band_of", "smoothed", "student_t"]
+__all__ = ["Band", "Interval", "band_of", "smooth", "student_t"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def band_of(differences: Sequence[Sequence[float] | np.ndarray]) -> Band:
     return Band(curves.mean(axis=0), student_t(pairs - 1) * deviation / math.sqrt(pairs))
 
 
-def smoothed(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
+def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
     """The mean of each value and of up to ``window - 1`` before it."""
     sums = np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
     stops = np.arange(1, len(sums))

@@ -97,15 +97,15 @@ def _metric_of(runs: Sequence[Logged]) -> str:
     if len(losses) == 1:
         return losses[0]
     if not shared:
-        each = "; ".join(f"{run.path}: {_listed(run.values)}" for run in runs[:4])
+        each = "; ".join(f"{run.path}: {_some(run.values)}" for run in runs[:4])
         raise ValueError(f"the runs have no metric in common ({each})")
-    raise ValueError(f"which metric? Give --metric: all runs have {_listed(sorted(shared))}")
+    raise ValueError(f"which metric? Give --metric: all runs have {_some(sorted(shared))}")
 
 
 def _run(name: str, seed: int, logged: Logged, metric: str) -> Run:
     if metric not in logged.values:
         raise ValueError(
-            f"{logged.path} has no metric {metric!r}; those in it: {_listed(logged.values)}"
+            f"{logged.path} has no metric {metric!r}; those in it: {_some(logged.values)}"
         )
     values = logged.values[metric]
     steps = sorted(values)
@@ -119,6 +119,6 @@ def _run(name: str, seed: int, logged: Logged, metric: str) -> Run:
     return run
 
 
-def _listed(names: Sequence[str] | Mapping[str, object]) -> str:
+def _some(names: Sequence[str] | Mapping[str, object]) -> str:
     some = list(names)
     return ", ".join(some[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")

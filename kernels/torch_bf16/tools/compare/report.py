@@ -50,7 +50,7 @@ def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
         "no number" if row["final"] is None else f"{row['final']:.4f}",
         "" if row["name"] == reference else difference(against and against["mean"]),
         f"{against['low']:+.4f} to {against['high']:+.4f}" if against and both else "",
-        _kept(row),
+        _kept_cell(row),
         share(row["unmoved"]),
         f"{sum(size.values()):.2f}" if size else "-",
         f"{number(ms['p50'])} ({number(ms['p10'])} to {number(ms['p90'])})" if ms else "-",
@@ -62,6 +62,6 @@ def difference(value: float | None) -> str:
     return "-" if value is None else f"{value:+.4f}"
 
 
-def _kept(row: Mapping[str, Any]) -> str:
+def _kept_cell(row: Mapping[str, Any]) -> str:
     known = [each["survived"] for each in row["layers"].values() if each["survived"] is not None]
     return f"{share(row['survived'])} ({share(min(known))})" if known else "-"

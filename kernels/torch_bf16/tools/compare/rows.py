@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from torch_bf16.prepare import prepare
 from torch_bf16.recipe import RECIPES, Recipe, get_recipe
-from torch_bf16.tools.factory import class_and_options, imported
+from torch_bf16.tools.factory import class_and_options, import_name
 
 __all__ = [
     "DEFAULT",
@@ -88,7 +88,7 @@ class Row:
     own: Choice | None = None
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """What it follows from, in a line."""
         if self.own is not None:
             return f"bf16 weights, bf16 autocast, {self.own.text}"
@@ -98,7 +98,7 @@ class Row:
         formats = (self.recipe.weights, self.recipe.exp_avg, self.recipe.exp_avg_sq)
         return f"{' / '.join(formats)}, bf16 autocast"
 
-    def prepared(
+    def prepare(
         self, model: nn.Module, make: Callable[[], torch.optim.Optimizer], seed: int
     ) -> Trained:
         """Cast a model and its optimizer, in place.
@@ -141,7 +141,7 @@ class Trained:
         """Whether a state dict goes back into a new optimizer without a bit lost."""
         return self.kind.__module__.startswith(("torch.optim.", "torch_bf16."))
 
-    def lowered(self, batch: Any) -> Any:
+    def cast_batch(self, batch: Any) -> Any:
         """A batch as the model takes it: bf16 where nothing casts it on the way."""
         if self.row.autocast or self.row.dtype == torch.float32:
             return batch
@@ -179,7 +179,7 @@ def choice_of(text: str) -> Choice:
     """
     name, options = class_and_options(text)
     module, _, last = name.rpartition(":" if ":" in name else ".")
-    return Choice(text, imported(f"{module or 'torch.optim'}:{last}"), options)
+    return Choice(text, import_name(f"{module or 'torch.optim'}:{last}"), options)
 
 
 def row_of(name: str) -> Row:

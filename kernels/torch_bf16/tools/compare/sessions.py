@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from typing import Any
 
-from .progress import Progress, shown_progress
+from torch_bf16.tools.output import progress_line
+
+from .progress import Progress
 from .rows import Row
 from .store import Store
 from .training import OngoingRun, Plan, Run
@@ -60,10 +63,11 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
         ValueError: a model, batches or optimizers are not as they must be.
     """
     found: dict[tuple[str, int], Run] = {}
-    with shown_progress(plan.steps * len(rows) * seeds) as progress, _interrupts() as interrupts:
+    with progress_line(sys.stderr) as show, _interrupts() as interrupts:
+        progress = Progress(plan.steps * len(rows) * seeds, show)
         for seed in range(seeds):
             for row in rows:
-                run = store.finished(row, seed)
+                run = store.load_finished(row, seed)
                 if run is None:
                     run = _train(plan, row, seed, store, progress, interrupts)
                     store.save(row, run)
@@ -76,7 +80,7 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
 def _train(
     plan: Plan, row: Row, seed: int, store: Store, progress: Progress, interrupts: _Interrupts
 ) -> Run:
-    training = OngoingRun(plan, row, seed, store.interrupted(row, seed))
+    training = OngoingRun(plan, row, seed, store.load_interrupted(row, seed))
     progress.start(f"{row.name}, seed {seed}", plan.steps, training.done)
     saved = time.monotonic()
     for loss in training.steps():
@@ -92,7 +96,7 @@ def _train(
                     + ("from there" if kept else "from the beginning of this run")
                 )
                 raise KeyboardInterrupt
-    run = training.finished()
+    run = training.finish()
     broken = run.broken_at
     last = f"loss {run.losses[-1]:.4f}" if broken is None else f"NO NUMBER at step {broken}"
     progress.finish(f"{len(run.losses)} steps, {last}")

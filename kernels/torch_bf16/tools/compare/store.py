@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_bf16.tools.bench.record import versions
+from torch_bf16.tools.machine import versions
 
 from .rows import Row
 from .training import OngoingRun, Plan, Run
@@ -41,7 +41,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._plan = plan
 
-    def finished(self, row: Row, seed: int) -> Run | None:
+    def load_finished(self, row: Row, seed: int) -> Run | None:
         """A run that is there, None where it must be trained.
 
         Raises:
@@ -67,7 +67,7 @@ class Store:
         self._write(self._path(row, run.seed, ".json"), json.dumps(content).encode())
         self._path(row, run.seed, ".pt").unlink(missing_ok=True)
 
-    def interrupted(self, row: Row, seed: int) -> dict[str, Any] | None:
+    def load_interrupted(self, row: Row, seed: int) -> dict[str, Any] | None:
         """The state of a run that was interrupted, None where there is none.
 
         Raises:
@@ -105,7 +105,7 @@ class Store:
         plan = self._plan
         return {
             "model": plan.subject.source,
-            "row": f"{row.name}: {row.described}",
+            "row": f"{row.name}: {row.description}",
             "optimizer": "" if row.own else plan.optimizer.text,
             "lr": plan.lr,
             "steps": plan.steps,

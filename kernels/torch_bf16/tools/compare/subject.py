@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.tools.factory import Training, imported, training_of
+from torch_bf16.tools.factory import Training, import_name, training_of
 
 from .corpus import batches, load_corpus
 from .next_byte import CONTEXT, NextByte
@@ -38,7 +38,7 @@ class Subject:
     text: Tensor | None = None
     factory: str = ""
 
-    def made(self, steps: int) -> Training:
+    def make(self, steps: int) -> Training:
         """A new model and its batches, which follow from the state of the random generators.
 
         Raises:
@@ -90,7 +90,7 @@ def subject_of(factory: str | None, text: Path | None = None) -> Subject:
 
 def _source_hash(factory: str) -> str:
     """Of the file that defines it: a run is not gone on with after its model has changed."""
-    found: Any = imported(factory)
+    found: Any = import_name(factory)
     code = getattr(found, "__code__", None)
     try:
         content = Path(code.co_filename).read_bytes() if code else repr(found).encode()

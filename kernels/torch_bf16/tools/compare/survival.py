@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bf16.optim.optimizer import BF16Optimizer
-from torch_bf16.tools.foreign_states import MASTER, SUM, kept_beyond
+from torch_bf16.tools.foreign_states import MASTER, SUM, extra_bits
 from torch_bf16.tools.monitor import layer_of, places
 
 from .rows import Trained, set_rate
@@ -33,7 +33,7 @@ def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> T
         return optimizer.exact_weight(parameter).float()
     weight = parameter.detach().float()
     for name, each in optimizer.state.get(parameter, {}).items():
-        kind = kept_beyond(name)
+        kind = extra_bits(name)
         if kind in (SUM, MASTER) and isinstance(each, Tensor) and each.shape == weight.shape:
             return weight + each.float() if kind == SUM else each.detach().float().clone()
     return weight.clone()
@@ -57,10 +57,10 @@ class Survival:
         self._every = -(-steps // _COLUMNS)
         self._steps = steps
         self._named = {n: p for n, p in trained.model.named_parameters() if p.requires_grad}
-        self._first = {n: self._stored(n) for n in self._named}
+        self._first = {n: self._exact(n) for n in self._named}
         self._moved = {n: torch.zeros_like(w, dtype=torch.bool) for n, w in self._first.items()}
         self._places = {n: places(p.numel(), _SAMPLE, p.device) for n, p in self._named.items()}
-        self._start = {n: self._sampled(n, w) for n, w in self._first.items()}
+        self._start = {n: self._sample(n, w) for n, w in self._first.items()}
         self._twins = {n: nn.Parameter(self._start[n].clone()) for n in self._named}
         self._twin: torch.optim.Optimizer | None = None
         self.ends: list[int] = []
@@ -78,14 +78,14 @@ class Survival:
         optimizer = self._trained.optimizer
         if isinstance(optimizer, BF16Optimizer):
             return True
-        kinds = {kept_beyond(name) for state in optimizer.state.values() for name in state}
+        kinds = {extra_bits(name) for state in optimizer.state.values() for name in state}
         return not kinds.isdisjoint((SUM, MASTER))
 
     def before_step(self) -> None:
         """Take the gradients over, before the optimizer has consumed them."""
         for name, parameter in self._named.items():
             gradient = parameter.grad
-            self._twins[name].grad = None if gradient is None else self._sampled(name, gradient)
+            self._twins[name].grad = None if gradient is None else self._sample(name, gradient)
 
     def after_step(self, step: int) -> None:
         """Step the twin, and at a window's end look at what was stored.
@@ -108,9 +108,9 @@ class Survival:
         self.ends.append(step)
         by_layer: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for name in self._named:
-            weight = self._stored(name)
+            weight = self._exact(name)
             self._moved[name] |= weight != self._first[name]
-            now = self._sampled(name, weight)
+            now = self._sample(name, weight)
             intended = (self._twins[name].detach() - self._start[name]).double()
             sums = by_layer[layer_of(name)]
             sums[0] += float((now - self._start[name]).double() @ intended)
@@ -122,7 +122,7 @@ class Survival:
             for layer, sums in by_layer.items():
                 self.sums[layer].append(sums)
 
-    def unmoved(self) -> dict[str, tuple[int, int]]:
+    def count_unmoved(self) -> dict[str, tuple[int, int]]:
         """Elements of each layer that were at no look another number, and all of them."""
         found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for name, moved in self._moved.items():
@@ -150,8 +150,8 @@ class Survival:
         if self._twin is not None and state["twin"] is not None:
             self._twin.load_state_dict(state["twin"])
 
-    def _stored(self, name: str) -> Tensor:
+    def _exact(self, name: str) -> Tensor:
         return exact_weight(self._trained.optimizer, self._named[name])
 
-    def _sampled(self, name: str, tensor: Tensor) -> Tensor:
+    def _sample(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.detach().reshape(-1)[self._places[name]].float()

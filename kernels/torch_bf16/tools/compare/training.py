@@ -117,7 +117,7 @@ class OngoingRun:
         self, plan: Plan, row: Row, seed: int, state: dict[str, Any] | None = None
     ) -> None:
         _seed(seed)
-        made = plan.subject.made(plan.steps)
+        made = plan.subject.make(plan.steps)
         # Taken before optimizers are made, which may draw, and before data loaders do.
         self._stream = _generators()
         model = made.model.to(plan.device)
@@ -130,11 +130,11 @@ class OngoingRun:
                 return (row.own or plan.optimizer).over(model, lr)
             return given
 
-        self._trained = row.prepared(model, make, seed)
+        self._trained = row.prepare(model, make, seed)
         optimizer = self._trained.optimizer
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._plan, self._seed = plan, seed
-        self._batches = made.endless()
+        self._batches = made.cycle_batches()
         self.run = Run(row.name, seed, options=_options(optimizer))
         self.run.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._survival = Survival(self._trained, plan.steps)
@@ -193,11 +193,11 @@ class OngoingRun:
             run.optimizer_seconds.append(ended - resumed)
             yield value
 
-    def finished(self) -> Run:
+    def finish(self) -> Run:
         """What the run left behind."""
         run, survival = self.run, self._survival
         run.ends, run.survived = survival.ends, dict(survival.sums)
-        run.unmoved = {layer: list(counts) for layer, counts in survival.unmoved().items()}
+        run.unmoved = {layer: list(counts) for layer, counts in survival.count_unmoved().items()}
         run.unmeasured = survival.missing
         run.undecoded = bool(run.bytes["master"]) and not survival.decodes
         return run
@@ -234,7 +234,7 @@ class OngoingRun:
         _restore(self._stream)
         batch = next(self._batches)
         self._stream = _generators()
-        return self._trained.lowered(move(batch, self._plan.device))
+        return self._trained.cast_batch(move(batch, self._plan.device))
 
     def _clock(self) -> float:
         if self._plan.device.type == "cuda":

@@ -22,19 +22,19 @@ def judge(found: dict[str, Any]) -> None:
     """Give every row of the figures a ``verdict``, and the whole its sentences.
 
     Args:
-        found: of ``analysed()``; ``verdict`` of each row, ``sentences`` and ``healthy`` are added.
+        found: of ``analyse()``; ``verdict`` of each row, ``sentences`` and ``healthy`` are added.
     """
     reference = next(row for row in found["rows"] if row["name"] == found["reference"])
     sentences = []
     for row in found["rows"]:
-        row["stalled"] = _stalled(row)
+        row["stalled"] = _stalled_layers(row)
         row["verdict"] = _verdict(row, row is reference, found["improvement"] or 0.0)
     bad = [row for row in found["rows"] if row["verdict"] in BAD]
     good = [row["name"] for row in found["rows"] if row["verdict"] == FINE]
     pairs = max(row["pairs"] for row in found["rows"])
     if good:
         verb = "end" if len(good) > 1 else "ends"
-        sentences.append(f"{_listed(good)} {verb} where {found['reference']} ends")
+        sentences.append(f"{_join(good)} {verb} where {found['reference']} ends")
     for kind in (BROKEN, STALLS, LOSES):
         sentences += [
             _sentence(r, found["reference"]) for r in found["rows"] if r["verdict"] == kind
@@ -72,7 +72,7 @@ def _verdict(row: Mapping[str, Any], is_reference: bool, improvement: float) -> 
     return LOSES if lost and against["low"] > 0 else FINE
 
 
-def _stalled(row: Mapping[str, Any]) -> list[str]:
+def _stalled_layers(row: Mapping[str, Any]) -> list[str]:
     """Layers of which less than half of the updates was stored, and not by chance."""
     if row["undecoded"]:
         return []
@@ -97,7 +97,7 @@ def _sentence(row: Mapping[str, Any], reference: str) -> str:
             parts.append(f"{row['learned']:.1%} of what {reference} learned")
     if row["verdict"] == STALLS:
         layers = row["stalled"]
-        some = _listed(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        some = _join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
         worst = min(row["layers"][layer]["survived"] for layer in layers)
         parts.append(
             f"rounding loses more than half of the updates of {some} (down to {worst:.0%} kept)"
@@ -121,5 +121,5 @@ def _by_chance(against: Mapping[str, Any]) -> bool:
     return against["low"] is not None and against["low"] <= 0 <= against["high"]
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

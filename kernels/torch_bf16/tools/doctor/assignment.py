@@ -13,13 +13,13 @@ import torch
 from torch_bf16.sharding import saved_names
 from torch_bf16.tools.weights import OptimizerStates, Saved, SavedTensor
 
-__all__ = ["State", "assigned"]
+__all__ = ["State", "assign_states"]
 
 State = tuple[Mapping[str, Any], Mapping[str, Any]]
 """What an optimizer keeps for a parameter, and the hyperparameters of its group."""
 
 
-def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
+def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
     """The states by names of weights, and a note where some could not be told.
 
     Names are taken where the state dict has them. Numbers go by shape and by the order of the
@@ -27,7 +27,7 @@ def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
     """
     if saved.optimizer is None:
         return {}, None
-    named, numbered = _named(saved.optimizer), _numbered(saved.optimizer)
+    named, numbered = _states_by_name(saved.optimizer), _states_by_number(saved.optimizer)
     keys = saved_names(named, saved.tensors)
     found = {keys[name]: state for name, state in named.items() if name in keys}
     lost = len(named) - len(found)
@@ -36,7 +36,7 @@ def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
         classes: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in order or saved.tensors:
             each = saved.tensors.get(name)
-            if each is not None and each.dtype.is_floating_point and name not in _repeated(saved):
+            if each is not None and each.dtype.is_floating_point and name not in _tied_names(saved):
                 classes[each.shape].append(name)
         by_shape: dict[tuple[int, ...], list[tuple[int, State]]] = defaultdict(list)
         for group, shape, state in numbered:
@@ -59,7 +59,7 @@ def assigned(saved: Saved) -> tuple[dict[str, State], str | None]:
     )
 
 
-def _named(optimizer: OptimizerStates) -> dict[str, State]:
+def _states_by_name(optimizer: OptimizerStates) -> dict[str, State]:
     groups = optimizer.groups
     names = optimizer.header.get("names") or [each.get("param_names", ()) for each in groups]
     found: dict[str, State] = {}
@@ -75,7 +75,7 @@ def _named(optimizer: OptimizerStates) -> dict[str, State]:
     return found
 
 
-def _numbered(optimizer: OptimizerStates) -> list[tuple[int, tuple[int, ...], State]]:
+def _states_by_number(optimizer: OptimizerStates) -> list[tuple[int, tuple[int, ...], State]]:
     found = []
     for number, group in enumerate(optimizer.groups):
         for key in group.get("params", ()):
@@ -94,7 +94,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     return None
 
 
-def _repeated(saved: Saved) -> set[str]:
+def _tied_names(saved: Saved) -> set[str]:
     """Names of tensors that are known by another name before."""
     seen, found = set(), set()
     for name, each in saved.tensors.items():

@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torch_bf16.tools.output import add_json_argument, positive_number, print_progress, write_json
+from torch_bf16.tools.arguments import add_json_argument, positive_number
+from torch_bf16.tools.output import progress_line, write_json
 from torch_bf16.tools.weights import open_checkpoint
 
 from .examination import examine
@@ -54,7 +55,7 @@ def doctor(options: argparse.Namespace) -> int:
         raise ValueError(f"doctor takes one checkpoint or two, not {len(options.checkpoints)}")
     *earlier, after = [open_checkpoint(path) for path in options.checkpoints]
     before = earlier[0] if earlier else None
-    with print_progress(sys.stderr) as progress:
+    with progress_line(sys.stderr) as progress:
         found = examine(before, after, options.lr, progress)
     verdict = judge(found)
     paths = {"before": str(before.path)} if before else {}

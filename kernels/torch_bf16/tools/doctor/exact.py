@@ -12,12 +12,13 @@ from torch_bf16.states.recoding import stored_format
 from torch_bf16.states.views import MASTERS, masters_in
 from torch_bf16.tools.weights import SavedTensor
 
-__all__ = ["CHUNK", "has_master", "moment", "weight"]
+__all__ = ["CHUNK", "Read", "has_master", "moment", "weight"]
 
 CHUNK = 1 << 21
 """Elements that are looked at together: whole blocks of every format."""
 
 Read = Callable[[int, int], Tensor]
+"""``read(start, stop)``: so many elements, flat, in fp32."""
 
 
 def weight(tensor: SavedTensor, state: Mapping[str, Any]) -> Read:

@@ -12,10 +12,10 @@ from torch_bf16.errors import CheckpointError
 from torch_bf16.sharding import bare_name
 from torch_bf16.tools.weights import Saved, SavedTensor
 
-from .assignment import State, assigned
+from .assignment import State, assign_states
 from .exact import Read, has_master, weight
-from .expected import Expected, Rounding, expected, rounding
 from .movement import Movement, movement
+from .next_update import NextUpdate, Rounding, next_update, rounding
 
 __all__ = ["Examination", "Examined", "examine"]
 
@@ -31,7 +31,7 @@ class Examined:
         shape: of it.
         dtype: as it was saved last.
         movement: what became of it.
-        expected: what the optimizer's state says of a step, where there is one.
+        next_update: what the optimizer's state says of a step, where there is one.
         rounding: what happens to small updates, as far as the later checkpoint tells.
         master: whether a checkpoint has an exact master of it.
         lacks: which checkpoint, ``"earlier"`` or ``"later"``, has no master where the other one
@@ -42,7 +42,7 @@ class Examined:
     shape: tuple[int, ...]
     dtype: torch.dtype
     movement: Movement
-    expected: Expected | None
+    next_update: NextUpdate | None
     rounding: Rounding
     master: bool
     lacks: str | None
@@ -68,8 +68,8 @@ class Examination:
 def examine(
     before: Saved | None,
     after: Saved,
-    lr: float | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    lr: float | None,
+    progress: Callable[[str], None],
 ) -> Examination:
     """Go through a run's checkpoints, one piece of one weight in memory at a time.
 
@@ -86,9 +86,9 @@ def examine(
     _refuse_swapped(before, after)
     notes = [*(before.notes if before else []), *after.notes]
     pairs = _pairs(before, after, notes)
-    states, note = assigned(after)
+    states, note = assign_states(after)
     notes += [note] if note else []
-    earlier, _ = assigned(before) if before is not None else ({}, None)
+    earlier, _ = assign_states(before) if before is not None else ({}, None)
     header = after.optimizer.header if after.optimizer else {}
     if before is None and not states:
         raise CheckpointError(
@@ -111,7 +111,7 @@ def examine(
                 new.shape,
                 new.dtype,
                 moved,
-                expected(weight(new, state), state, group, new.numel, lr),
+                next_update(weight(new, state), state, group, new.numel, lr),
                 rounding(new, state, header),
                 has_master(new, state) or (then is not None and has_master(then, known)),
                 lacks,
@@ -184,7 +184,7 @@ def _pairs(
         raise CheckpointError(f"{after.path} holds no floating-point weights")
     if before is None:
         return [(name, None, each) for name, each in mine.items()]
-    theirs = _matching(before, mine)
+    theirs = _match_names(before, mine)
     pairs, shapes = [], []
     for name, each in mine.items():
         old = theirs.get(name)
@@ -207,7 +207,7 @@ def _pairs(
     return pairs
 
 
-def _matching(before: Saved, mine: dict[str, SavedTensor]) -> dict[str, str]:
+def _match_names(before: Saved, mine: dict[str, SavedTensor]) -> dict[str, str]:
     """By names as they are, else without what wrappers add, else without one side's first part."""
     for ours, others in (
         (str, str),

@@ -10,14 +10,13 @@ spacing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .exact import CHUNK
+from .exact import CHUNK, Read
 
 __all__ = ["Movement", "half_spacings", "movement"]
 
@@ -25,8 +24,6 @@ _EXPONENTS = 256
 _BIAS, _MANTISSA = 127, 7
 # Elements of one size for a mean, and sizes, from the smallest on, that are taken together.
 _ENOUGH, _SIZES = 64, 4
-
-Read = Callable[[int, int], Tensor]
 
 
 @dataclass
@@ -90,13 +87,10 @@ class Movement:
         """Half a bf16 spacing of the smallest element that there was."""
         return float(_HALF[int(self.counts.nonzero()[0])])
 
-    def survived(self, reference: float | None = None) -> float | None:
-        """Which share of the way the elements went that the small ones among them went.
-
-        Args:
-            reference: how far to expect instead of :attr:`reference`.
-        """
-        reference = self.reference if reference is None else reference
+    @property
+    def survived(self) -> float | None:
+        """Which share of the way the elements went that the small ones among them went."""
+        reference = self.reference
         if reference is None or not self.numel:
             return None
         went = torch.minimum(self.distances, self.counts * reference).sum()

@@ -62,7 +62,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
 
 
 def _row(each: Finding, compared: bool) -> dict[str, Any]:
-    weight, moved, plan = each.weight, each.weight.movement, each.weight.expected
+    weight, moved, plan = each.weight, each.weight.movement, each.weight.next_update
     return {
         "name": weight.name,
         "shape": list(weight.shape),

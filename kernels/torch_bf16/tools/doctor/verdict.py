@@ -86,7 +86,7 @@ def judge(found: Examination) -> Verdict:
 
 
 def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding:
-    moved, plan = each.movement, each.expected
+    moved, plan = each.movement, each.next_update
     if moved.nan or moved.infinite:
         return Finding(each, BROKEN, (moved.nan + moved.infinite) / moved.numel)
     # Numbers that bf16 does not have were not rounded to it.
@@ -94,7 +94,7 @@ def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding
     rounded = moved.rounded and not each.master and nearest
     lost, why = 0.0, ""
     if compared and rounded:
-        survived = moved.survived()
+        survived = moved.survived
         if survived is not None:
             lost, why = 1 - survived, "size"
         elif gains and moved.ones_before == moved.numel:
@@ -179,7 +179,7 @@ def _sentence(
             f"{during}, and {lost:.0%} of the distance that small elements moved is missing"
             f"{above}. Updates are below half a bf16 spacing, {_half(weights):.2g} on average there"
         )
-    plans = [each.expected for each in weights if each.expected is not None]
+    plans = [each.next_update for each in weights if each.next_update is not None]
     update = statistics.fmean(each.update for each in plans)
     below = sum(p.below * w.movement.numel for p, w in zip(plans, weights, strict=True)) / numel
     return (

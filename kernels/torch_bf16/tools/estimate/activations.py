@@ -169,7 +169,7 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
     autocast = precision.autocast or precision.recipe is not None
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         if precision.dtype == torch.bfloat16 and not autocast:
-            inputs = _lowered(inputs)
+            inputs = _to_bf16(inputs)
         given = isinstance(inputs, Mapping)
         output = model(**inputs) if given else model(*inputs)
         loss = getattr(output, "loss", None)
@@ -181,7 +181,7 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
     loss.backward()
 
 
-def _lowered(inputs: Any) -> Any:
+def _to_bf16(inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return inputs
     return [x.bfloat16() if x.is_floating_point() else x for x in inputs]

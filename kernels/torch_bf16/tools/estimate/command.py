@@ -8,11 +8,12 @@ import torch
 
 from torch_bf16.recipe import ACCUMULATIONS, OFFLOADS, REDUCTIONS
 from torch_bf16.rules import MUON
-from torch_bf16.tools.output import add_json_argument, count, write_json
+from torch_bf16.tools.arguments import add_json_argument, count
+from torch_bf16.tools.output import write_json
 
 from .activations import activations, batch_argument
 from .memory import memory
-from .optimizers import OPTIMIZERS, Stepped, stepped
+from .optimizers import OPTIMIZERS, OptimizerSpec, optimizer_spec
 from .precisions import precisions
 from .report import row, show
 from .shapes import ModelShapes
@@ -87,7 +88,7 @@ def estimate(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError, RuntimeError, ImportError: MODEL is none, or an option cannot be meant.
     """
-    optimizer = stepped(options.optimizer)
+    optimizer = optimizer_spec(options.optimizer)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; --device meta needs none")
     shapes = model_shapes(options.model)
@@ -110,10 +111,11 @@ def estimate(options: argparse.Namespace) -> int:
         part = memory(shapes, precision, optimizer, options.ranks) if options.ranks > 1 else None
         sent = None
         if part is not None:
-            sent = traffic(shapes, precision, options.ranks, stepped=optimizer)
+            sent = traffic(shapes, precision, optimizer, options.ranks)
         rows.append(row(precision, alone, live, part, sent))
-    zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]
-    zero = zero if options.ranks > 1 else []
+    zero = []
+    if options.ranks > 1:
+        zero = [*zero_rows(shapes, optimizer, precisions(options.accumulate, roles=roles))]
     found = {
         "schema": 1,
         "kind": "estimate",
@@ -140,7 +142,7 @@ def estimate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _notes(shapes: ModelShapes, optimizer: Stepped, options: argparse.Namespace) -> list[str]:
+def _notes(shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Namespace) -> list[str]:
     notes = list(shapes.notes)
     if options.batch is None:
         notes.append("activations are not counted: --batch 8x1024 measures them by one step")

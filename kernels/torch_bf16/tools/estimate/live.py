@@ -37,10 +37,10 @@ class LiveBytes(TorchDispatchMode):
                 size = each.nbytes()
                 self.now += size
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(each, self._freed, size)
+                weakref.finalize(each, self._free, size)
         return result
 
-    def _freed(self, size: int) -> None:
+    def _free(self, size: int) -> None:
         self.now -= size
 
     @staticmethod

@@ -14,12 +14,12 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.sharding.dtensor import box_at
 from torch_bf16.states.home import SMALLEST
 
-from .directed import ROWS, Looked, looked
-from .optimizers import Stepped
+from .matrix_steps import ROWS, MatrixStep, matrix_step
+from .optimizers import OptimizerSpec
 from .precisions import Precision
 from .shapes import ModelShapes, Weight
 
-__all__ = ["Held", "Memory", "dtype_of", "held_of", "looked_at", "memory", "part_of"]
+__all__ = ["Held", "Memory", "dtype_of", "held_of", "matrix_step_of", "memory", "part_of"]
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,18 @@ def dtype_of(weight: Weight, precision: Precision) -> torch.dtype:
 
 
 def memory(
-    shapes: ModelShapes, precision: Precision, stepped: Stepped, ranks: int = 1, rank: int = 0
+    shapes: ModelShapes,
+    precision: Precision,
+    optimizer: OptimizerSpec,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> Memory:
     """What a rank holds.
 
     Args:
         shapes: of the model.
         precision: how its numbers are kept.
-        stepped: the optimizer.
+        optimizer: what it keeps, and what its step takes.
         ranks: over which FSDP2 shards it.
         rank: which of them; none holds more than rank 0.
     """
@@ -120,7 +124,7 @@ def memory(
         # Layers repeat: a few kinds are all there are among thousands of weights.
         if (held := kinds.get(each.kind)) is None:
             part, dtype = part_of(each.shape, ranks, rank), dtype_of(each, precision)
-            held = kinds[each.kind] = held_of(each, part, dtype, precision, stepped)
+            held = kinds[each.kind] = held_of(each, part, dtype, precision, optimizer)
         sizes["weights"] += held.weights
         if not each.trained:
             # Kept for as long as it may still be trained.
@@ -136,11 +140,11 @@ def memory(
             sizes["moments"] += held.moments
         # What has the master's bytes becomes the master; and what will be on the host waits there.
         remainders.append(0 if held.remainder == held.master or offloads else held.remainder)
-        if (rule := stepped.rule_of(each)).stage_states:
+        if (rule := optimizer.rule_of(each)).stage_states:
             # torch's look at one tensor after the other.
-            looking.append((stepped.scratch or 0.0) * held.weights)
+            looking.append((optimizer.scratch or 0.0) * held.weights)
         else:
-            scratch += (stepped.scratch_of(rule) or 0.0) * held.weights
+            scratch += (optimizer.scratch_of(rule) or 0.0) * held.weights
         gradients[each.unit if ranks > 1 else each.name] += held.weights
         sums += held.count * 4 if precision.sums == "fp32" else held.weights
     one_at_a_time = precision.released or precision.sums is not None
@@ -150,7 +154,7 @@ def memory(
         # One matrix is all there is, and not the largest of anything.
         largest, passing = 0, 0 if precision.released else passing
     if not precision.released:
-        passing = max(passing, looked_at(shapes, precision, stepped, ranks, rank).peak)
+        passing = max(passing, matrix_step_of(shapes, precision, optimizer, ranks, rank).peak)
     scratch = max(scratch, *looking)
     return Memory(
         **sizes,
@@ -161,18 +165,18 @@ def memory(
     )
 
 
-def looked_at(
-    shapes: ModelShapes, precision: Precision, stepped: Stepped, ranks: int, rank: int = 0
-) -> Looked:
+def matrix_step_of(
+    shapes: ModelShapes, precision: Precision, optimizer: OptimizerSpec, ranks: int, rank: int = 0
+) -> MatrixStep:
     """What a rule that looks at whole matrices holds and sends; args as for :func:`memory`."""
-    if precision.recipe is None or not stepped.rule.stage_states or not shapes.known:
-        return Looked()
+    if precision.recipe is None or not optimizer.rule.stage_states or not shapes.known:
+        return MatrixStep()
     trained = [
-        (each, stepped.rule_of(each), dtype_of(each, precision))
+        (each, optimizer.rule_of(each), dtype_of(each, precision))
         for each in shapes.weights
         if each.trained
     ]
-    return looked(trained, precision.recipe, ranks, rank)
+    return matrix_step(trained, precision.recipe, ranks, rank)
 
 
 @dataclass(frozen=True)
@@ -194,10 +198,10 @@ def held_of(
     part: tuple[int, ...],
     dtype: torch.dtype,
     precision: Precision,
-    stepped: Stepped,
+    optimizer: OptimizerSpec,
 ) -> Held:
     """What a rank holds of a weight, of which it has a part of that shape."""
-    count, recipe, rule = prod(part), precision.recipe, stepped.rule_of(weight)
+    count, recipe, rule = prod(part), precision.recipe, optimizer.rule_of(weight)
     weights = count * dtype.itemsize
     states = [each for each in (*rule.states, *rule.stage_states) if each.shape is None]
     # Whole on every rank.

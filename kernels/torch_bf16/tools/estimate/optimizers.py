@@ -18,7 +18,7 @@ from torch_bf16.tools.factory import class_and_options
 from .live import LiveBytes
 from .shapes import Weight
 
-__all__ = ["OPTIMIZERS", "PLAIN", "Stepped", "measured", "stepped"]
+__all__ = ["OPTIMIZERS", "PLAIN", "OptimizerSpec", "measure_spec", "optimizer_spec"]
 
 _CLASSES = (
     *(adam.AdamW, adam.Adam, adam.NAdam, adam.RAdam, adam.ADOPT),
@@ -47,7 +47,7 @@ _PROBE = (512, 512)
 
 
 @dataclass(frozen=True)
-class Stepped:
+class OptimizerSpec:
     """What an optimizer needs.
 
     Attributes:
@@ -64,7 +64,7 @@ class Stepped:
 
     def rule_of(self, weight: Weight) -> Rule:
         """The rule of a weight: Muon's matrices have AdamW beside them."""
-        if self.rule is rules.MUON and not _orthogonalised(weight):
+        if self.rule is rules.MUON and not _is_orthogonalised(weight):
             return rules.ADAMW
         if self.rule is rules.ADAFACTOR and len(weight.shape) < 2:
             return rules.ADAFACTOR_VECTOR
@@ -75,40 +75,40 @@ class Stepped:
         return self.scratch if rule is self.rule else PLAIN["AdamW"][1]
 
 
-def _orthogonalised(weight: Weight) -> bool:
+def _is_orthogonalised(weight: Weight) -> bool:
     return len(weight.shape) == 2 if weight.hidden is None else weight.hidden
 
 
-def stepped(text: str) -> Stepped:
+def optimizer_spec(text: str) -> OptimizerSpec:
     """An optimizer by its class and options: ``AdamW`` or ``SGD(momentum=0.9)``.
 
     Raises:
         ValueError: it is none of those that keep numbers for each element, or an option is wrong.
     """
-    name, options = _parsed(text)
+    name, options = _parse(text)
     if options:
-        return measured(text, name, options)
+        return measure_spec(text, name, options)
     rule, scratch = PLAIN[name]
-    return Stepped(text, rule, scratch if hasattr(torch.optim, name) else None)
+    return OptimizerSpec(text, rule, scratch if hasattr(torch.optim, name) else None)
 
 
-def measured(text: str, name: str, options: Mapping[str, Any]) -> Stepped:
+def measure_spec(text: str, name: str, options: Mapping[str, Any]) -> OptimizerSpec:
     """The same, found by making the optimizer and by a step of torch's."""
     # With numbers: torch's Adafactor reads some.
     parameter = torch.zeros(_PROBE, requires_grad=True)
     made: Any = OPTIMIZERS[name]
     try:
         optimizer = made([parameter], **{"lr": 1e-3, **options}, backend="eager")
-        rule = optimizer.rule_for(optimizer.param_groups[0], parameter)
+        rule = optimizer.rule_of_parameter(optimizer.param_groups[0], parameter)
         known = getattr(torch.optim, name, None)
-        theirs = known and _made(known, parameter, {**options, "foreach": not rule.stage_states})
+        theirs = known and _make(known, parameter, {**options, "foreach": not rule.stage_states})
     # It is torch's code, and raises what its lines happen to.
     except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
-    return Stepped(text, rule, theirs and _scratch(theirs, parameter))
+    return OptimizerSpec(text, rule, theirs and _scratch(theirs, parameter))
 
 
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
     dotted, options = class_and_options(text)
     name = re.split("[.:]", dotted)[-1]
     if name not in OPTIMIZERS:
@@ -116,7 +116,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _made(
+def _make(
     known: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """torch's, with those of the options that it has."""

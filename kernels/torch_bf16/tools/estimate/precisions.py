@@ -44,11 +44,6 @@ class Precision:
     loses: bool = False
 
     @property
-    def label(self) -> str:
-        """A name of its own."""
-        return f"{self.name}, released" if self.released else self.name
-
-    @property
     def sums(self) -> str | None:
         """The format of sums of gradients beside the gradients; None where ``p.grad`` is all."""
         recipe = self.recipe

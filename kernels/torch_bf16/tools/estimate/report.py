@@ -12,12 +12,12 @@ from .memory import Memory
 from .precisions import Precision
 from .sharded import Traffic
 
-__all__ = ["DEVICES", "fitting", "row", "show"]
+__all__ = ["row", "show"]
 
-DEVICES = (24, 48, 80, 141, 192)
+_DEVICES = (24, 48, 80, 141, 192)
 """Sizes of devices in GB of 10^9 bytes; most hold a few per cent more, for CUDA's context."""
 
-GB = 10**9
+_GB = 10**9
 
 
 def row(
@@ -47,7 +47,7 @@ def row(
         "activations": activations,
         "peak": peak,
         "replica_peak": peak + alone.buckets,
-        "fits": fitting(peak),
+        "fits": _fits_on(peak),
         "checkpoint": alone.saved,
     }
     if part is not None and traffic is not None:
@@ -61,7 +61,7 @@ def row(
             "gathered": traffic.gathered,
             "reduced": traffic.reduced,
             "peak": part.peak(beside),
-            "fits": fitting(part.peak(beside)),
+            "fits": _fits_on(part.peak(beside)),
             "sent_per_step": traffic.sent,
         }
     return found
@@ -77,13 +77,13 @@ def show(found: Mapping[str, Any]) -> None:
     unit, size = ("GB", 10**9) if rows[0]["peak"] > 10**9 else ("MB", 10**6)
     table = []
 
-    def shown(count: int | None) -> str:
+    def cell(count: int | None) -> str:
         return _number(count, size)
 
     for each in rows:
-        cells = [_label(each), *(shown(each[name]) for name in names), shown(each["peak"])]
-        replica = [shown(each["replica_peak"])] if ranks > 1 else []
-        table.append([*cells, *replica, _device(each["fits"]), shown(each["checkpoint"])])
+        cells = [_label(each), *(cell(each[name]) for name in names), cell(each["peak"])]
+        replica = [cell(each["replica_peak"])] if ranks > 1 else []
+        table.append([*cells, *replica, _device(each["fits"]), cell(each["checkpoint"])])
     replica = ["peak with DDP"] if ranks > 1 else []
     columns = ("precision", *names, "peak", *replica, "fits", "checkpoint")
     print_table(f"{unit} (10^{len(str(size)) - 1} bytes) on one device", columns, table)
@@ -91,13 +91,13 @@ def show(found: Mapping[str, Any]) -> None:
         table = []
         for each in rows:
             rank = each["rank"]
-            cells = [_label(each), shown(rank["states"]), shown(rank["held"]), shown(rank["peak"])]
-            table.append([*cells, _device(rank["fits"]), shown(rank["sent_per_step"])])
+            cells = [_label(each), cell(rank["states"]), cell(rank["held"]), cell(rank["peak"])]
+            table.append([*cells, _device(rank["fits"]), cell(rank["sent_per_step"])])
         columns = ("precision", "states", "and gradients", "peak", "fits", "sent per step")
         print_table(f"{unit} on each of {ranks} ranks of fully_shard", columns, table)
     if found["zero"]:
         table = [
-            [_label(each), shown(each["stage_1"]), shown(each["stage_3"])] for each in found["zero"]
+            [_label(each), cell(each["stage_1"]), cell(each["stage_3"])] for each in found["zero"]
         ]
         columns = ("precision", "ZeRO-1 and 2", "ZeRO-3")
         title = f"{unit} of weights and states on each of {ranks} ranks of DeepSpeed"
@@ -119,9 +119,9 @@ def _formats(precision: Precision) -> dict[str, str]:
     return {name: getattr(precision.recipe, name) for name in names}
 
 
-def fitting(peak: int) -> dict[str, bool]:
-    """Which of :data:`DEVICES` have that much room."""
-    return {str(size): peak <= size * GB for size in DEVICES}
+def _fits_on(peak: int) -> dict[str, bool]:
+    """Which of :data:`_DEVICES` have that much room."""
+    return {str(size): peak <= size * _GB for size in _DEVICES}
 
 
 def _device(fits: Mapping[str, bool]) -> str:

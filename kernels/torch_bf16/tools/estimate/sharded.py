@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
-from .memory import dtype_of, looked_at, part_of
-from .optimizers import Stepped
+from .memory import dtype_of, matrix_step_of, part_of
+from .optimizers import OptimizerSpec
 from .precisions import Precision
 from .shapes import ModelShapes
 
@@ -36,11 +36,7 @@ class Traffic:
 
 
 def traffic(
-    shapes: ModelShapes,
-    precision: Precision,
-    ranks: int,
-    reduce_dtype: torch.dtype = torch.float32,
-    stepped: Stepped | None = None,
+    shapes: ModelShapes, precision: Precision, optimizer: OptimizerSpec, ranks: int
 ) -> Traffic:
     """What a step brings and sends.
 
@@ -48,9 +44,8 @@ def traffic(
         shapes: of the model.
         precision: weights go in bf16 in all but ``32-true``; gradients as its recipe's ``reduce``
             says.
+        optimizer: it may send matrices.
         ranks: over which the model is sharded.
-        reduce_dtype: of the gradients on the wire.
-        stepped: the optimizer, which may send matrices.
     """
     whole: dict[str, int] = defaultdict(int)
     gradients: dict[str, int] = defaultdict(int)
@@ -60,7 +55,6 @@ def traffic(
     sent = 0
     for each in shapes.weights:
         dtype = torch.bfloat16 if precision.autocast else dtype_of(each, precision)
-        wire = torch.promote_types(reduce_dtype, dtype) if dtype.itemsize > 2 else reduce_dtype
         # Collectives take parts of one size, that of rank 0.
         part = prod(part_of(each.shape, ranks))
         whole[each.unit] += part * ranks * dtype.itemsize
@@ -68,13 +62,14 @@ def traffic(
         sent += (ranks - 1) * part * dtype.itemsize * gathers
         if each.trained:
             gradients[each.unit] += each.numel * dtype.itemsize
-            reduced[each.unit] += part * ranks * wire.itemsize
+            # fully_shard reduces in fp32.
+            reduced[each.unit] += part * ranks * torch.float32.itemsize
+            wire = torch.float32
             if wired and dtype == torch.bfloat16:
                 exchanged[each.unit] += 2 * part * ranks * dtype.itemsize
                 wire = dtype
             sent += (ranks - 1) * part * wire.itemsize
-    if stepped is not None:
-        sent += looked_at(shapes, precision, stepped, ranks).sent
+    sent += matrix_step_of(shapes, precision, optimizer, ranks).sent
     if not shapes.known:
         return Traffic(0, 0, sent)
     layers = sorted((size for unit, size in whole.items() if unit), reverse=True)

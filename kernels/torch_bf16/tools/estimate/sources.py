@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bf16.tools.factory import imported, is_factory
+from torch_bf16.tools.factory import import_name, is_factory
 from torch_bf16.tools.weights import open_checkpoint
 
 from .shapes import ModelShapes, Weight, shapes_of
@@ -91,7 +91,7 @@ def _of_config(path: Path) -> ModelShapes:
             f"{path} names code of its own under 'auto_map' ({sorted(content['auto_map'])[0]} and "
             "so on), which is not run. Import the class in a file of yours and give module:factory"
         )
-    return shapes_of(_built(path, content), str(path))
+    return shapes_of(_build(path, content), str(path))
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
-def _built(path: Path, content: dict[str, Any]) -> nn.Module:
+def _build(path: Path, content: dict[str, Any]) -> nn.Module:
     try:
         import transformers
     except ImportError:
@@ -144,7 +144,7 @@ def _head_of(transformers: Any, config: Any) -> Any:
 
 
 def _of_factory(text: str) -> ModelShapes:
-    made = imported(text)
+    made = import_name(text)
     if not isinstance(made, nn.Module):
         if not callable(made):
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch_bf16.rules import ITERATE
 
 from .memory import held_of
-from .optimizers import Stepped
+from .optimizers import OptimizerSpec
 from .precisions import Precision
 from .shapes import ModelShapes, Weight
 
@@ -46,7 +46,7 @@ class ZeroRow:
 
 
 def zero_rows(
-    shapes: ModelShapes, stepped: Stepped, precisions: Iterable[Precision]
+    shapes: ModelShapes, optimizer: OptimizerSpec, precisions: Iterable[Precision]
 ) -> Iterator[ZeroRow]:
     """DeepSpeed's own two ways, and the recipes that train in its engine.
 
@@ -55,10 +55,10 @@ def zero_rows(
 
     Args:
         shapes: of the model; DeepSpeed casts all of it.
-        stepped: the optimizer.
+        optimizer: what it keeps, and what its step takes.
         precisions: those to choose from.
     """
-    rule = stepped.rule
+    rule = optimizer.rule
     if rule.stage_states or any(each.role == ITERATE for each in rule.states):
         return
     weights = sum(_weight_bytes(each) for each in shapes.weights)
@@ -73,7 +73,7 @@ def zero_rows(
     for precision in [] if cast else filter(_trains, precisions):
         states = 0
         for each, number in kinds:
-            held = held_of(each, each.shape, torch.bfloat16, precision, stepped)
+            held = held_of(each, each.shape, torch.bfloat16, precision, optimizer)
             states += number * (held.master + held.moments)
         yield ZeroRow(precision.name, False, weights, states)
     # Its master is a copy of the weights.

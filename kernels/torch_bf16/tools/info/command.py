@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -16,13 +14,14 @@ from torch_bf16.backends.certificates import folder
 from torch_bf16.errors import BackendUnavailableError
 from torch_bf16.foreign.optimizer import BUCKET_BYTES
 from torch_bf16.recipe import RECIPES
-from torch_bf16.tools.bench.record import describe, hardware, versions
+from torch_bf16.tools.arguments import add_json_argument
 from torch_bf16.tools.estimate.optimizers import OPTIMIZERS
-from torch_bf16.tools.output import add_json_argument, write_json
+from torch_bf16.tools.machine import machine, machine_lines, variables
+from torch_bf16.tools.output import write_json
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
 from .hosts import TESTED, hook, host_rows, needed
-from .obstacles import devices, disabled_patches, obstacles, variables, verdicts
+from .obstacles import devices, disabled_patches, obstacles, verdicts
 
 __all__ = ["add_info_arguments", "info"]
 
@@ -60,10 +59,7 @@ def record() -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": "info",
-        "versions": versions(),
-        "system": platform.platform(),
-        "hardware": [hardware(device) for device in devices()][-1],
-        "threads": torch.get_num_threads(),
+        **machine(devices()[-1]),
         "torch": {"needed": needed("torch"), "newest_tested": TESTED["torch"]},
         "hook": {"works": works, "why": why},
         "hosts": host_rows(),
@@ -108,11 +104,7 @@ def _backends(device: torch.device) -> dict[str, Any]:
 
 
 def _show(found: Mapping[str, Any]) -> None:
-    size = found["hardware"]
-    print(f"{describe(found['versions'])}, {size['processor']}")
-    print(f"{found['system']}; threads: {found['threads']} of {os.cpu_count()}")
-    if "device" in size:
-        print(f"{size['device']}, {size['device_gib']} GiB, {size['runtime']}")
+    print("\n".join(machine_lines(found)))
     print("\nrecipes (formats; bytes per parameter without the gradient, AdamW):")
     for each in found["recipes"]:
         alias = "" if each["alias_of"] is None else f"  (alias of {each['alias_of']})"

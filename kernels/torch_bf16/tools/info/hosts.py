@@ -8,6 +8,8 @@ import re
 import sys
 from typing import Any
 
+from torch_bf16.errors import version_numbers
+
 __all__ = ["HOOKED", "TESTED", "hook", "host_rows", "is_older", "needed"]
 
 TESTED = {
@@ -95,5 +97,4 @@ def needed(name: str) -> str | None:
 
 def is_older(version: str, than: str) -> bool:
     """Whether a version is older than another, by their first two numbers."""
-    one, two = ([int(n) for n in re.findall(r"\d+", each)[:2]] for each in (version, than))
-    return one < two
+    return version_numbers(version) < version_numbers(than)

@@ -14,7 +14,7 @@ import torch
 
 from torch_bf16.argument_checks import check_backend
 from torch_bf16.backends import choose, explain
-from torch_bf16.backends.certificates import file_of, folder, kept
+from torch_bf16.backends.certificates import all_verdicts, file_of, folder
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.environment import (
     OPTIONS,
@@ -31,25 +31,13 @@ from torch_bf16.torch_patches import PATCHES, SWITCH, is_enabled
 from .hosts import hook, host_rows, is_older, needed
 
 __all__ = [
-    "VARIABLES",
     "Obstacle",
+    "devices",
     "disabled_patches",
     "obstacles",
-    "variables",
     "verdicts",
 ]
 
-VARIABLES = ("TORCH_BF16_", "BF16_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "TRITON_")
-_ALSO = (
-    *("TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-    *("OMP_NUM_THREADS", "NUMBA_DISABLE_JIT", "NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "CC"),
-    *(
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "NVIDIA_TF32_OVERRIDE",
-        "PL_TRAINER_PRECISION",
-    ),
-)
 _CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
@@ -81,16 +69,7 @@ def obstacles() -> list[Obstacle]:
 def verdicts() -> list[tuple[list[str], str | None]]:
     """On the kernels of this version under this torch: those of others are history."""
     now = {torch.__version__, source_hash()}
-    return [(key, fault) for key, fault in kept() if now <= set(key)]
-
-
-def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that change what we do."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(VARIABLES) or name in _ALSO
-    }
+    return [(key, fault) for key, fault in all_verdicts() if now <= set(key)]
 
 
 def _versions() -> Iterator[Obstacle]:

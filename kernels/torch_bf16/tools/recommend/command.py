@@ -13,18 +13,13 @@ from torch_bf16.foreign.capabilities import check_steps_on_copies
 from torch_bf16.foreign.conversion import fused_class
 from torch_bf16.optim.optimizer import BF16Optimizer
 from torch_bf16.recipe import get_recipe
-from torch_bf16.tools.output import (
-    add_json_argument,
-    count,
-    positive_number,
-    print_progress,
-    write_json,
-)
+from torch_bf16.tools.arguments import add_json_argument, count, positive_number
+from torch_bf16.tools.output import progress_line, write_json
 
 from .host import Host, planned_rates
 from .observation import Observation
 from .report import record, show
-from .runs import KINDS, observed
+from .runs import KINDS, observe
 from .sizes import sizes
 from .verdict import judge
 
@@ -74,8 +69,8 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
         ValueError, OSError, ImportError: there is no such training, or it cannot be measured.
     """
     text = options.training
-    with print_progress(sys.stderr) as progress:
-        found = observed(text, script_arguments, options.steps, options.lr, progress)
+    with progress_line(sys.stderr) as progress:
+        found = observe(text, script_arguments, options.steps, options.lr, progress)
     _check(found)
     notes = _plan(found, options.total_steps)
     verdict = judge(list(found.parameters.values()))

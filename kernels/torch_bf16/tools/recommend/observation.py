@@ -138,7 +138,7 @@ class Observer:
             for parameter in group["params"]:
                 if parameter.grad is not None and rate != 0 and local(parameter).numel():
                     self._pending[id(parameter)] = (parameter, rate, (number, at))
-        self._before = {key: _taken(each) for key, (each, _, _) in self._pending.items()}
+        self._before = {key: _sample(each) for key, (each, _, _) in self._pending.items()}
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -261,7 +261,7 @@ class _Watcher:
         """Called by the optimizer."""
 
 
-def _taken(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sample(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Some elements of a parameter and of its gradient, on the CPU, and their places."""
     memory, gradient = local(parameter).detach(), local(parameter.grad)  # pyright: ignore
     where = places(memory.numel(), _SAMPLE, memory.device)

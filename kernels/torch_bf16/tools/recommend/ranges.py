@@ -9,9 +9,9 @@ from typing import Any
 from .models import ROUNDED, Passing
 from .verdict import Verdict
 
-__all__ = ["FP16_MOST", "ranges"]
+__all__ = ["ranges"]
 
-FP16_MOST = 65504.0
+_FP16_MOST = 65504.0
 """The largest number of fp16; bf16 and TF32 have the range of fp32."""
 
 
@@ -29,9 +29,9 @@ def ranges(verdict: Verdict, passing: Mapping[str, Passing]) -> dict[str, Any]:
     """
     everything = verdict.everything
     # As large as the largest gradient allows: what a GradScaler comes to.
-    scale = FP16_MOST / everything.largest if everything.largest else 1.0
-    infinite = [name for name, each in passing.items() if each.largest > FP16_MOST]
-    infinite += [each.name for each in verdict.layers if each.largest > FP16_MOST]
+    scale = _FP16_MOST / everything.largest if everything.largest else 1.0
+    infinite = [name for name, each in passing.items() if each.largest > _FP16_MOST]
+    infinite += [each.name for each in verdict.layers if each.largest > _FP16_MOST]
     largest = max((each.largest for each in passing.values()), default=math.nan)
     formats = {}
     for name in ROUNDED:

@@ -195,15 +195,11 @@ def _layer_cells(each: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _share(value: float | None) -> str:
-    return (
-        "-"
-        if value is None
-        else "0"
-        if value == 0
-        else f"{value:.2g}"
-        if value < 1e-3
-        else f"{value:.1%}"
-    )
+    if value is None:
+        return "-"
+    if 0 < value < 1e-3:
+        return f"{value:.2g}"
+    return f"{value:.1%}" if value else "0"
 
 
 def _number(value: float | None) -> str:

@@ -16,14 +16,14 @@ from torch_bf16.tools.factory import CONTRACT, Training, is_factory, loss_of, tr
 
 from .observation import Observation, Observer
 
-__all__ = ["KINDS", "observed"]
+__all__ = ["KINDS", "observe"]
 
 KINDS = f"a script, or module:factory: {CONTRACT}"
 # Experiment trackers that would open a run for a training of a few steps.
 _QUIET = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
 
 
-def observed(
+def observe(
     text: str,
     arguments: Sequence[str],
     steps: int,
@@ -86,7 +86,7 @@ def _of_factory(
         )
     model.train()
     with Observer(steps, progress) as observer:
-        for step, batch in enumerate(training.endless(), 1):
+        for step, batch in enumerate(training.cycle_batches(), 1):
             loss = loss_of(model, batch)
             if not bool(loss.isfinite()):
                 value = float(loss.detach())

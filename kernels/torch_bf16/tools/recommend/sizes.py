@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_bf16.tools.estimate.memory import Memory, memory
-from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, Stepped, measured
+from torch_bf16.tools.estimate.optimizers import OPTIMIZERS, PLAIN, OptimizerSpec, measure_spec
 from torch_bf16.tools.estimate.precisions import TORCH, Precision
 from torch_bf16.tools.estimate.shapes import ModelShapes, Weight, shapes_of
 
@@ -35,9 +35,9 @@ def sizes(
         The shapes, memory by name, torch's own precisions too, and what is to be known about it.
     """
     shapes = _shapes(found)
-    stepped, note = _stepped(found.optimizers)
+    optimizer, note = _spec_of(found.optimizers)
     precisions = [*TORCH, *(Precision(each.name, each.recipe) for each in candidates)]
-    return shapes, {each.name: memory(shapes, each, stepped) for each in precisions}, note
+    return shapes, {each.name: memory(shapes, each, optimizer) for each in precisions}, note
 
 
 def _shapes(found: Observation) -> ModelShapes:
@@ -48,7 +48,7 @@ def _shapes(found: Observation) -> ModelShapes:
     return ModelShapes("the parameters that were trained", weights)
 
 
-def _stepped(optimizers: list[torch.optim.Optimizer]) -> tuple[Stepped, str | None]:
+def _spec_of(optimizers: list[torch.optim.Optimizer]) -> tuple[OptimizerSpec, str | None]:
     kinds = sorted({type(each).__name__ for each in optimizers})
     name = kinds[0]
     if len(kinds) == 1 and name in OPTIMIZERS:
@@ -56,9 +56,9 @@ def _stepped(optimizers: list[torch.optim.Optimizer]) -> tuple[Stepped, str | No
         given = {k: v for k, v in optimizers[0].defaults.items() if k in known and v is not None}
         given = {k: v for k, v in given.items() if k not in _HOW}
         try:
-            return measured(name, name, given), None
+            return measure_spec(name, name, given), None
         # An option that ours has not: convert() says so, too.
         except ValueError:
             pass
     note = f"moments are counted as AdamW's: those of {', '.join(kinds)} are not known before"
-    return Stepped("AdamW", *PLAIN["AdamW"]), note
+    return OptimizerSpec("AdamW", *PLAIN["AdamW"]), note

@@ -92,14 +92,12 @@ class Verdict:
         chosen: the smallest recipe that loses nothing.
         candidates: the smallest first.
         layers: by name of the layer, those with the smallest ``S`` in bf16 first; vectors last.
-        matrices: all that recipes store in less than fp32.
         everything: the matrices and the vectors.
     """
 
     chosen: Candidate
     candidates: list[Candidate]
     layers: list[Layer]
-    matrices: Layer
     everything: Layer
 
 
@@ -157,4 +155,4 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
     found = candidates(whole, matrices)
     chosen = next((each for each in found if not each.loses), found[-1])
     matrices.sort(key=lambda each: each.distance("bf16_stochastic"))
-    return Verdict(chosen, found, matrices + vectors, whole, everything)
+    return Verdict(chosen, found, matrices + vectors, everything)

@@ -107,7 +107,7 @@ def certify(
     names = [each.name + ("_strided" if each.strided else "") for each in variants]
     if processes == 0:
         pairs = zip(names, variants, strict=True)
-        return [Certificate(name, backend, *_tried(each)) for name, each in pairs]
+        return [Certificate(name, backend, *_trial(each)) for name, each in pairs]
     left = list(range(len(variants)))
     found: dict[int, Certificate] = {}
     workers: dict[Connection, _Worker] = {}
@@ -169,10 +169,10 @@ class _Worker:
 def _try(pipe: Connection, device: str, numbers: Sequence[int]) -> None:
     variants = variants_for(torch.device(device))
     for number in numbers:
-        pipe.send((number, *_tried(variants[number])))
+        pipe.send((number, *_trial(variants[number])))
 
 
-def _tried(variant: Variant) -> tuple[str | None, float]:
+def _trial(variant: Variant) -> tuple[str | None, float]:
     """The fault that the first backend for the device has with a variant, and the seconds."""
     start = time.perf_counter()
     try:

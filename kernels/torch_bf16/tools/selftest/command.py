@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
-from torch_bf16.tools.bench.command import device_argument
+from torch_bf16.backends import explain
+from torch_bf16.tools.arguments import add_json_argument, device_argument, file_to_write
+from torch_bf16.tools.bench.memory import available_bytes
 from torch_bf16.tools.bench.plot import can_plot, plot
-from torch_bf16.tools.output import add_json_argument, file_to_write, say, write_json
+from torch_bf16.tools.machine import device_state, machine, variables
+from torch_bf16.tools.output import command_line, date, say, write_json
 
 from .certificates import certify, fresh_verdicts
-from .environment import environment
 from .report import show
 from .speed import models_for, speed
 from .steps import all_checks, run
@@ -54,7 +54,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         The exit status: 0 where all is right, 1 where something is not.
     """
     if options.plot and not can_plot():
-        say("no picture: matplotlib is missing (pip install 'torch-bf16[plots]')")
+        say("no plot: matplotlib is missing (pip install 'torch-bf16[plots]')")
     with fresh_verdicts():
         found = _examine(options.device, arguments)
     if options.json:
@@ -70,7 +70,7 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     start, notes = time.perf_counter(), []
-    place = environment(device)
+    place = _environment(device)
     fast = "cpu" if device.type == "cpu" else "triton"
     reason = place["backends"][fast]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -102,8 +102,8 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     return {
         "schema": 1,
         "kind": "selftest",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "-m", "torch_bf16", *arguments]),
+        "date": date(),
+        "command": command_line(arguments),
         "environment": place,
         "certificates": [asdict(each) for each in certificates],
         "checks": [asdict(each) for each in outcomes],
@@ -112,4 +112,16 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         "passed": not wrong,
         "verdict": f"failed: {'; '.join(wrong)}" if wrong else f"passed on {device}",
         "seconds": time.perf_counter() - start,
+    }
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    """What a selftest runs on: nothing in it names a user, a host or a folder."""
+    return {
+        "device": str(device),
+        **machine(device),
+        "device_state": device_state(device),
+        "free_bytes": available_bytes(device),
+        "backends": explain(device),
+        "variables": {name: value for name, value in variables().items() if os.sep not in value},
     }

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_bf16.tools.machine import machine_lines
 from torch_bf16.tools.output import print_table
-
-from .environment import environment_lines
 
 __all__ = ["show"]
 
@@ -16,7 +15,7 @@ _Rows = list[Sequence[str]]
 
 def show(found: Mapping[str, Any]) -> None:
     """Print a selftest's record."""
-    print("\n".join(environment_lines(found["environment"])))
+    print("\n".join(_environment_lines(found["environment"])))
     tried = found["certificates"]
     right = sum(each["fault"] is None for each in tried)
     print(f"\ncertificates: {right} of {len(tried)} kernels have the bits of the oracle")
@@ -37,6 +36,15 @@ def show(found: Mapping[str, Any]) -> None:
     for note in found["notes"]:
         print(f"note: {note}")
     print(f"\n{found['verdict']} ({found['seconds']:.0f} s)")
+
+
+def _environment_lines(found: Mapping[str, Any]) -> list[str]:
+    lines = machine_lines(found)
+    if state := found["device_state"]:
+        lines.append(", ".join(f"{name} {value}" for name, value in state.items()))
+    for name, reason in found["backends"].items():
+        lines.append(f"backend {name}: {'works' if reason is None else reason}")
+    return [*lines, *(f"{name}={value}" for name, value in found["variables"].items())]
 
 
 def _speed(record: Mapping[str, Any]) -> tuple[Sequence[str], _Rows]:

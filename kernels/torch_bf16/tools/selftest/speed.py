@@ -10,13 +10,14 @@ import torch
 from torch_bf16.backends import choose
 from torch_bf16.recipe import RECIPES
 from torch_bf16.tools.bench.clock import clock_for
-from torch_bf16.tools.bench.device_state import device_state
 from torch_bf16.tools.bench.entries import ours
 from torch_bf16.tools.bench.models import MODELS, Shapes, gpt2, llama
 from torch_bf16.tools.bench.peers import BASELINE, PEERS
 from torch_bf16.tools.bench.record import record
 from torch_bf16.tools.bench.rounds import measure
 from torch_bf16.tools.bench.ways import in_ways
+from torch_bf16.tools.machine import device_state
+from torch_bf16.tools.output import command_line
 
 from .certificates import INT8_MOMENTS
 
@@ -34,14 +35,14 @@ def models_for(device: torch.device) -> dict[str, Shapes]:
     """Shapes by a name: those of gpt2-124m and llama-1b on a GPU, smaller ones on a CPU."""
     if device.type == "cpu":
         return dict(_SMALL)
-    return {name: MODELS[name]() for name in ("gpt2-124m", "llama-1b")}
+    return {name: MODELS[name] for name in ("gpt2-124m", "llama-1b")}
 
 
 def speed(
     device: torch.device,
     model: str,
     shapes: Sequence[tuple[int, ...]],
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
 
@@ -62,7 +63,7 @@ def speed(
     rounds = _ROUNDS[device.type]
     measured = measure([*plain, *in_ways(plain, ways)], list(shapes), device, rounds, progress)
     setting = {
-        "command": "python -m torch_bf16 selftest",
+        "command": command_line(["selftest"]),
         "model": model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),

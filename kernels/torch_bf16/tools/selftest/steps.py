@@ -85,18 +85,18 @@ def all_checks() -> dict[str, Check]:
     found: dict[str, Check] = {}
     for name in _OPTIMIZERS:
         for recipe in (*_NAMED, INT8_MOMENTS):
-            found[f"{name}, {recipe.name}"] = _bound(_plain, recipe, name)
+            found[f"{name}, {recipe.name}"] = _bind(_plain, recipe, name)
     for recipe in _NAMED:
         for what, check in _SITUATIONS.items():
-            found[f"{what}, {recipe.name}"] = _bound(check, recipe)
+            found[f"{what}, {recipe.name}"] = _bind(check, recipe)
     return found
 
 
-def _bound(check: Callable[..., str | None], *arguments: Any) -> Check:
+def _bind(check: Callable[..., str | None], *arguments: Any) -> Check:
     return lambda device: check(device, *arguments)
 
 
-def _made(
+def _make(
     device: torch.device,
     recipe: Recipe,
     name: str = "AdamW",
@@ -125,7 +125,7 @@ def _judge_of(
 ) -> BF16Optimizer:
     # Muon's matrix products have other last bits on other devices.
     place = device if name == "Muon" else torch.device("cpu")
-    return _made(place, recipe, name, "eager", **more)
+    return _make(place, recipe, name, "eager", **more)
 
 
 def _parameters(optimizer: BF16Optimizer) -> list[Tensor]:
@@ -167,7 +167,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _plain(device: torch.device, recipe: Recipe, name: str) -> str | None:
-    ours, judge = _made(device, recipe, name), _judge_of(device, recipe, name)
+    ours, judge = _make(device, recipe, name), _judge_of(device, recipe, name)
     for seed in range(_STEPS):
         for optimizer in (ours, judge):
             _give(optimizer, seed)
@@ -176,8 +176,8 @@ def _plain(device: torch.device, recipe: Recipe, name: str) -> str | None:
     return differences(ours, judge)
 
 
-def _moved(device: torch.device, recipe: Recipe) -> str | None:
-    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+def _moved_gradients(device: torch.device, recipe: Recipe) -> str | None:
+    ours, judge = _make(device, recipe), _judge_of(device, recipe)
     for seed in range(_STEPS):
         for optimizer in (ours, judge):
             _give(optimizer, seed, keep=False)
@@ -187,7 +187,7 @@ def _moved(device: torch.device, recipe: Recipe) -> str | None:
 
 def _changed_sets(device: torch.device, recipe: Recipe) -> str | None:
     """Other parameters take part in every step, as with experts or dropped layers."""
-    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    ours, judge = _make(device, recipe), _judge_of(device, recipe)
     for seed in range(2 * _STEPS):
         for optimizer in (ours, judge):
             _give(optimizer, seed)
@@ -199,7 +199,7 @@ def _changed_sets(device: torch.device, recipe: Recipe) -> str | None:
 
 
 def _found_inf(device: torch.device, recipe: Recipe) -> str | None:
-    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    ours, judge = _make(device, recipe), _judge_of(device, recipe)
     for seed in range(_STEPS):
         skip = seed == 1
         _give(ours, seed)
@@ -214,7 +214,7 @@ def _found_inf(device: torch.device, recipe: Recipe) -> str | None:
 
 
 def _clip(device: torch.device, recipe: Recipe) -> str | None:
-    ours, judge = _made(device, recipe), _judge_of(device, recipe)
+    ours, judge = _make(device, recipe), _judge_of(device, recipe)
     for seed in range(_STEPS):
         _give(ours, seed)
         _give(judge, seed)
@@ -228,10 +228,10 @@ def _clip(device: torch.device, recipe: Recipe) -> str | None:
     return differences(ours, judge)
 
 
-def _replayed(device: torch.device, recipe: Recipe) -> str | None:
+def _graph_replay(device: torch.device, recipe: Recipe) -> str | None:
     _needs_cuda(device)
     rate = torch.tensor(0.01, device=device)
-    ours = _made(device, recipe, lr=rate, capturable=True)
+    ours = _make(device, recipe, lr=rate, capturable=True)
     judge = _judge_of(device, recipe, lr=rate.cpu())
     _give(ours, 0)
     side = torch.cuda.Stream(device)
@@ -256,7 +256,7 @@ def _replayed(device: torch.device, recipe: Recipe) -> str | None:
 
 def _nothing_waits(device: torch.device, recipe: Recipe) -> str | None:
     _needs_cuda(device)
-    optimizer = _made(device, recipe)
+    optimizer = _make(device, recipe)
     gradients = []
     for seed in (0, 1):
         _give(optimizer, seed, keep=False)
@@ -291,10 +291,10 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 _SITUATIONS: dict[str, Callable[[torch.device, Recipe], str | None]] = {
-    "gradients that move": _moved,
+    "gradients that move": _moved_gradients,
     "other gradients in each step": _changed_sets,
     "found_inf": _found_inf,
     "clipping": _clip,
-    "CUDA graph": _replayed,
+    "CUDA graph": _graph_replay,
     "nothing waits for the device": _nothing_waits,
 }

@@ -52,11 +52,11 @@ def _file(path: Path) -> Saved:
     if not path.stat().st_size:
         raise CheckpointError(f"{path} is empty: the run that wrote it was cut off")
     if path.name.endswith(_INDEX):
-        return _indexed(path)
+        return _read_index(path)
     if path.suffix == ".safetensors":
         tensors, notes = read_safetensors(path)
         # safetensors sorts what it writes by dtype and name.
-        return _with_weights(Saved(path, tensors, notes=notes, ordered=False))
+        return _with_tensors(Saved(path, tensors, notes=notes, ordered=False))
     if path.suffix == ".json":
         raise CheckpointError(
             f"{path} is not an index of a checkpoint: such a name ends in {_INDEX}"
@@ -82,7 +82,7 @@ def _folder(path: Path) -> Saved:
     if not weights:
         raise CheckpointError(_nothing_in(path, names))
     parts = [_file(each) for each in weights]
-    found = parts[0] if len(parts) == 1 else _merged(path, parts)
+    found = parts[0] if len(parts) == 1 else _merge(path, parts)
     found.path, found.step = path, _trainer_step(path) or found.step
     for name in _OPTIMIZERS:
         if name in names and found.optimizer is None:
@@ -107,7 +107,7 @@ def _weights_in(path: Path, names: set[str]) -> list[Path]:
     return sorted(path / name for name in names if name.endswith(".safetensors"))
 
 
-def _indexed(path: Path) -> Saved:
+def _read_index(path: Path) -> Saved:
     try:
         placed = json.loads(path.read_text())["weight_map"]
         files = sorted({path.parent / name for name in placed.values()})
@@ -125,7 +125,7 @@ def _indexed(path: Path) -> Saved:
         raise CheckpointError(
             f"{path} names {inner[0]}, another index, in place of a file of tensors"
         )
-    found = _merged(path, [_file(each) for each in files])
+    found = _merge(path, [_file(each) for each in files])
     if missing := [name for name in placed if name not in found.tensors]:
         raise CheckpointError(
             f"{path} names {missing[0]} and {len(missing) - 1} more tensors that are in none of "
@@ -134,16 +134,16 @@ def _indexed(path: Path) -> Saved:
     return found
 
 
-def _merged(path: Path, parts: list[Saved]) -> Saved:
+def _merge(path: Path, parts: list[Saved]) -> Saved:
     tensors = {}
     for number, part in enumerate(parts):
         for name, each in part.tensors.items():
             tensors[f"{number}.{name}" if name in tensors else name] = each
     notes = [note for part in parts for note in part.notes]
-    return _with_weights(Saved(path, tensors, notes=notes, ordered=False))
+    return _with_tensors(Saved(path, tensors, notes=notes, ordered=False))
 
 
-def _with_weights(found: Saved) -> Saved:
+def _with_tensors(found: Saved) -> Saved:
     if not found.tensors:
         raise CheckpointError(f"{found.path} holds no tensors")
     return found

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_bf16.errors import CheckpointError
+from torch_bf16.errors import CheckpointError, first_line
 from torch_bf16.states.schema import HEADER
 
 from .saved import OptimizerStates, Saved, SavedTensor
 
-__all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file", "tensors_in"]
+__all__ = ["STATES", "WEIGHTS", "read_optimizer", "read_torch_file"]
 
 WEIGHTS = ("state_dict", "model", "model_state_dict", "module", "weights", "params", "net")
 STATES = ("optimizer_states", "optimizer", "optimizer_state_dict", "optim")
@@ -40,7 +40,7 @@ def read_torch_file(path: Path) -> Saved:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__} and no tensors by name")
     weights = next((content[k] for k in WEIGHTS if isinstance(content.get(k), Mapping)), content)
-    tensors = tensors_in(weights)
+    tensors = _tensors_in(weights)
     if not tensors:
         held = ", ".join(str(key)[:40] for key in list(content)[:8])
         raise CheckpointError(
@@ -60,16 +60,16 @@ def read_optimizer(path: Path) -> tuple[OptimizerStates | None, list[str]]:
     return optimizer, notes + left_out
 
 
-def tensors_in(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, SavedTensor]:
+def _tensors_in(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, SavedTensor]:
     """The plain tensors in a mapping, and in mappings within it, by dotted names."""
     found: dict[str, SavedTensor] = {}
     for key, value in weights.items():
         name = f"{prefix}{key}"
         if isinstance(value, Tensor):
-            if (saved := _saved(value)) is not None:
+            if (saved := _saved_tensor(value)) is not None:
                 found[name] = saved
         elif isinstance(value, Mapping) and prefix.count(".") < 4:
-            found |= tensors_in(value, f"{name}.")
+            found |= _tensors_in(value, f"{name}.")
     return found
 
 
@@ -106,9 +106,8 @@ def _load(path: Path) -> tuple[Any, list[str]]:
 
 def _reason(error: Exception) -> str:
     # Torch begins with how to run the file's code all the same, and ends with a link.
-    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1].strip()
-    first = (text.splitlines() or [type(error).__name__])[0]
-    return first.partition(" Please use `torch")[0][:300].rstrip(".")
+    text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1]
+    return first_line(error, text).partition(" Please use `torch")[0][:300].rstrip(".")
 
 
 class _Inert:
@@ -168,7 +167,7 @@ def _optimizer(states: Any) -> OptimizerStates | None:
         return None
     found = {
         key: {
-            name: (_saved(value) if isinstance(value, Tensor) and value.ndim else value)
+            name: (_saved_tensor(value) if isinstance(value, Tensor) and value.ndim else value)
             for name, value in each.items()
         }
         for key, each in states["state"].items()
@@ -179,7 +178,7 @@ def _optimizer(states: Any) -> OptimizerStates | None:
     return OptimizerStates(found, groups, header if isinstance(header, Mapping) else {})
 
 
-def _saved(tensor: Tensor) -> SavedTensor | None:
+def _saved_tensor(tensor: Tensor) -> SavedTensor | None:
     # What another library has wrapped has numbers that are not in one place.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None

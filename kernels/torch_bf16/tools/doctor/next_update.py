@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bf16.tools.foreign_states import kept_beyond
+from torch_bf16.tools.foreign_states import extra_bits
 from torch_bf16.tools.weights import SavedTensor
 
 from .exact import CHUNK, Read, has_master, moment
 from .movement import half_spacings
 
-__all__ = ["Expected", "Rounding", "expected", "rounding"]
+__all__ = ["NextUpdate", "Rounding", "next_update", "rounding"]
 
 Rounding = str
 """``"nearest"``, ``"stochastic"``, ``"none"`` where weights have more bits than bf16 or what they
@@ -24,7 +24,7 @@ lost is kept, or ``"unknown"``."""
 
 
 @dataclass(frozen=True)
-class Expected:
+class NextUpdate:
     """What a step does to one weight.
 
     Attributes:
@@ -54,7 +54,7 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
     if tensor.dtype != torch.bfloat16 or has_master(tensor, state):
         return "none" if tensor.dtype.itemsize >= 4 or has_master(tensor, state) else "unknown"
     if any(
-        kept_beyond(key) and isinstance(each, SavedTensor) and each.numel == tensor.numel
+        extra_bits(key) and isinstance(each, SavedTensor) and each.numel == tensor.numel
         for key, each in state.items()
     ):
         return "none"
@@ -66,9 +66,9 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
     return "nearest" if alike else "unknown"
 
 
-def expected(
+def next_update(
     weight: Read, state: Mapping[str, Any], group: Mapping[str, Any], numel: int, lr: float | None
-) -> Expected | None:
+) -> NextUpdate | None:
     """The update of an optimizer of Adam's kind or with momentum; None of any other.
 
     Args:
@@ -96,7 +96,7 @@ def expected(
         below += int((d.abs() < half_spacings(w)).sum())
     if not squares:
         return None
-    return Expected(math.sqrt(squares / numel), both / squares, below / numel, rate, step)
+    return NextUpdate(math.sqrt(squares / numel), both / squares, below / numel, rate, step)
 
 
 def _update(

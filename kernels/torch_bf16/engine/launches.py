@@ -1,4 +1,4 @@
-"""What a plan is made of: spans of members that one batch takes, and the scalars of batches."""
+"""What a plan is made of: the kernel calls of a step, and the scalars that they take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .guard import StepGradients
 from .member import Member
 from .statistics import Statistics
 
-__all__ = ["Active", "Part", "Row", "source_of"]
+__all__ = ["Active", "Launch", "Row", "source_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Row:
 
 
 def _job(member: Member, span: Span) -> Job:
-    dtype = member.gradient if member.direction is None else torch.float32
+    dtype = member.gradient_dtype if member.direction is None else torch.float32
     # Tensors of its own over the same memory: moving one by .data must not free what a kernel
     # writes.
     tensors = {**member.state, "": member.shard.memory}
@@ -81,29 +81,30 @@ class _Picked(Sequence[Tensor | None]):
         return self._gradients[self._places[number]]
 
 
-class Part:
-    """The rows of one batch.
+class Launch:
+    """Rows that one kernel call updates.
 
     Attributes:
+        batch: what the kernel takes.
         numbers: int64, of the member of each row.
-        copied: whether each step goes through a contiguous copy.
-        directed: whether its rule looks at a whole tensor first.
-        direct: whether kernels read gradients where they are.
-        measured: whether its rule's statistic is summed first.
+        copies: whether each step goes through a contiguous copy.
+        has_direction: whether its rule looks at a whole tensor first.
+        reads_in_place: whether kernels read gradients where they are.
+        has_statistic: whether its rule's statistic is summed first.
     """
 
     def __init__(
         self, rows: Sequence[Row], seed: int, backend: str | None, statistics: Statistics
     ) -> None:
         self._totals = statistics.totals([row.member for row in rows])
-        self.measured = self._totals is not None
+        self.has_statistic = self._totals is not None
         self.batch = Batch([row.job for row in rows], seed, backend, self._totals)
         self._seed, self.rows = seed, rows
         self.numbers = np.array([row.number for row in rows], np.int64)
         self._whole = all(row.job.span.numel == row.member.shard.memory.numel() for row in rows)
-        self.copied = not rows[0].member.shard.memory.is_contiguous()
-        self.directed = rows[0].member.direction is not None
-        self.direct = self._whole and not self.copied and not self.directed
+        self.copies = not rows[0].member.shard.memory.is_contiguous()
+        self.has_direction = rows[0].member.direction is not None
+        self.reads_in_place = self._whole and not self.copies and not self.has_direction
         self._places: list[int] = self.numbers.tolist()
         self._known = self.numbers, self.numbers
         variant, backend_name = self.batch.variant, self.batch.backend.name
@@ -121,7 +122,7 @@ class Part:
         taken: Sequence[Tensor | None] = _Picked(gradients.tensors, self._places)
         if gradients.addresses is None:
             taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
-        elif self.direct:
+        elif self.reads_in_place:
             work = self.batch.measure if reads else self.batch.run
             work(taken, scalars, addresses=self.addresses(gradients.addresses))
             return
@@ -139,7 +140,7 @@ class Part:
             pairs = zip(self.rows, taken, strict=True)
             taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
         batch = self.batch
-        if self.copied:
+        if self.copies:
             (weight, *beside), *states = row.job.planes
             copy = weight.contiguous()
             job = replace(row.job, planes=((copy, *beside), *states))
@@ -148,7 +149,7 @@ class Part:
             batch.measure(taken, scalars)
             return
         batch.run(taken, scalars)
-        if self.copied:
+        if self.copies:
             weight.copy_(copy)
 
     def addresses(self, addresses: np.ndarray) -> np.ndarray:
@@ -167,61 +168,61 @@ class Active:
     Attributes:
         parameters: theirs.
         with_master: places of those that have a master, among all such members.
-        parts: those with such a member.
-        sources: the scalars of those; for each the parts, and which of their rows take part, None
-            for all.
-        directed: whether a rule among them looks at a whole tensor first.
+        launches: those with such a member.
+        sources: the scalars of those; for each the launches, and which of their rows take part,
+            None for all.
+        has_directions: whether a rule among them looks at a whole tensor first.
     """
 
     parameters: list[Tensor]
     with_master: list[int]
-    parts: list[Part]
-    sources: list[tuple[list[Part], ScalarSource, np.ndarray | None]]
-    directed: bool
+    launches: list[Launch]
+    sources: list[tuple[list[Launch], ScalarSource, np.ndarray | None]]
+    has_directions: bool
 
     @classmethod
     def of(
         cls,
-        flags: list[bool],
+        taking_part: list[bool],
         parameters: Sequence[Tensor],
         with_master: np.ndarray,
-        parts: Sequence[Part],
-        sources: Sequence[tuple[list[Part], ScalarSource]],
+        launches: Sequence[Launch],
+        sources: Sequence[tuple[list[Launch], ScalarSource]],
     ) -> Active:
         """What there is to do where some of all members take part.
 
         Args:
-            flags: for each member whether it does.
+            taking_part: for each member whether it does.
             parameters: of each member.
             with_master: int64, numbers of the members that have a master.
-            parts: of all members.
-            sources: the scalars of the parts.
+            launches: of all members.
+            sources: the scalars of the launches.
         """
-        taking_part = np.array(flags, bool)
-        rows = {part: taking_part[part.numbers] for part in parts}
+        mask = np.array(taking_part, bool)
+        rows = {launch: mask[launch.numbers] for launch in launches}
         active_sources = []
         for some, source in sources:
-            which = np.concatenate([rows[part] for part in some])
+            which = np.concatenate([rows[launch] for launch in some])
             if which.any():
                 active_sources.append((some, source, None if which.all() else which))
-        active = [part for part in parts if rows[part].any()]
+        active = [launch for launch in launches if rows[launch].any()]
         return cls(
-            [*compress(parameters, flags)],
-            np.flatnonzero(taking_part[with_master]).tolist(),
+            [*compress(parameters, taking_part)],
+            np.flatnonzero(mask[with_master]).tolist(),
             active,
             active_sources,
-            any(part.directed for part in active),
+            any(each.has_direction for each in active),
         )
 
 
-def source_of(parts: Sequence[Part]) -> ScalarSource:
-    """What computes the scalars of parts that share a rule on a device, and counts their steps."""
-    members = [row.member for part in parts for row in part.rows]
-    variant = parts[0].batch.variant
-    source = parts[0].batch.backend.scalars(
+def source_of(launches: Sequence[Launch]) -> ScalarSource:
+    """What computes the scalars of launches that share a rule on a device, and counts steps."""
+    members = [row.member for launch in launches for row in launch.rows]
+    variant = launches[0].batch.variant
+    source = launches[0].batch.backend.scalars(
         variant.rule,
         variant.device,
-        [len(part.batch) for part in parts],
+        [len(launch.batch) for launch in launches],
         [each.group for each in members],
         [each.state["step"] for each in members],
     )

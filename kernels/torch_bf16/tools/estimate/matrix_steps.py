@@ -1,7 +1,8 @@
 """What a step holds for a while where its rule looks at whole matrices: Muon's and Adafactor's.
 
 The rounds are those of :mod:`torch_bf16.engine.ownership`; what lives in them at once follows
-:mod:`torch_bf16.engine.directions`, in kernels that work in place, as those of CPUs and GPUs do.
+:mod:`torch_bf16.engine.direction_solver`, in kernels that work in place, as those of CPUs and GPUs
+do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch_bf16.sharding.dtensor import box_at
 
 from .shapes import Weight
 
-__all__ = ["ROWS", "Looked", "looked"]
+__all__ = ["ROWS", "MatrixStep", "matrix_step"]
 
 # FSDP2's placement, without importing what defines it, which takes longer than all else here.
 ROWS = SimpleNamespace(dim=0, is_replicate=lambda: False, is_partial=lambda: False)
@@ -70,7 +71,7 @@ class _Held:
         return self._spans
 
 
-class Looked(NamedTuple):
+class MatrixStep(NamedTuple):
     """What a rank holds and sends where a rule looks at whole matrices.
 
     Attributes:
@@ -82,9 +83,9 @@ class Looked(NamedTuple):
     sent: int = 0
 
 
-def looked(
+def matrix_step(
     weights: Iterable[tuple[Weight, Rule, torch.dtype]], recipe: Recipe, ranks: int, rank: int
-) -> Looked:
+) -> MatrixStep:
     """What a rank holds and sends in a step.
 
     Args:
@@ -105,7 +106,7 @@ def looked(
         rounds = [each for some in kinds for each in rounds_here(some)]
     found = [_Round(each, costs) for each in rounds]
     peak = max((size for each in found for size in each.phases()), default=0)
-    return Looked(peak, sum(each.away + each.back for each in found))
+    return MatrixStep(peak, sum(each.away + each.back for each in found))
 
 
 def _spans(shape: tuple[int, ...], ranks: int) -> dict[int, Span]:
@@ -184,14 +185,14 @@ class _Round:
             alone = held.count(numel)
             kept = cost.kept * numel * alone
             beside = kept - cost.kept * numel if alone else 0
-            yield here + inputs + solutions + beside + _solving(cost, shape, count)
+            yield here + inputs + solutions + beside + _solution_bytes(cost, shape, count)
             inputs -= cost.sent * numel * (count - alone)
             solutions += cost.answer * numel * count + kept
         yield here + solutions + 2 * self.answers + self.back
         yield here + solutions + self.answers + self._finishing
 
 
-def _solving(cost: _Cost, shape: Sequence[int], count: int) -> int:
+def _solution_bytes(cost: _Cost, shape: Sequence[int], count: int) -> int:
     """Bytes at once, solutions too, of all tensors of one shape."""
     numel, rows = prod(shape), min(shape, default=0)
     if cost.solving is not None:

@@ -27,12 +27,12 @@ from .direction import Direction, Solution
 from .member import Member
 from .ownership import Round, Unit, rounds_here
 
-__all__ = ["Directions"]
+__all__ = ["DirectionSolver"]
 
 _logger = logging.getLogger("torch_bf16")
 
 
-class Directions:
+class DirectionSolver:
     """Makes the directions, some at a time.
 
     Args:
@@ -121,7 +121,7 @@ class Directions:
                 requests.append(
                     _Request(n, member.direction, units, prepare(gradient, step, inputs))
                 )
-            for found in _solved(round_, requests) if requests else ():
+            for found in _solve(round_, requests) if requests else ():
                 self.prepared.pop(found[0], None)
                 yield found
                 # Only now that it was followed, as ``state["step"]`` counts.
@@ -145,9 +145,9 @@ class _Request(NamedTuple):
     prepared: tuple[Tensor, ...]
 
 
-def _solved(round_: Round, requests: list[_Request]) -> Iterator[tuple[int, Tensor]]:
+def _solve(round_: Round, requests: list[_Request]) -> Iterator[tuple[int, Tensor]]:
     """The members' numbers, and their directions."""
-    tensors = _gathered(round_, requests)
+    tensors = _gather(round_, requests)
     directions = {unit: each.direction for each in requests for unit in each.units}
     solutions: dict[Unit, Solution] = {}
     for units in alike(tensors, lambda each: (directions[each].kind, each.shape)):
@@ -155,27 +155,27 @@ def _solved(round_: Round, requests: list[_Request]) -> Iterator[tuple[int, Tens
         found = iter(some[0].solve(some, [tensors.pop(each) for each in units]))
         for unit in units:
             solution = next(found)
-            # What is kept serves a rank that holds all of it, and may be as large.
+            # The intermediate serves a rank that holds all of it, and may be as large.
             alone = unit.spans[round_.rank].numel == prod(unit.shape)
             solutions[unit] = solution if alone else Solution(solution.answer)
             del solution
-    answers = _scattered(round_, requests, solutions)
+    answers = _scatter(round_, requests, solutions)
     while requests:
         each = requests.pop(0)
         mine = [unit.spans[round_.rank] for unit in each.units]
         found = [answers.pop(unit) for unit in each.units]
         solved = [solutions.pop(unit, None) for unit in each.units]
-        answer, kept = found[0], None
+        answer, intermediate = found[0], None
         if len(found) > 1 and each.direction.answer[0] is None:
             answer = each.prepared[0].new_empty(each.prepared[0].numel(), dtype=answer.dtype)
             for span, part in zip(mine, found, strict=True):
                 span.of(answer).copy_(part.reshape(-1))
         elif solved[0] is not None:
-            kept = solved[0].kept
-        yield each.number, each.direction.finish(each.prepared, answer, kept).contiguous()
+            intermediate = solved[0].intermediate
+        yield each.number, each.direction.finish(each.prepared, answer, intermediate).contiguous()
 
 
-def _gathered(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Tensor, ...]]:
+def _gather(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Tensor, ...]]:
     """All elements of the units that this rank owns."""
     me, device = round_.rank, requests[0].prepared[0].device
     outgoing: dict[int, list[Tensor]] = defaultdict(list)
@@ -191,7 +191,7 @@ def _gathered(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[T
                         incoming[rank] += [(span.numel, t.dtype) for t in each.prepared]
             elif mine.numel:
                 outgoing[unit.owner] += [mine.of(t) for t in each.prepared]
-    came = _exchanged(outgoing, incoming, round_, device)
+    came = _exchange(outgoing, incoming, round_, device)
     found = {}
     for each, unit in owned:
         mine = unit.spans[me]
@@ -207,7 +207,7 @@ def _gathered(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[T
     return found
 
 
-def _scattered(
+def _scatter(
     round_: Round, requests: Sequence[_Request], solutions: Mapping[Unit, Solution]
 ) -> dict[Unit, Tensor]:
     """What this rank needs of the answers of all units."""
@@ -230,14 +230,14 @@ def _scattered(
                     found[unit] = part
                 elif part.numel():
                     outgoing[rank].append(part)
-    came = _exchanged(outgoing, incoming, round_, device)
+    came = _exchange(outgoing, incoming, round_, device)
     for unit in found:
         if unit.owner != me and found[unit].numel():
             found[unit] = next(came[unit.owner])
     return found
 
 
-def _exchanged(
+def _exchange(
     outgoing: Mapping[int, Sequence[Tensor]],
     incoming: Mapping[int, Sequence[Like]],
     round_: Round,

@@ -1,0 +1,57 @@
+"""The set-up of gradients after a model was wrapped: their sums, their reduction, their release."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torch_bf16.engine.wrappers import optimizer_for
+
+from .accumulation import accumulate_gradients
+from .release import release_gradients
+from .released_steps import ReleasedSteps, ReleaseOptions
+from .wire import reduce_gradients
+
+__all__ = ["setup_gradients"]
+
+
+def setup_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, release: ReleaseOptions | None = None
+) -> ReleasedSteps | None:
+    """Sum and reduce gradients as an optimizer's recipe says, and release them if asked to.
+
+    What a host's plugin calls once the host has wrapped the model; Lightning's and Accelerate's do.
+    It is :func:`accumulate_gradients` unless the recipe leaves sums to torch,
+    :func:`reduce_gradients` unless it leaves the reduction to the wrapper, and
+    :func:`release_gradients`, in this order.
+
+    Args:
+        model: the module as it is called: after DDP, FSDP1 or ``fully_shard`` wrapped it; how it
+            reduces gradients may be replaced.
+        optimizer: one of this package, or converted, also within a host's wrapper; its parameters
+            get hooks.
+        release: what :func:`release_options` returned; None releases nothing.
+
+    Returns:
+        The handle of the release, whose ``remove()`` ends it; None without one.
+
+    Raises:
+        ValueError, NotImplementedError: as these three do.
+
+    Example:
+        >>> torch_bf16.setup_gradients(model, optimizer)
+    """
+    ours = optimizer_for("setup_gradients", optimizer)
+    if ours.recipe.accumulate != "bf16_nearest":
+        accumulate_gradients(model, ours)
+    if ours.recipe.reduce != "wrapper":
+        reduce_gradients(model, ours)
+    if release is None:
+        return None
+    return release_gradients(
+        model,
+        ours,
+        max_norm=release.max_norm,
+        norm=release.norm,
+        accumulation_steps=release.accumulation_steps,
+    )

@@ -1,0 +1,119 @@
+"""Parameters whose gradients are summed in a format, and that the optimizer has no more."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import torch_bf16
+from torch_bf16 import Recipe
+
+BF16, TINY = torch.bfloat16, 2.0**-10
+WITH_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
+fp32 = pytest.mark.skipif(not WITH_GRAD_DTYPE, reason="torch 2.10 has grad_dtype")
+
+
+def parameter():
+    return nn.Parameter(torch.ones(8, 8, dtype=BF16))
+
+
+def sgd(parameters, accumulate):
+    return torch_bf16.SGD(parameters, lr=0.5, recipe=Recipe(accumulate=accumulate))
+
+
+def add(parameter, gradient):
+    (parameter * gradient).sum().backward()
+
+
+def add_many(parameter):
+    """What a sum in bf16 loses: 1, and a spacing of that in eight parts."""
+    parameter.grad = None
+    add(parameter, torch.ones((), dtype=BF16))
+    for _ in range(8):
+        add(parameter, torch.tensor(TINY, dtype=BF16))
+
+
+@fp32
+def test_a_parameter_that_left_has_gradients_of_its_own_dtype_from_the_next_step_on():
+    stays, left = parameter(), parameter()
+    optimizer = sgd([{"params": [stays]}, {"params": [left]}], "fp32")
+    add(stays, torch.ones((), dtype=BF16))
+    add(left, torch.ones((), dtype=BF16))
+    del optimizer.param_groups[1]
+    optimizer.step()
+    assert (stays.grad.dtype, left.grad.dtype) == (torch.float32, BF16)
+    add(left, torch.ones((), dtype=BF16))
+    assert left.grad.eq(2).all()
+    assert left.grad.dtype == BF16
+
+
+@fp32
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_another_optimizer_sums_in_fp32_is_left_to_it(steps):
+    stays, left = parameter(), parameter()
+    first = sgd([{"params": [stays]}, {"params": [left]}], "fp32")
+    del first.param_groups[1]
+    second = sgd([left], "fp32")
+    for _ in range(steps):
+        add(stays, torch.ones((), dtype=BF16))
+        first.step()
+    first._engine.accumulation.remove()
+    add_many(left)
+    assert left.grad.eq(1 + 8 * TINY).all()
+    second.step()
+    add_many(left)
+    assert left.grad.eq(1 + 8 * TINY).all()
+
+
+def test_the_noise_of_a_sum_is_that_of_the_optimizer_that_has_the_parameter():
+    sums = []
+    for before in (False, True):
+        left, moved = parameter(), []
+        if before:
+            moved.append(sgd([{"params": [parameter()]}, {"params": [left]}], "bf16_stochastic"))
+            del moved[0].param_groups[1]
+        optimizer = sgd([("left", left)], "bf16_stochastic")
+        for _ in range(2):
+            add_many(left)
+            sums.append(left.grad.clone())
+            optimizer.step()
+    assert not torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    assert torch.equal(sums[1], sums[3])
+
+
+def test_a_parameter_that_left_is_not_kept_alive():
+    left = parameter()
+    optimizer = sgd([{"params": [parameter()]}, {"params": [left]}], "bf16_stochastic")
+    reference = weakref.ref(left)
+    del optimizer.param_groups[1], left
+    add(optimizer.param_groups[0]["params"][0], torch.ones((), dtype=BF16))
+    optimizer.step()
+    gc.collect()
+    assert reference() is None
+
+
+def sum_beside_another_optimizer(accumulate):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).bfloat16()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    ours, theirs = model.parameters()
+    optimizer = sgd([ours], accumulate)
+    torch_bf16.accumulate_gradients(model, optimizer)
+    torch_bf16.accumulate_gradients(model, sgd([theirs], "bf16_nearest"))
+    x = torch.ones(2, 4, dtype=BF16)
+    model(x).sum().backward()
+    once = [p.grad.full_tensor().clone() for p in (ours, theirs)]
+    model(x).sum().backward()
+    for p, gradient in zip((ours, theirs), once, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), 2 * gradient)
+
+
+@pytest.mark.parametrize("accumulate", ["bf16_stochastic", pytest.param("fp32", marks=fp32)])
+def test_gradients_of_other_optimizers_in_a_unit_of_fsdp2_are_summed_by_torch(ranks, accumulate):
+    ranks(1, sum_beside_another_optimizer, accumulate)

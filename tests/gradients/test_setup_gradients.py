@@ -1,0 +1,62 @@
+"""What a host's plugin calls once a model is wrapped sets up what the recipe says, and no more."""
+
+import pytest
+import torch
+
+import torch_bf16
+
+
+def made(**fields):
+    recipe = torch_bf16.get_recipe("bf16-stochastic", **fields)
+    model = torch_bf16.cast_model(torch.nn.Linear(16, 8), recipe)
+    return model, torch_bf16.AdamW(model.named_parameters(), lr=0.1, recipe=recipe)
+
+
+def given(**options):
+    return torch_bf16.release_options({"release_gradients": True, **options})
+
+
+def test_a_recipe_that_leaves_gradients_to_torch_gets_nothing():
+    model, optimizer = made()
+    assert torch_bf16.setup_gradients(model, optimizer) is None
+    engine = optimizer._engine
+    assert (engine.accumulation, engine.release, engine.reduction_checked) == (None, None, False)
+
+
+def test_sums_and_reduction_are_the_recipes():
+    model, optimizer = made(accumulate="bf16_stochastic", reduce="bf16_wire")
+    assert torch_bf16.setup_gradients(model, optimizer) is None
+    engine = optimizer._engine
+    assert engine.accumulation.format == "bf16_stochastic"
+    assert engine.reduction_checked
+
+
+def test_a_release_takes_its_steps_inside_the_backward_pass_until_it_is_removed():
+    model, optimizer = made()
+    options = given(release_max_norm=0.5, release_norm="last_step", release_accumulation_steps=2)
+    handle = torch_bf16.setup_gradients(model, optimizer, options)
+    weight = model.weight.detach().clone()
+    for moved in (False, True):
+        model(torch.randn(4, 16).bfloat16()).float().square().mean().backward()
+        assert torch.equal(model.weight, weight) is not moved
+    assert handle.by_last_step
+    assert model.weight.grad is None
+    optimizer.step()
+    handle.remove()
+    assert optimizer._engine.release is None
+
+
+def test_an_optimizer_inside_a_wrapper_of_a_host_is_found():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    model, optimizer = made()
+    handle = torch_bf16.setup_gradients(model, Wrapper(optimizer), given())
+    assert optimizer._engine.release is handle
+
+
+def test_an_optimizer_without_a_recipe_is_refused_by_name():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"setup_gradients was given a SGD, .*by no recipe"):
+        torch_bf16.setup_gradients(model, torch.optim.SGD(model.parameters()))
