@@ -90,6 +90,23 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
         )
 
 
+def refuse_data_parallel(mode: str, arguments: Any) -> None:
+    """Raise if a Trainer prepares its optimizer alone, as it has put the model into DataParallel.
+
+    Args:
+        mode: that was asked for.
+        arguments: the Trainer's; None without a Trainer.
+    """
+    gpus = getattr(arguments, "n_gpu", 1)
+    if gpus > 1:
+        raise NotImplementedError(
+            f"mixed_precision={mode!r}: this process sees {gpus} GPUs, and the Trainer wraps its "
+            "model in nn.DataParallel, whose weights would stay in float32. What works: a process "
+            f"for each GPU, by accelerate launch --num_processes {gpus} or torchrun; or one GPU, by "
+            "CUDA_VISIBLE_DEVICES=0. Nothing was trained"
+        )
+
+
 def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None) -> None:
     """Raise if parameters shall stay in fp32, or gradients be released, under DeepSpeed."""
     if names := sorted(fp32):

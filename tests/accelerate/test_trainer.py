@@ -169,6 +169,19 @@ def test_what_contradicts_the_mode_is_refused(make_trainer, monkeypatch):
         make_trainer()
 
 
+def test_several_gpus_in_one_process_are_refused_before_anything_is_cast(make_trainer, launched):
+    """The Trainer wraps the model in nn.DataParallel then, and prepares the optimizer alone."""
+    trainer = make_trainer()
+    trainer.args._n_gpu = 2
+    match = f"{launched}': this process sees 2 GPUs.* --num_processes 2 or torchrun"
+    with pytest.raises(NotImplementedError, match=match):
+        trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    trainer = make_trainer(trainer.model, max_steps=1)
+    trainer.train()
+    assert torch.bfloat16 in {p.dtype for p in trainer.model.parameters()}
+
+
 def test_an_optimizer_of_transformers_own_trains_by_its_own_step(make_trainer, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-stochastic")
     trainer = make_trainer(optim="adafactor")
