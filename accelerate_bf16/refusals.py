@@ -102,8 +102,8 @@ def refuse_data_parallel(mode: str, arguments: Any) -> None:
         raise NotImplementedError(
             f"mixed_precision={mode!r}: this process sees {gpus} GPUs, and the Trainer wraps its "
             "model in nn.DataParallel, whose weights would stay in float32. What works: a process "
-            f"for each GPU, by accelerate launch --num_processes {gpus} or torchrun; or one GPU, by "
-            "CUDA_VISIBLE_DEVICES=0. Nothing was trained"
+            f"for each GPU, by accelerate launch --num_processes {gpus} or torchrun; or one GPU "
+            "alone, by CUDA_VISIBLE_DEVICES=0. Nothing was trained"
         )
 
 
