@@ -1,5 +1,7 @@
 """Kernels that other processes compiled and left in Numba's cache."""
 
+import fcntl
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -8,8 +10,10 @@ import sys
 import numba
 import numpy as np
 import pytest
+import torch
 
 from torch_bf16.backends import sources
+from torch_bf16.backends.cpu import compile_lock
 from torch_bf16.backends.cpu.compiler import named_by_sources
 from torch_bf16.backends.cpu.job import compile_job, new_job, unpack
 
@@ -92,3 +96,39 @@ def test_what_is_damaged_in_the_cache_is_made_again(monkeypatch, tmp_path, suffi
     (file,) = tmp_path.rglob(f"*{suffix}")
     os.truncate(file, left)
     assert [sevens(), sevens(), sevens()] == [(7, 0), (7, 0), (7, 1)]
+
+
+def compile_at_once(folder, barrier, results):
+    os.environ["NUMBA_CACHE_DIR"] = folder
+    numba.core.config.reload_config()
+    from torch_bf16.backends.cpu.squares import compile_squares
+
+    barrier.wait(60)
+    compiled = compile_squares(torch.float32).compiled
+    results.put(sum(compiled.stats.cache_hits.values()))
+
+
+def test_of_processes_that_need_a_kernel_at_once_one_compiles_it(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    given = str(tmp_path), barrier, results
+    processes = [context.Process(target=compile_at_once, args=given) for _ in range(3)]
+    for each in processes:
+        each.start()
+    assert sorted(results.get(timeout=120) for _ in processes) == [0, 1, 1]
+    for each in processes:
+        each.join(60)
+
+
+def test_who_has_waited_long_enough_compiles_as_well(monkeypatch):
+    monkeypatch.setattr(compile_lock, "_LONGEST", 0.1)
+    with open(compile_lock._file("slow"), "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with compile_lock.compile_lock("slow"):
+            pass
+
+
+def test_where_nothing_can_be_locked_nobody_waits(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_lock, "_file", lambda name: tmp_path / "none" / name)
+    with compile_lock.compile_lock("kernel"), compile_lock.compile_lock("kernel"):
+        pass

@@ -23,6 +23,7 @@ from numba.np.arrayobj import np_cfarray
 from numba.np.numpy_support import from_dtype
 
 from .bits import inlined, intrinsic
+from .compile_lock import compile_lock
 from .compiler import named_by_sources
 
 __all__ = [
@@ -133,7 +134,8 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
     # By way of `numba.cfunc` all would be optimised twice.
     jit: Any = functools.partial(numba.njit, _SIGNATURE, no_cpython_wrapper=True, **options)
     try:
-        dispatcher = jit(cache=True)(function)
+        with compile_lock(function.__qualname__):
+            dispatcher = jit(cache=True)(function)
     except Exception:
         # No directory for a cache can be written, or what is there is damaged, by a full disk, say,
         # and raises anything: forget that. What cannot be compiled raises once more.
