@@ -98,7 +98,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
         # Also those that an Accelerator has prepared: it may have been one without our mode.
         passed_models = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
-        if not passed_models:
+        if optimizers and not passed_models:
             arguments = getattr(accelerator, "_bf16_trainer_arguments", None)
             refusals.refuse_data_parallel(mode, arguments)
         if uses_deepspeed(accelerator):

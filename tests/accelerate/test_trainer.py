@@ -177,6 +177,8 @@ def test_several_gpus_in_one_process_are_refused_before_anything_is_cast(make_tr
     with pytest.raises(NotImplementedError, match=match):
         trainer.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    # What is no optimizer is prepared alone wherever the model is.
+    assert len(trainer.get_eval_dataloader()) > 0
     trainer = make_trainer(trainer.model, max_steps=1)
     trainer.train()
     assert torch.bfloat16 in {p.dtype for p in trainer.model.parameters()}
