@@ -15,7 +15,9 @@ from torch_bf16 import Recipe
 BF16, TINY = torch.bfloat16, 2.0**-10
 WITH_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
-fp32 = pytest.mark.skipif(not WITH_GRAD_DTYPE, reason="torch 2.10 has grad_dtype")
+fp32 = pytest.mark.skipif(
+    not WITH_GRAD_DTYPE, reason="fp32 gradients of bf16 weights need torch 2.10"
+)
 
 
 def parameter():

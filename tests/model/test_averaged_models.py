@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from averaged_network import move, network
 from torch import nn
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -23,19 +24,6 @@ HOW = {
     "swa": AveragedModel,
 }
 every_way = pytest.mark.parametrize("how", HOW)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
-
-
-def move(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
-        for b in model.buffers():
-            b.add_(1)
 
 
 @every_way

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from averaged_network import move, network
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -23,17 +24,6 @@ class Ema:
         pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
         mine, theirs = zip(*[p for p in pairs if p[0].is_floating_point()], strict=True)
         torch._foreach_lerp_(list(mine), list(theirs), weight=1.0 - decay)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
-
-
-def move(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
 
 
 def before() -> tuple[Ema, nn.Module]:
