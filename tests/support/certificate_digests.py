@@ -7,7 +7,7 @@ from bucket_cases import LAYOUTS
 from every_rule import RULES
 
 from torch_bf16.backends import Variant
-from torch_bf16.backends.certificates.trial import GROUP, SEED, STEPS, Trial, digests_of, settled
+from torch_bf16.backends.certificates.trial import SEED, Trial, digests_of, settled
 from torch_bf16.formats import FORMATS
 from torch_bf16.rules import EXACT, FIRST_MOMENT, ITERATE, SECOND_MOMENT
 
@@ -49,10 +49,10 @@ def by_the_oracle(variant):
         values = {role: tuple(map(_floats, each)) for role, each in zip(roles, planes, strict=True)}
         _, start, width, pitch = trial.runs[number]
         run = (width, pitch) if variant.strided else None
-        for step in STEPS:
+        for scalars in trial.scalars:
             values = oracle.optimizer_step(
-                variant.rule.name, formats, values, _floats(gradient), GROUP, seed=SEED,
-                name=f"p{number}", step=step, start=start, run=run,
+                variant.rule.name, formats, values, _floats(gradient), trial.groups[number],
+                seed=SEED, name=f"p{number}", step=int(scalars.steps[number]), start=start, run=run,
             )  # fmt: skip
         tensors.append([[_bits(plane) for plane in values[role]] for role in roles])
     return settled(variant.formats, tensors)

@@ -101,6 +101,8 @@ class Planted(EagerBackend):
                 table = rows.table
                 table = np.roll(table, 1, 1) if table.shape[1] > 1 else np.nextafter(table, 2)
                 rows = dataclasses.replace(rows, table=table)
+            if self.place == "row":
+                rows = dataclasses.replace(rows, rows=np.roll(rows.rows, 1))
             if self.place == "constant":
                 # One of the rule's, by less than the last two bits of bf16.
                 column = np.argmax(np.abs(rows.table).max(0))
@@ -115,7 +117,7 @@ class Planted(EagerBackend):
         return run
 
 
-PLACES = ("load", "rule", "rounding", "noise", "store", "scalar", "constant")
+PLACES = ("load", "rule", "rounding", "noise", "store", "scalar", "row", "constant")
 
 
 class Deadly(Planted):

@@ -1,13 +1,13 @@
 """A made-up bucket for each variant, of the same bits on every machine, and what becomes of it.
 
-Its tensors have tails, several of Triton's chunks, odd offsets and indices across 2**32; among its
-numbers are subnormals, zeros of both signs, infinities, NaN and the largest ones.
+Its tensors have tails, several of Triton's chunks, odd offsets, indices across 2**32, and options
+of their own; among its numbers are subnormals, zeros of both signs, infinities, NaN and the largest ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +22,25 @@ from torch_bf16.backends.inputs import KernelInputs, ScalarRows
 from torch_bf16.formats import Format
 from torch_bf16.rules import Rule
 
-__all__ = ["GROUP", "SEED", "STEPS", "Trial", "digests_of", "names_of", "settled"]
+__all__ = ["GROUP", "SEED", "Trial", "digests_of", "names_of", "settled"]
 
 SEED = 7
-STEPS = (1, 1000)
-"""The numbers of the steps of a trial, one after the other."""
+_STEPS = (1, 1000)
+"""The numbers of the steps of a trial, one after the other, for every other tensor."""
 
-# The last is large enough for some of 2**16 equally likely draws to fall on where rounding turns,
-# four times as large where there are two numbers at most to show it.
-_SIZES = (1, 3, 130, 4097, 9219, 2**18 + 64)
-_OFFSETS = (0, 5, 5 * 2**32 + 3, 2**32 - 1000, 8, 2**31)
-# Elements of a run, and indices from its start to that of the next, where tensors are strided.
-_RUNS = ((1, 1), (2, 9), (37, 101), (37, 2**20), (512, 4096), (1000, 3000))
+# Number of elements, index of the first, elements of a run, and from its start to that of the next;
+# runs where tensors are strided, else all are one.
+_SMALL = (
+    (1, 0, 1, 1),
+    (3, 5, 2, 9),
+    (130, 5 * 2**32 + 3, 37, 101),
+    (4097, 2**32 - 1000, 37, 2**20),
+    (9219, 8, 512, 4096),
+)
+# Enough for some of 2**16 equally likely draws to fall on where rounding turns, four times as many
+# where there are two numbers at most to show it. Many tensors, as each has options of its own: a
+# rule that adds one of two amounts to a bf16 weight has few results in each.
+_LARGE = tuple((2**14 + 4, 2**31 + (number << 20), 1000, 3000) for number in range(16))
 
 # Lowest biased exponent and how many there are: of such numbers no rule makes NaN only.
 _EXPONENTS = {
@@ -94,7 +101,9 @@ GROUP = _Group(
     lr_max=0.0,
     scale=0.75,
 )
-"""The parameter group of a trial; ``scale`` is what its gradients are multiplied by."""
+"""A parameter group for a trial; ``scale`` is what its gradients are multiplied by."""
+
+_OWN = ("lr", "weight_decay", "rate", "scale")
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ class Trial:
         planes: for each tensor, for each format, its planes.
         gradients: of each tensor.
         runs: number of elements, offset, width and pitch of each tensor.
+        groups: the parameter group of each tensor.
         scalars: of each step.
     """
 
@@ -113,6 +123,7 @@ class Trial:
     planes: list[list[tuple[np.ndarray, ...]]]
     gradients: list[np.ndarray]
     runs: list[tuple[int, int, int, int]]
+    groups: list[dict[str, Any]]
     scalars: list[ScalarRows]
 
     @classmethod
@@ -121,11 +132,13 @@ class Trial:
 
         What the rule raises because its options cannot be made up is passed on.
         """
-        scalars = [_scalars(variant.rule, step) for step in STEPS]
         # Rows are whole blocks, and so is what tensors begin with and how long they are.
         unit = 64 if any(each.block > 1 for each in variant.formats) else 1
         more = 4 if len(variant.formats) < 3 else 1
-        sizes = [-(-n // unit) * unit * (more if n > 2**17 else 1) for n in _SIZES]
+        shapes = [*_SMALL, *((more * size, *run) for size, *run in _LARGE)]
+        sizes = [-(-size // unit) * unit for size, *_ in shapes]
+        groups = [_group(number) for number in range(len(shapes))]
+        scalars = [_scalars(variant.rule, groups, step) for step in _STEPS]
         source = np.random.PCG64(SEED)
         roles = [variant.rule.role, *(state.role for state in variant.rule.states)]
         planes, gradients = [], []
@@ -136,14 +149,11 @@ class Trial:
             numbers = [_numbers(source, role, k, size) for k, role in enumerate(roles, 1)]
             pairs = zip(variant.formats, numbers, strict=True)
             planes.append([_planes(source, each, x) for each, x in pairs])
-        runs = [(width * unit, pitch * unit) for width, pitch in _RUNS]
-        if not variant.strided:
-            runs = [(size, size) for size in sizes]
-        offsets = [offset // unit * unit for offset in _OFFSETS]
-        runs = [
-            (size, offset, *run) for size, offset, run in zip(sizes, offsets, runs, strict=True)
-        ]
-        return cls(variant, planes, gradients, runs, scalars)
+        runs = []
+        for size, (_, offset, width, pitch) in zip(sizes, shapes, strict=True):
+            run = (width * unit, pitch * unit) if variant.strided else (size, size)
+            runs.append((size, offset // unit * unit, *run))
+        return cls(variant, planes, gradients, runs, groups, scalars)
 
     def load(
         self, backend: Backend, device: torch.device, beside: bool = False
@@ -194,11 +204,20 @@ class Trial:
         return self.load(backend, device, beside)()
 
 
-def _scalars(rule: Rule, step: int) -> ScalarRows:
-    options = tuple(float(option) for option in rule.options(GROUP))
-    row = np.array([rule.scalars(options, step, GROUP["scale"])], np.float64)
-    first = np.zeros(len(_SIZES), np.int64)
-    return ScalarRows(first + step, first, row.astype(np.float32))
+def _group(number: int) -> _Group:
+    """The parameter group of the tensor of that number."""
+    return _Group(GROUP, **{name: GROUP[name] * (1 + number / 32) for name in _OWN})
+
+
+def _scalars(rule: Rule, groups: Sequence[Mapping[str, Any]], step: int) -> ScalarRows:
+    numbers = np.arange(len(groups), dtype=np.int64)
+    # Every other tensor is a step ahead, as where others had no gradient.
+    steps = step + numbers % 2
+    table = []
+    for group, own in zip(groups, steps.tolist(), strict=True):
+        options = tuple(float(option) for option in rule.options(group))
+        table.append(rule.scalars(options, own, group["scale"]))
+    return ScalarRows(steps, numbers, np.array(table, np.float64).astype(np.float32))
 
 
 def names_of(variant: Variant) -> list[str]:
