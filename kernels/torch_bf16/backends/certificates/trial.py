@@ -1,7 +1,8 @@
 """A made-up bucket for each variant, of the same bits on every machine, and what becomes of it.
 
 Its tensors have tails, several of Triton's chunks, odd offsets, indices across 2**32, and options
-of their own; among its numbers are subnormals, zeros of both signs, infinities, NaN and the largest ones.
+of their own; among its numbers are subnormals, zeros of both signs, infinities, NaN and the largest
+ones.
 """
 
 from __future__ import annotations

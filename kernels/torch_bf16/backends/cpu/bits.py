@@ -44,9 +44,11 @@ inlined: Any = functools.partial(
     # A function that is not inlined is linked by its symbol: in the process that compiles it, that
     # is code optimised without its caller, which may be scalar.
     forceinline=True,
-    # Wrappers for Python and C would make compiling half as long again.
+    # Wrappers for Python and C would make compiling half as long again, and counts of references
+    # to arrays, which nothing here owns, a fifth.
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
+    _nrt=False,
 )
 """Decorator of a part of a kernel, which becomes code of the kernel itself."""
 

@@ -27,9 +27,10 @@ from .blocks import (
     threshold,
 )
 from .codecs import CODECS, lower_draw, upper_draw, word, word_pair
-from .compiler import ELEMENTS, Compiler
+from .compiler import Compiler
 from .llvm_hints import SCRATCH
 from .loads_stores import LOADS, STORES
+from .planes import ELEMENTS
 
 __all__ = ["blocks", "reads", "scratch_offsets", "words", "writes"]
 

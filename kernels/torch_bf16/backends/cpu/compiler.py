@@ -6,30 +6,18 @@ from itertools import count
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numba
 import numpy as np
-import torch
 from numba.np.unsafe import ndarray
 
 from torch_bf16.backends.sources import source_hash
 from torch_bf16.rules import arithmetic
 
-from .bits import inlined, no_effect, no_values
-from .llvm_hints import LINE, address_as_pointer, prefetch
+from .bits import inlined
 
-__all__ = ["ARITHMETIC", "ELEMENTS", "Compiler", "carray", "named_by_sources", "with_parts"]
-
-ELEMENTS = {
-    torch.bfloat16: np.uint16,
-    torch.int16: np.uint16,
-    torch.int8: np.uint8,
-    torch.uint8: np.uint8,
-    torch.float32: np.float32,
-}
+__all__ = ["ARITHMETIC", "Compiler", "named_by_sources", "with_parts"]
 
 _ZERO, _PLUS_ONE, _MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
 _as_tuple: Any = ndarray.to_fixed_tuple
-carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 
 
 @inlined
@@ -75,48 +63,6 @@ class Compiler:
         """``function`` as a part of the kernel."""
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
         return inlined(function)
-
-    def view(self, planes, column):
-        """``view(addresses, start, n)``: arrays over planes; addresses start at ``column``."""
-        if not planes:
-            return no_values
-        dtype, rest = ELEMENTS[planes[0].dtype], self.view(planes[1:], column + 1)
-        itemsize, block = planes[0].dtype.itemsize, planes[0].block
-
-        def view(addresses, start, n):
-            pointer = address_as_pointer(addresses[column] + start // block * itemsize)
-            array = carray(pointer, (n // block,), dtype)
-            return (array, *rest(addresses, start, n))
-
-        return self.compile(view)
-
-    def views(self, formats, column=0):
-        """The same for the planes of several numbers, a tuple for each."""
-        if not formats:
-            return no_values
-        one = self.view(formats[0].planes, column)
-        rest = self.views(formats[1:], column + len(formats[0].planes))
-
-        def view(addresses, start, n):
-            return (one(addresses, start, n), *rest(addresses, start, n))
-
-        return self.compile(view)
-
-    def fetch(self, planes, n, column=0):
-        """``fetch(addresses, first)``: prefetches ``n`` elements of each plane."""
-        if not planes:
-            return no_effect
-        rest = self.fetch(planes[1:], n, column + 1)
-        itemsize, block = planes[0].dtype.itemsize, planes[0].block
-        lines = -(-n * itemsize // (block * LINE))
-
-        def fetch(addresses, first):
-            start = addresses[column] + first // block * itemsize
-            for line in range(lines):
-                prefetch(start + line * LINE)
-            rest(addresses, first)
-
-        return self.compile(fetch)
 
     def take(self, length):
         """``take(row)``: the first ``length`` elements as a tuple, for registers."""

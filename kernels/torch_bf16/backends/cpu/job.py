@@ -19,12 +19,11 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.caching import FunctionCache
-from numba.np.arrayobj import np_cfarray
-from numba.np.numpy_support import from_dtype
 
 from .bits import inlined, intrinsic
 from .compile_lock import compile_lock
 from .compiler import named_by_sources
+from .planes import array_at, array_type
 
 __all__ = [
     "Kinds",
@@ -80,10 +79,8 @@ def new_job(kinds: Kinds, arrays: Sequence[np.ndarray], count: int) -> np.ndarra
 def unpack(kinds: Kinds) -> Any:
     """For a compiled function: ``unpack(job)``, a tuple of a job's numbers and its arrays."""
     places = range(_ARRAYS, _ARRAYS + _EACH * len(kinds), _EACH)
-    found = [types.Array(from_dtype(np.dtype(dtype)), n, "C") for dtype, n in kinds]
-    numbers = types.Array(types.int64, 1, "C")
+    found, numbers = [array_type(*kind) for kind in kinds], array_type(np.int64)
 
-    # Of LLVM's instructions: of Python's it would be a function per array, 50 ms to compile each.
     @intrinsic
     def unpack(typingctx, job):
         def codegen(context, builder, signature, arguments):
@@ -93,15 +90,11 @@ def unpack(kinds: Kinds) -> Any:
             def number(at):
                 return builder.load(builder.gep(first, [_I64(at)]))
 
-            def array(kind, address, sizes):
-                shape = types.UniTuple(types.intp, kind.ndim)
-                given = address, context.make_tuple(builder, shape, sizes)
-                return np_cfarray(context, builder, kind(types.voidptr, shape), given)
-
-            arrays = [array(numbers, job, [_I64(places.stop)])]
+            arrays = [array_at(context, builder, numbers, job, [_I64(places.stop)])]
             for at, kind in zip(places, found, strict=True):
                 address = builder.inttoptr(number(at), job.type)
-                arrays.append(array(kind, address, [number(at + 1 + i) for i in range(kind.ndim)]))
+                sizes = [number(at + 1 + i) for i in range(kind.ndim)]
+                arrays.append(array_at(context, builder, kind, address, sizes))
             return context.make_tuple(builder, signature.return_type, arrays)
 
         return types.Tuple([numbers, *found])(types.voidptr), codegen
@@ -132,7 +125,8 @@ def compile_job(function: Any, name: str, **options: Any) -> Work:
     """
     function.__qualname__ = named_by_sources(name)
     # By way of `numba.cfunc` all would be optimised twice.
-    jit: Any = functools.partial(numba.njit, _SIGNATURE, no_cpython_wrapper=True, **options)
+    options = {"no_cpython_wrapper": True, "_nrt": False, **options}
+    jit: Any = functools.partial(numba.njit, _SIGNATURE, **options)
     try:
         with compile_lock(function.__qualname__):
             dispatcher = jit(cache=True)(function)

@@ -19,16 +19,11 @@ from torch_bf16.formats import BF16_NEAREST, FP32
 from torch_bf16.rules import lift
 
 from . import codegen
-from .bits import add32, and32, inlined, low32, mul32, no_effect, shl32, shr32, xor32
-from .compiler import ARITHMETIC, Compiler, carray, with_parts
+from .bits import add32, and32, inlined, low32, mul32, no_effect, no_values, shl32, shr32, xor32
+from .compiler import ARITHMETIC, Compiler, with_parts
 from .job import Work, compile_job, finish, take, unpack
-from .llvm_hints import (
-    SCRATCH,
-    TILE,
-    no_alias,
-    scratch_on_stack,
-    wide_vectors,
-)
+from .llvm_hints import TILE, no_alias, wide_vectors
+from .planes import fetch, scratch_on_stack, views
 
 __all__ = ["CHUNK", "KINDS", "compile_step"]
 
@@ -62,14 +57,24 @@ def _mix32(x):
 
 
 @inlined
-def _block_keys(bases, tensor, step, index_hi):
-    """``counter_rng.block_keys`` for each stream of a tensor: uint32 ``[streams * 2]``."""
-    keys = np.empty(2 * bases.shape[1], np.uint32)
-    for number in range(bases.shape[1]):
-        t0 = xor32(bases[tensor, number, 0], mul32(index_hi, _BLOCK))
-        keys[2 * number] = _mix32(add32(t0, mul32(step, _STEP)))
-        keys[2 * number + 1] = _mix32(xor32(bases[tensor, number, 1], keys[2 * number]))
-    return keys
+def _block_keys(bases, tensor, stream, step, index_hi):
+    """``counter_rng.block_keys`` for a stream of a tensor: two uint32."""
+    t0 = xor32(bases[tensor, stream, 0], mul32(index_hi, _BLOCK))
+    first = _mix32(add32(t0, mul32(step, _STEP)))
+    return first, _mix32(xor32(bases[tensor, stream, 1], first))
+
+
+def _keys(compiler, streams):
+    """``keys(bases, tensor, step, index_hi)``: the block keys of all streams, in one tuple."""
+    if not streams:
+        return no_values
+    rest, last = _keys(compiler, streams - 1), streams - 1
+
+    def keys(bases, tensor, step, index_hi):
+        others = rest(bases, tensor, step, index_hi)
+        return (*others, *_block_keys(bases, tensor, last, step, index_hi))
+
+    return compiler.compile(keys)
 
 
 # Stands for the parts of a variant; each kernel gets a module of its own in its place.
@@ -85,7 +90,7 @@ def _update_one(planes, scalars, keys, i, index):
 def _update_slice(planes, scalars, keys, index, addresses, start, numel):
     no_alias()
     wide_vectors()
-    scratch = carray(scratch_on_stack(), (SCRATCH,), np.float32)
+    scratch = scratch_on_stack()
     size = planes[0][0].shape[0]
     # A pair starts at an even global index; an element left over at either end goes alone.
     ahead = np.int64(and32(index, _ONE))
@@ -136,11 +141,10 @@ def _run(job):
                 # so in one block of 2**32, for which noise keys hold.
                 n = min(stop, (run + 1) * width) - start
                 n = min(n, 131072 - (index & 131071))
-                keys = _block_keys(bases, tensor, low32(steps[tensor]), low32(index >> 32))
                 parts.update_slice(
                     parts.arrays(addresses[tensor], start, n),
                     parts.take_scalars(scalars[rows[tensor]]),
-                    parts.take_keys(keys),
+                    parts.keys(bases, tensor, low32(steps[tensor]), low32(index >> 32)),
                     low32(index),
                     addresses[tensor],
                     start,
@@ -179,12 +183,12 @@ def compile_step(variant: Variant, n_scalars: int) -> Work:
     built.write_one, built.write_two = codegen.writes(compiler, formats[1:], offsets[1:], draws)
     built.load, built.scale, built.write_codes = codegen.blocks(compiler, formats, offsets)
     built.one_word, built.two_words = codegen.words(compiler, len(streams))
-    built.arrays = compiler.views(formats)
+    built.arrays = views(formats)
     in_blocks = any(each.block > 1 for each in formats)
     built.tile = TILE if in_blocks else _STRIP
-    built.fetch = compiler.fetch([plane for each in formats for plane in each.planes], _STRIP)
+    built.fetch = fetch([plane for each in formats for plane in each.planes], _STRIP)
     built.take_scalars = compiler.take(n_scalars)
-    built.take_keys = compiler.take(2 * len(streams))
+    built.keys = _keys(compiler, len(streams))
     built.update_one = no_effect if in_blocks else compiler.compile(with_parts(built, _update_one))
     built.update_slice = compiler.compile(with_parts(built, _update_slice))
     return compile_job(with_parts(built, _run), name, error_model="numpy")

@@ -1,4 +1,4 @@
-"""Memory in LLVM's terms: addresses, scratch on the stack, and hints for its optimiser."""
+"""Memory in LLVM's terms: addresses, prefetches, and hints for its optimiser."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = [
     "LINE",
     "SCRATCH",
     "TILE",
-    "address_as_pointer",
+    "emit_prefetch",
     "no_alias",
     "prefetch",
-    "scratch_on_stack",
     "wide_vectors",
 ]
 
@@ -26,21 +25,6 @@ SCRATCH = 12 * TILE
 LINE = 64
 
 _I32 = ir.IntType(32)
-
-
-@intrinsic
-def scratch_on_stack(typingctx):
-    """``void*`` to SCRATCH floats that live until the calling function returns."""
-
-    def codegen(context, builder, signature, arguments):
-        # In the entry block, or each turn of a loop would take more of the stack. Numba's own
-        # way fills it with zeros.
-        with builder.goto_entry_block():
-            scratch = builder.alloca(ir.ArrayType(ir.FloatType(), SCRATCH))
-        scratch.align = 64
-        return builder.bitcast(scratch, ir.IntType(8).as_pointer())
-
-    return types.voidptr(), codegen
 
 
 @intrinsic
@@ -72,28 +56,26 @@ def no_alias(typingctx):
     return types.none(), codegen
 
 
+def emit_prefetch(builder, address):
+    """Prefetch the cache line at an address for writing, in code that is being generated.
+
+    An address that is not valid does no harm.
+    """
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    kinds = [pointer.type, _I32, _I32, _I32]
+    fetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds)
+    )
+    # For writing, into the nearest cache, of data.
+    builder.call(fetch, [pointer, _I32(1), _I32(3), _I32(1)])
+
+
 @intrinsic
 def prefetch(typingctx, address):
-    """Prefetch the cache line at an int64 address for writing; an invalid address does no harm."""
+    """Prefetch the cache line at an int64 address for writing."""
 
     def codegen(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        kinds = [pointer.type, _I32, _I32, _I32]
-        fetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [pointer.type], ir.FunctionType(ir.VoidType(), kinds)
-        )
-        # For writing, into the nearest cache, of data.
-        builder.call(fetch, [pointer, _I32(1), _I32(3), _I32(1)])
+        emit_prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.none(types.int64), codegen
-
-
-@intrinsic
-def address_as_pointer(typingctx, address):
-    """An int64 address -> ``void*``, for ``numba.carray``."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen

@@ -14,9 +14,10 @@ import torch
 from numba import types
 
 from .bits import float_from_bits, inlined, shl32
-from .compiler import ELEMENTS, carray, with_parts
+from .compiler import with_parts
 from .job import Work, compile_job, finish, take, unpack
-from .llvm_hints import LINE, address_as_pointer, prefetch, wide_vectors
+from .llvm_hints import LINE, prefetch, wide_vectors
+from .planes import ELEMENTS, array_over
 
 __all__ = ["KINDS", "PIECE", "compile_squares"]
 
@@ -58,7 +59,7 @@ def _run(job):
             break
         for piece in range(first, last):
             address, size = table[piece, 0], table[piece, 1]
-            elements = carray(address_as_pointer(address), (size,), parts.element)
+            elements = parts.array(address, size)
             total = 0.0
             for strip in range(0, size, _STRIP):
                 ahead = address + strip * elements.itemsize + _AHEAD
@@ -85,7 +86,7 @@ def compile_squares(dtype: torch.dtype) -> Work:
     """
     name = f"squares_{str(dtype).removeprefix('torch.')}"
     built: Any = ModuleType("parts")
-    built.element, built.decode = ELEMENTS[dtype], _DECODE[dtype]
+    built.array, built.decode = array_over(ELEMENTS[dtype]), _DECODE[dtype]
     # Several sums at a time; an fp64 square of an fp32 number is exact.
     fast: Any = {"reassoc", "contract"}
     return compile_job(with_parts(built, _run), name, fastmath=fast)

@@ -21,16 +21,11 @@ from torch_bf16.rules import LARGEST_STATISTIC, STATISTIC_UNIT, lift
 
 from . import codegen
 from .bits import add32, and32, inlined, low32, shr32
-from .compiler import ARITHMETIC, Compiler, carray, with_parts
+from .compiler import ARITHMETIC, Compiler, with_parts
 from .job import Work, compile_job, fetch_add, finish, take, unpack
 from .kernel import CHUNK
-from .llvm_hints import (
-    SCRATCH,
-    TILE,
-    no_alias,
-    scratch_on_stack,
-    wide_vectors,
-)
+from .llvm_hints import TILE, no_alias, wide_vectors
+from .planes import scratch_on_stack, views
 
 __all__ = ["KINDS", "compile_statistic"]
 
@@ -58,7 +53,7 @@ def _units(x):
 def _sum_slice(planes, scalars):
     no_alias()
     wide_vectors()
-    scratch = carray(scratch_on_stack(), (SCRATCH,), np.float32)
+    scratch = scratch_on_stack()
     size = planes[0][0].shape[0]
     total = np.int64(0)
     for first in range(0, size - 1, TILE):
@@ -126,7 +121,7 @@ def compile_statistic(variant: Variant, n_scalars: int) -> Work:
     built.statistic = lift(variant.rule.statistic, ARITHMETIC, compiler.compile)
     built.read_one, built.read_two = codegen.reads(compiler, formats, offsets)
     built.load, _, _ = codegen.blocks(compiler, formats, offsets)
-    built.arrays = compiler.views(formats)
+    built.arrays = views(formats)
     built.take_scalars = compiler.take(n_scalars)
     in_blocks = any(each.block > 1 for each in formats)
     built.last = _nothing_left if in_blocks else compiler.compile(with_parts(built, _last))
