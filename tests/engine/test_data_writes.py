@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -231,11 +232,85 @@ def test_a_write_that_counts_before_data_was_asked_for_drops_all_low_bits():
     assert torch.equal(frozen_step(optimizer, p), visible)
 
 
+def clamp(p):
+    with torch.no_grad():
+        p.clamp_(max=100.0)
+
+
+def clamp_by_data(p):
+    p.data.clamp_(max=100.0)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+@pytest.mark.parametrize("size", [(), (64, 64)])
+@pytest.mark.parametrize("write", [clamp, clamp_by_data])
+def test_a_weight_that_is_written_after_each_step_goes_on_training(write, size, recipe):
+    p = nn.Parameter(torch.full(size, 2.65, dtype=BF16))
+    optimizer = torch_bf16.AdamW([p], lr=5e-4, weight_decay=0.0, recipe=recipe)
+    before = p.detach().float().mean()
+    for _ in range(100):
+        p.grad = torch.full_like(p, -1.0)
+        optimizer.step()
+        write(p)
+    # Each step is a sixteenth of the spacing of bf16 numbers there.
+    assert 0.04 < p.detach().float().mean() - before < 0.06
+
+
+def test_only_the_numbers_that_such_a_write_changes_lose_their_low_bits():
+    p, optimizer = make()
+    for _ in range(3):
+        clamp(p)
+        take_step(optimizer, p)
+    kept = optimizer.exact_weight(p)
+    with torch.no_grad():
+        p[0].copy_(NEW[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = frozen_step(optimizer, p)
+    assert torch.equal(found[0], NEW[0].float())
+    assert torch.equal(found[1:], kept[1:])
+
+
+def test_a_weight_that_nobody_writes_any_more_is_not_watched():
+    p, optimizer = make()
+    watch = optimizer._engine.snapshots[p].data
+    clamp(p)
+    take_step(optimizer, p)
+    assert data_writes.touched([watch])
+    take_step(optimizer, p)
+    assert not data_writes.touched([watch])
+
+
+def test_two_optimizers_of_one_weight_see_each_others_steps():
+    p = nn.Parameter(torch.ones(16, dtype=BF16))
+    both = [torch_bf16.SGD([p], lr=1e-4, recipe="bf16-fp32-master") for _ in range(2)]
+    for _ in range(100):
+        for optimizer in both:
+            p.grad = torch.full_like(p, -1.0)
+            optimizer.step()
+    assert p.float().mean() > 1.012
+
+
+def test_what_an_optimizer_has_put_aside_does_not_judge_the_states_of_another():
+    p, first = make()
+    saved, weights = copy.deepcopy(first.state_dict()), p.detach().clone()
+    take_step(first, p)
+    assert p.data is not None
+    second = torch_bf16.AdamW([p], lr=1e-3, recipe="bf16-fp32-master")
+    with torch.no_grad():
+        p.copy_(weights)
+    second.load_state_dict(saved)
+    take_step(second, p)
+    (other, optimizer) = make()
+    take_step(optimizer, other)
+    assert torch.equal(second.exact_weight(p), optimizer.exact_weight(other))
+
+
 def test_a_capture_right_after_data_was_asked_for_is_refused(monkeypatch):
     (p, optimizer), (other, its) = make(), make()
     assert p.data is not None
     monkeypatch.setattr(cuda_graphs, "capturing", lambda devices: True)
-    with pytest.raises(RuntimeError, match=r"p.data of its weights was asked for since"):
+    with pytest.raises(RuntimeError, match=r"p\.data of them asked for, since"):
         drop_remainders(optimizer, [p], list)
     drop_remainders(its, [other], list)
 

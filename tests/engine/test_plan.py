@@ -54,7 +54,7 @@ def test_no_graph_is_captured_on_a_device_where_nothing_has_a_gradient(monkeypat
     plan = optimizer._engine.plan
     # Stands for parts of the plan that are elsewhere.
     plan.devices = {first.device, torch.device("cuda", 1)}
-    monkeypatch.setattr(Recording, "_bring", lambda self, inputs: None)
+    monkeypatch.setattr(Recording, "_bring", lambda self, groups, inputs: None)
     plan.record(optimizer.param_groups)
     assert captured == [first.device]
 

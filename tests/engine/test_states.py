@@ -182,6 +182,26 @@ def test_copies_and_pickles_step_as_the_optimizer_does(copied):
         assert torch.equal(one, other)
 
 
+def test_a_shallow_copy_leaves_the_optimizer_its_masters():
+    optimizer, parameters = trained()
+    other = copy.copy(optimizer)
+    assert other.param_groups is optimizer.param_groups
+    optimizer.step()
+    mine = optimizer.state[parameters[0]]["remainder16"]
+    assert mine.any()
+    saved = optimizer.state_dict()["state"][0]["remainder16"]
+    assert torch.equal(saved.view(torch.int16), mine)
+
+
+def test_states_that_were_replaced_by_a_plain_dict_start_anew():
+    optimizer, parameters = trained()
+    monitor = torch_bf16.UpdateMonitor(optimizer, every=1)
+    optimizer.state = defaultdict(dict)
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["step"] == 1
+    assert monitor.layers
+
+
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_a_parameter_that_was_replaced_with_its_state_is_freed(recipe, released):

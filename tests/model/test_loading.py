@@ -126,6 +126,24 @@ def test_weights_that_are_loaded_between_steps_are_exact(recipe, made, joins):
     assert all(remainders.find_remainder(shard_of(p)) is None for p in net.parameters())
 
 
+@pytest.mark.parametrize("looks", [False, True], ids=["", "data read"])
+def test_weights_that_are_loaded_before_a_step_that_fails_stay_exact(looks):
+    net, source = network(1), network().state_dict()
+    optimizer = prepared(net, RECIPES["remainder"])
+    train(net, optimizer)
+    assert not looks or all(p.data is not None for p in net.parameters())
+    net.load_state_dict(source)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises((TypeError, ValueError), match="Nothing was updated"):
+        optimizer.step()
+    assert_equal(exact(net, optimizer), source.values())
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert_equal(exact(net, optimizer), source.values())
+
+
 def test_the_dictionary_that_was_given_keeps_its_numbers():
     net, source = network(1), network().state_dict()
     prepared(net, RECIPES["remainder"])

@@ -197,6 +197,17 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
         assert values.median() > 0.6
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_hyperparameters_are_those_of_a_list_of_groups_that_took_the_place_of_another(name):
+    parameters = fresh(name)
+    optimizer = ours(name, parameters, lr=0.01)
+    train(optimizer, parameters, range(2))
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.0, "weight_decay": 0.0}]
+    before = [p.clone() for p in parameters]
+    train(optimizer, parameters, range(2, 4))
+    assert all(map(torch.equal, before, parameters))
+
+
 def test_groups_that_are_not_muons_are_adamws():
     def make():
         torch.manual_seed(0)

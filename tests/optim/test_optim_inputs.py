@@ -269,6 +269,18 @@ def test_a_step_counts_as_a_write_for_autograd(recipe, backend):
         loss.backward()
 
 
+@pytest.mark.parametrize("kind", [torch_bf16.AdamW, torch_bf16.Muon])
+def test_a_parameter_appended_to_a_group_with_names_is_known_by_its_place(kind):
+    parameters = [nn.Parameter(torch.ones(4, 4).bfloat16()) for _ in range(2)]
+    optimizer = kind([("a", parameters[0])], lr=0.1)
+    optimizer.param_groups[0]["params"].append(parameters[1])
+    for p in parameters:
+        p.grad = torch.eye(4).bfloat16()
+    optimizer.step()
+    assert all((p != 1).any() for p in parameters)
+    assert "parameter '#1'" in optimizer.label(0, 1)
+
+
 def test_a_coefficient_given_to_a_proxy_reaches_the_optimizer():
     """Lightning and Fabric run the methods of an optimizer on wrappers that proxy reads only."""
 

@@ -7,7 +7,9 @@ each of its numbers is put aside, and the next step drops the remainders of thos
 all numbers where most do. Steps before which nobody asks for ``.data`` cost nothing.
 
 What was put aside tells what later writes have changed that do raise the version, too: SAM takes
-``p.data.clone()``, moves the weight, and puts the numbers back.
+``p.data.clone()``, moves the weight, and puts the numbers back. So a weight that was written by
+such a write, without which nothing had been put aside, is watched until a step comes before which
+nobody has written it: a program may clamp a weight after each step.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ REMAINDERS = frozenset({"remainder16", "remainder8"})
 
 _DATA: Any = torch.Tensor.data
 _intercepted: set[type] = set()
-# By id: a weak reference would keep torch.utils.swap_tensors from exchanging the parameter.
-_watches: WeakValueDictionary[int, DataWatch] = WeakValueDictionary()
+# Those of all optimizers that have a parameter, by its id: a weak reference to it would keep
+# torch.utils.swap_tensors from exchanging it.
+_watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
 _touched: WeakSet[DataWatch] = WeakSet()
 
 
 class DataWatch:
-    """What a weight was when its ``.data`` was first asked for after a step.
+    """What a weight was when its ``.data`` was first asked for after an optimizer's step.
 
-    It lasts as long as somebody holds it.
+    It lasts as long as that optimizer holds it.
 
     Attributes:
         version: of the parameter then.
@@ -49,14 +52,20 @@ class DataWatch:
         self._bytes: Tensor | None = None
         self.version = -1
         self._aliases: list[TensorWeakRef] = []
+        self._follows_writes = False
+        self._others = _watches.setdefault(id(parameter), WeakSet())
+        self._others.add(self)
 
     @classmethod
-    def of(cls, shard: Shard, state: Mapping[str, Any]) -> DataWatch | None:
+    def of(
+        cls, shard: Shard, state: Mapping[str, Any], watch: DataWatch | None = None
+    ) -> DataWatch | None:
         """The watch over a weight; None if its state has no remainder, or it cannot be watched.
 
         Args:
             shard: of the parameter.
             state: the optimizer's of it.
+            watch: the optimizer's so far, which goes on.
         """
         parameter = shard.parameter
         plain = issubclass(type(parameter), nn.Parameter)
@@ -68,10 +77,7 @@ class DataWatch:
         if kind not in _intercepted:
             _intercepted.add(kind)
             kind.data = property(_read, _assign)
-        found = _watches.get(id(parameter))
-        if found is None:
-            found = _watches[id(parameter)] = cls(parameter)
-        return found
+        return watch or cls(parameter)
 
     def touch(self, alias: Tensor | None = None) -> None:
         """Put the lower bytes aside, if that was not done since the last step.
@@ -84,6 +90,15 @@ class DataWatch:
             _touched.add(self)
         if alias is not None:
             self._aliases = [*self._living(), TensorWeakRef(alias)]
+
+    def follow_writes(self) -> None:
+        """Put the lower bytes aside at each step, until nobody writes the weight after one."""
+        self._follows_writes = True
+        _touched.add(self)
+
+    def forget_writes(self, unless: bool) -> None:
+        """Stop that, unless there was such a write since the last step."""
+        self._follows_writes &= unless
 
     def knows(self, version: int) -> bool:
         """Whether the bytes were put aside while the parameter had the version that a step left."""
@@ -106,7 +121,7 @@ class DataWatch:
     def note_step(self) -> None:
         """Begin anew: at once where an alias lives, through which it can be written unasked."""
         self._aliases, self._bytes = self._living(), None
-        if self._aliases:
+        if self._aliases or self._follows_writes:
             self._note()
         else:
             _touched.discard(self)
@@ -128,42 +143,49 @@ def drop_remainders(
     snapshots: Mapping[Tensor, Any],
     count: bool,
 ) -> int:
-    """Drop the remainders of what was written through ``.data`` since the last step.
+    """Drop the remainders of numbers that were written since the last step, where they are known.
 
     Args:
         parameters: those of the step that is about to be taken.
         states: the optimizer's; written in place.
         snapshots: what the last step left of them; their ``version`` becomes the present one where
             the writes since then are known number by number.
-        count: whether to wait for the device and say how many parameters got other numbers than 0.
+        count: whether to wait for the device and say how many parameters got other numbers than 0
+            by writes that raised no version, through ``.data``.
     """
     found = []
     for parameter in parameters if _touched else ():
-        watch, snapshot = _watches.get(id(parameter)), snapshots.get(parameter)
-        changed = None if watch is None else watch.changed()
-        if watch is not None and snapshot is not None and watch.knows(snapshot.version):
-            snapshot.version = version_of(parameter)
-        if changed is not None:
+        snapshot = snapshots.get(parameter)
+        if snapshot is None or snapshot.data not in _touched:
+            continue
+        watch = snapshot.data
+        version, changed = version_of(parameter), watch.changed()
+        raised = version != snapshot.version
+        watch.forget_writes(unless=raised)
+        if watch.knows(snapshot.version):
+            snapshot.version = version
+        if changed is None:
+            continue
+        if not raised:
             # Zeros are a mask's, which nobody wants to hear about.
             found.append(changed & (local(parameter) != 0))
-            state = dict.get(states, parameter, {})
-            for key in REMAINDERS.intersection(state):
-                remainder = local(state[key])
-                remainder.masked_fill_(changed.to(remainder.device), 0)
+        state = dict.get(states, parameter, {})
+        for key in REMAINDERS.intersection(state):
+            remainder = local(state[key])
+            remainder.masked_fill_(changed.to(remainder.device), 0)
     return sum(bool(each.any()) for each in found) if count else 0
 
 
-def touched(parameters: Iterable[Tensor]) -> bool:
-    """Whether ``.data`` of one of these was asked for since the last step."""
-    return any(_watches.get(id(each)) in _touched for each in parameters) if _touched else False
+def touched(watches: Iterable[DataWatch | None]) -> bool:
+    """Whether there may have been writes since the last step that one of these has seen."""
+    return any(each in _touched for each in watches) if _touched else False
 
 
-def note_step(parameters: Iterable[Tensor]) -> None:
-    """Note that a step has written these parameters."""
-    for parameter in parameters if _touched else ():
-        watch = _watches.get(id(parameter))
-        if watch is not None:
-            watch.note_step()
+def note_step(watches: Iterable[DataWatch | None]) -> None:
+    """Note that a step has written what these watch."""
+    for each in watches if _touched else ():
+        if each is not None:
+            each.note_step()
 
 
 def restore() -> None:
@@ -180,14 +202,12 @@ def restore() -> None:
 
 def _read(parameter: Tensor) -> Tensor:
     alias = _DATA.__get__(parameter)
-    watch = _watches.get(id(parameter))
-    if watch is not None:
+    for watch in _watches.get(id(parameter), ()):
         watch.touch(alias)
     return alias
 
 
 def _assign(parameter: Tensor, value: Tensor) -> None:
-    watch = _watches.get(id(parameter))
-    if watch is not None:
+    for watch in _watches.get(id(parameter), ()):
         watch.touch()
     _DATA.__set__(parameter, value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .data_writes import DataWatch
 from .member import Member
 from .names import ParameterNames
 from .pending import Pending
@@ -160,6 +161,11 @@ class Engine:
             self._others[self._shown] = self.setting, self.plan
             self.setting, self.plan = self._others.pop(shown, (None, None))
             self._shown = shown
+
+    def watches(self, parameters: Iterable[Tensor]) -> Iterator[DataWatch | None]:
+        """What sees writes to these parameters, one after the other, as it is asked for."""
+        snapshots = map(self.snapshots.get, parameters)
+        return (each.data for each in snapshots if each is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         names = "names", "release_options", "last_norm"

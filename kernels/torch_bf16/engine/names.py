@@ -75,7 +75,11 @@ class ParameterNames:
             name = self.zero.name(groups[group]["params"][position])
         if name is None:
             names = groups[group].get("param_names")
-            name = self.given.get((group, position)) if names is None else names[position]
+            if names is None:
+                name = self.given.get((group, position))
+            elif position < len(names):
+                # Whoever appends to a group's parameters may forget its names.
+                name = names[position]
         return None if name is None else bare_name(name)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -170,7 +170,8 @@ class Plan:
         active = self._active()
         self._versions.note_step(active.with_master, active.parameters)
         self._guard.forget_gradients()
-        data_writes.note_step(active.parameters)
+        taking_part = compress(self.members, self._guard.taking_part)
+        data_writes.note_step(each.snapshot.data for each in taking_part)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None where it can."""

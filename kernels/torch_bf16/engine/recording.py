@@ -27,7 +27,7 @@ class Recording:
     Args:
         active: what there is to do, on backends that are capturable.
         gradients: of the step.
-        groups: the optimizer's parameter groups.
+        groups: the optimizer's parameter groups; only hyperparameters are read.
         statistics: the sums that rules want to know first, of this rank alone.
 
     Raises:
@@ -53,9 +53,8 @@ class Recording:
         self._launches, self._sources = {*active.launches}, active.sources
         # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
         self._gradients = [each if each is None else each.detach() for each in gradients.tensors]
-        self._groups = groups
         self._addresses: np.ndarray = gradients.addresses
-        self._bring(StepInputs())
+        self._bring(groups, StepInputs())
         devices = {each.batch.variant.device for each in active.launches}
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
 
@@ -65,20 +64,24 @@ class Recording:
             gradients.addresses, self._addresses
         )
 
-    def replay(self, inputs: StepInputs) -> None:
-        """Take a step, given what this one was told.
+    def replay(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> None:
+        """Take a step.
+
+        Args:
+            groups: the optimizer's parameter groups; only hyperparameters are read.
+            inputs: what this step was told.
 
         Raises:
             ValueError: no step follows from a group's options; nothing has been updated.
         """
-        self._bring(inputs)
+        self._bring(groups, inputs)
         for each in self._graphs:
             each()
 
-    def _bring(self, inputs: StepInputs) -> None:
+    def _bring(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> None:
         for launches, source, taking_part in self._sources:
             capturable: Any = source
-            rows = capturable.bring(self._groups, inputs, taking_part)
+            rows = capturable.bring(groups, inputs, taking_part)
             for each, scalars in zip(launches, rows, strict=True):
                 if each in self._launches:
                     each.batch.bring(self._gradients, scalars, each.addresses(self._addresses))

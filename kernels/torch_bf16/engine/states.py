@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["States"]
+__all__ = ["States", "set_seen"]
 
 
 class States(defaultdict):
@@ -36,6 +36,12 @@ class States(defaultdict):
     def __reduce__(self) -> Any:
         # A copy has tensors of its own.
         return States, (self.default_factory,), None, None, iter(dict.items(self))
+
+
+def set_seen(states: Any, seen: bool) -> None:
+    """Say whether somebody may hold a tensor of these states; of other dicts that is not known."""
+    if isinstance(states, States):
+        states.seen = seen
 
 
 def _noticing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,7 +161,7 @@ class OwnStep:
             torch.autograd.graph.increment_version(each.parameter)
             each.snapshot.version = each.shard.version()
         # At once: what fails later must not take these for writes of somebody else.
-        data_writes.note_step(each.parameter for each in bucket)
+        data_writes.note_step(each.snapshot.data for each in bucket)
 
     def _finish(self) -> None:
         self._runner.finish()

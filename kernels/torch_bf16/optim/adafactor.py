@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -92,7 +93,8 @@ class _Relative:
     prepares = None
 
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
-        self._groups, self._member = optimizer.param_groups, member
+        # Weak, as plans hold this; and not its groups, which may be replaced by another list.
+        self._optimizer, self._member = proxy(optimizer), member
 
     @property
     def kind(self) -> int:
@@ -100,7 +102,7 @@ class _Relative:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return self._groups[self._member.group]
+        return self._optimizer.param_groups[self._member.group]
 
     @property
     def _eps(self) -> float:

@@ -84,8 +84,8 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     # The kernels write through addresses, which autograd does not see.
     torch.autograd.graph.increment_version(parameter)
     snapshot.version = shard.version()
-    data_writes.note_step([parameter])
-    snapshot.data = data_writes.DataWatch.of(shard, state)
+    data_writes.note_step([snapshot.data])
+    snapshot.data = data_writes.DataWatch.of(shard, state, snapshot.data)
 
 
 def _check_value(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 
 from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
+from torch_bf16.engine.states import set_seen
 from torch_bf16.errors import UNTOUCHED, suffix_errors
 from torch_bf16.sharding import gradients_of, no_torch_function
 
@@ -114,13 +115,13 @@ class GraphedStep:
         # Not around all of it: to enter no_grad takes a fifth of what a replay does.
         with torch.no_grad() if optimizer.observers else _NOTHING:
             for observer in optimizer.observers:
-                optimizer.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
+                set_seen(optimizer.state, True)
                 observer.before_update(plan.active_members(), inputs.multiplier)
             with suffix_errors(UNTOUCHED):
-                self._recording.replay(inputs)
+                self._recording.replay(optimizer.param_groups, inputs)
             for observer in optimizer.observers:
                 observer.after_update()
-        data_writes.note_step(self._setting.parameters)
+        data_writes.note_step(optimizer._engine.watches(self._setting.parameters))
         optimizer._count(inputs)
         pending.reset()
         self._count += 1

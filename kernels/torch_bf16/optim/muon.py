@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -148,10 +149,10 @@ class Muon(BF16Optimizer, _TorchMuon):
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         super()._check_group(group, number)
-        names = group.get("param_names")
+        names = group.get("param_names") or []
         for position, parameter in enumerate(group["params"]):
             if group.get("use_muon", True) and not is_lazy(parameter):
-                name = names[position] if names else f"number {position}"
+                name = names[position] if position < len(names) else f"number {position}"
                 with prefix_errors(lambda name=name: f"parameter {name} of group {number}"):
                     _check_shape(shard_of(parameter).shape)
 
@@ -171,7 +172,8 @@ class _Momentum:
     prepares = "momentum_buffer"
 
     def __init__(self, optimizer: Muon, member: Member) -> None:
-        self._groups, self._group = optimizer.param_groups, member.group
+        # Weak, as plans hold this; and not its groups, which may be replaced by another list.
+        self._optimizer, self._group = proxy(optimizer), member.group
         shard, dtype, recipe = member.shard, member.parameter.dtype, optimizer.recipe
         self._shape, self._here = shard.shape, shard.memory.shape
         self._device = shard.memory.device
@@ -190,7 +192,7 @@ class _Momentum:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return self._groups[self._group]
+        return self._optimizer.param_groups[self._group]
 
     @property
     def kind(self) -> tuple[tuple[float, ...], int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from torch_bf16.engine.member import Member
 from torch_bf16.engine.pending import check_capturable
 from torch_bf16.engine.plan import Plan
 from torch_bf16.engine.setting import Setting
-from torch_bf16.engine.states import States
+from torch_bf16.engine.states import States, set_seen
 from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
@@ -190,9 +191,11 @@ class BF16Optimizer(torch.optim.Optimizer):
                 self._engine.captured.add(plan)
             if not plan.active_parameters():
                 check_in_model(self)
-            drop_remainders(self, parameters, plan.overwritten_members)
+            if drop_remainders(self, parameters, plan.overwritten_members):
+                # The step may still fail, and the next one must not take this for another write.
+                plan.note_versions()
             for observer in self.observers:
-                self.state.seen = True  # pyright: ignore[reportAttributeAccessIssue]
+                set_seen(self.state, True)
                 observer.before_update(plan.active_members(), inputs.multiplier)
             # All scalars first: a bad hyperparameter must raise before anything is updated.
             scalars = plan.scalars(self.param_groups, inputs)
@@ -348,7 +351,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         state_dicts.check(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("recipe", "backend", "_engine")}
+        own = {"recipe": self.recipe, "backend": self.backend, "_engine": copy.copy(self._engine)}
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch_bf16.backends import cuda_graphs
 from torch_bf16.engine import data_writes
 from torch_bf16.engine.data_writes import REMAINDERS
 from torch_bf16.engine.states import States
+from torch_bf16.engine.versions import Snapshot
 from torch_bf16.formats import Format
 from torch_bf16.model import remainders
 from torch_bf16.sharding import Shard, local, shard_of
@@ -31,6 +32,8 @@ class _Written(Protocol):
     def shard(self) -> Shard: ...
     @property
     def state(self) -> dict[str, Any]: ...
+    @property
+    def snapshot(self) -> Snapshot: ...
     @property
     def weights(self) -> Format: ...
 
@@ -54,11 +57,16 @@ def drop_remainders(
     Raises:
         RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
     """
-    _drop_where_data_was_written(optimizer, parameters)
+    _drop_where_numbers_are_known(optimizer, parameters)
     found = written()
     for each in found:
-        for key in each.weights.plane_names("")[1:]:
-            _replace(local(each.state[key]), each.shard, key)
+        planes = each.weights.plane_names("")[1:]
+        loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
+        if (watch := each.snapshot.data) is not None:
+            if not any(loaded):
+                watch.follow_writes()
+            # What was put aside before is of other numbers.
+            watch.note_step()
     remainders.forget(*(each.shard for each in found))
     return bool(found)
 
@@ -99,26 +107,34 @@ def states_without_remainders(optimizer: BF16Optimizer) -> States:
     return found
 
 
-def _replace(plane: Tensor, shard: Shard, key: str) -> None:
-    """Let the second plane of a master be that of fp32 weights that were loaded, or drop it."""
+def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
+    """Let the second plane of a master be that of fp32 weights that were loaded, or drop it.
+
+    Returns:
+        Whether fp32 weights were loaded.
+    """
     loaded = remainders.second_plane(shard, plane.dtype)
     if loaded is not None:
         plane.copy_(loaded)
     elif key in REMAINDERS:
         # A whole master beside the weight is found out by its numbers.
         plane.zero_()
+    return loaded is not None
 
 
-def _drop_where_data_was_written(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
-    if not data_writes.touched(parameters):
+def _drop_where_numbers_are_known(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+    engine = optimizer._engine
+    if not data_writes.touched(engine.watches(parameters)):
         return
     if cuda_graphs.capturing(each.device for each in parameters):
         raise RuntimeError(
-            f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: p.data of "
-            "its weights was asked for since the last step, and replays would look for writes each "
-            "time; take an ordinary step first"
+            f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: its weights "
+            "were written, or p.data of them asked for, since the last step, and replays would "
+            "look for writes each time; take an ordinary step first"
         )
-    engine = optimizer._engine
+    # Where fp32 weights were loaded, theirs takes the remainder's place.
+    loaded = remainders.find_remainders(map(shard_of, parameters))
+    parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
     warned = engine.warned_of_data_writes
     if found := data_writes.drop_remainders(
         parameters, optimizer.state, engine.snapshots, count=not warned

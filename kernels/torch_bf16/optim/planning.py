@@ -231,7 +231,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
     for each in members:
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
-        each.snapshot.data = DataWatch.of(each.shard, each.state)
+        each.snapshot.data = DataWatch.of(each.shard, each.state, each.snapshot.data)
     # Of what something else has written, the step asks first whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())
     remainders.forget(*intact)

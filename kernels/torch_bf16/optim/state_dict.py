@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torch_bf16.engine.data_writes import REMAINDERS
-from torch_bf16.engine.states import States
+from torch_bf16.engine.states import set_seen
 from torch_bf16.errors import StateMismatchError, suffix_errors
 from torch_bf16.model import remainders
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT, STORE
@@ -48,8 +48,9 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
 
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
-        # What it gives away are other tensors over the same memory.
-        _restore_seen(optimizer, was_seen)
+        # torch's method has looked at the states; what it gives away are other tensors over the
+        # same memory.
+        set_seen(optimizer.state, was_seen)
         return view
 
     # Before the user's own post-hooks, which see what is saved, and after their pre-hooks.
@@ -67,12 +68,6 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
     norm = None if engine.last_norm is None else engine.last_norm.item()
     complete[schema.HEADER] = schema.header(optimizer.recipe, names, norm)
     return complete
-
-
-def _restore_seen(optimizer: Any, was_seen: bool) -> None:
-    """Put ``seen`` back: torch's method has looked at the states, and given nothing away."""
-    if isinstance(optimizer.state, States):
-        optimizer.state.seen = was_seen
 
 
 def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +135,7 @@ def load(
 
     def put(_: Any) -> None:
         dict.update(optimizer.state, loaded)
-        _restore_seen(optimizer, was_seen)
+        set_seen(optimizer.state, was_seen)
         optimizer._engine.invalidate()
         optimizer._engine.load_norm((header or {}).get("last_norm"), begun=bool(loaded))
         optimizer.recipe = recipe

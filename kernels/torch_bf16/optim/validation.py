@@ -62,8 +62,8 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
 
 def _label(group: Mapping[str, Any], number: int, position: int) -> str:
     """How messages call a parameter of a group that the optimizer does not have yet."""
-    names, shape = group.get("param_names"), tuple(group["params"][position].shape)
-    name = f"{names[position]!r}, " if names else ""
+    names, shape = group.get("param_names") or [], tuple(group["params"][position].shape)
+    name = f"{names[position]!r}, " if position < len(names) else ""
     return f"parameter {name}number {position} of group {number}, shape {shape},"
 
 

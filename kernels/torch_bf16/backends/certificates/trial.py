@@ -124,7 +124,7 @@ class Trial:
     planes: list[list[tuple[np.ndarray, ...]]]
     gradients: list[np.ndarray]
     runs: list[tuple[int, int, int, int]]
-    groups: list[dict[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
     scalars: list[ScalarRows]
 
     @classmethod
