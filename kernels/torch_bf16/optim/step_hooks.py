@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -28,8 +29,16 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     by_torch = torch.optim.Optimizer.profile_hook_step(step)
 
+    @cache
+    def is_called_by_another(kind: type) -> bool:
+        """Whether a subclass has a ``step()`` of its own, around which torch has put the hooks."""
+        own: Any = kind.step
+        return inspect.unwrap(own) is not step and getattr(own, "hooked", False)
+
     @wraps(step)
     def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if is_called_by_another(type(self)):
+            return step(self, *args, **kwargs)
         # A closure may add hooks. The flag is private to torch: without it, torch's wrapper is
         # always called.
         if (
