@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TrainModesMixin", "with_modes"]
+__all__ = ["TrainModesMixin", "switch_modes"]
 
 
 class TrainModesMixin:
@@ -18,17 +18,30 @@ class TrainModesMixin:
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Train mode; nothing where it is."""
-        for each in with_modes(trainer.optimizers):
+        for each in _with_modes(trainer.optimizers):
             each.train()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
         """Eval mode; nothing where it is."""
-        for each in with_modes(trainer.optimizers):
+        for each in _with_modes(trainer.optimizers):
             each.eval()
 
     on_test_start = on_predict_start = on_train_end = on_exception = on_validation_start
 
 
-def with_modes(optimizers: Any) -> list[Any]:
+def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesMixin]) -> None:
+    """Give a Trainer the callback that switches, where an optimizer has modes.
+
+    Args:
+        trainer: mutated.
+        optimizers: of this fit.
+        kind: the callback's class.
+    """
+    has_callback = any(isinstance(each, TrainModesMixin) for each in trainer.callbacks)
+    if _with_modes(optimizers) and not has_callback:
+        trainer.callbacks.insert(0, kind())
+
+
+def _with_modes(optimizers: Any) -> list[Any]:
     """Those of a Trainer's optimizers that have modes."""
     return [each for each in optimizers if callable(getattr(each, "eval", None))]

@@ -13,9 +13,8 @@ import torch_bf16
 
 from ._patches.fp32_outputs import Fp32Outputs
 from ._patches.private_attributes import cast_lottery_tickets, widen_averages
-from ._patches.train_modes import switch_modes
 from .precision import PrecisionMixin, end_releases
-from .train_modes import TrainModesMixin
+from .train_modes import TrainModesMixin, switch_modes
 
 __all__ = ["TrainerMixin"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_bf16.precision import PrecisionMixin
 
-__all__ = ["setup", "swap_models"]
+__all__ = ["setup", "swap_models", "trained_weights"]
 
 
 def setup(original: Callable[..., None]) -> Callable[..., None]:
@@ -41,3 +42,19 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
             current.data.copy_(value)
 
     return _swap_models
+
+
+@contextmanager
+def trained_weights(trainer: Any) -> Iterator[None]:
+    """Within the context, the module has the weights that it trains, also in a validation.
+
+    They are nowhere else in a checkpoint, and the remainders of exact masters are what they lack.
+    """
+    lending = [each for each in trainer.callbacks if "_torch_bf16_weights" in vars(each)]
+    for each in reversed(lending):
+        each._swap_models(trainer.lightning_module)
+    try:
+        yield
+    finally:
+        for each in lending:
+            each._swap_models(trainer.lightning_module)

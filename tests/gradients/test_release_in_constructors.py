@@ -168,6 +168,47 @@ def test_sums_of_parameters_that_the_last_pass_leaves_out():
     same(*models)
 
 
+DISCARDS = {
+    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("accumulate", torch_bf16.recipe.ACCUMULATIONS)
+@pytest.mark.parametrize("discard", DISCARDS)
+@pytest.mark.parametrize("passes", ["one", "one and a failing one", "a failing one"])
+def test_passes_whose_gradients_are_discarded_do_not_count(accumulate, discard, passes):
+    """As after a loss that is NaN, or after an error of memory that was caught."""
+    recipe = torch_bf16.get_recipe("bf16-stochastic", accumulate=accumulate)
+
+    def fail(_):
+        raise MemoryError
+
+    models = [network(recipe) for _ in range(2)]
+    for model, release in zip(models, (False, True), strict=True):
+        given = {**RELEASE, "accumulation_steps": 2} if release else False
+        named = model.named_parameters()
+        optimizer = torch_bf16.AdamW(named, lr=0.01, recipe=recipe, release=given)
+        for step in range(3):
+            if passes.startswith("one"):
+                backward(model, 100 + step, 2)
+            if passes.endswith("failing one"):
+                hook = model[1].weight.register_hook(fail)
+                with pytest.raises(MemoryError):
+                    backward(model, 200 + step, 2)
+                hook.remove()
+            DISCARDS[discard](model, optimizer)
+            before = copy.deepcopy(model)
+            backward(model, 10 * step, 2)
+            same(model, before)
+            backward(model, 10 * step + 1, 2)
+            assert all((p.grad is None) == release for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    same(*models)
+
+
 def test_a_format_for_sums_may_be_asked_for_after_the_release():
     models = [network() for _ in range(2)]
     for model, release in zip(models, (False, True), strict=True):

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 import torch
-from lightning_models import batches, make_module, make_trainer
+from lightning_models import batches, differences, make_module, make_trainer, snapshot
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 
@@ -113,6 +113,48 @@ def test_a_fit_after_one_that_failed_in_validation_trains_its_own_weights(pl, mo
     module.train()
     trainer = make_trainer(pl, mode, max_epochs=3, callbacks=[follow, average])
     trainer.fit(module, batches(4), batches(1))
+
+
+def test_a_checkpoint_of_a_validation_with_an_average_is_that_of_the_step_before(
+    pl, mode, tmp_path
+):
+    callbacks = callbacks_of(pl)
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this version has no EMAWeightAveraging")
+
+    class Save(callbacks.Callback):
+        def on_validation_start(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "before.ckpt")
+                self.trained = pl_module.net[0].weight.detach().clone()
+
+        def on_validation_batch_end(self, trainer, pl_module, *_):
+            if trainer.current_epoch == 0:
+                average = pl_module.net[0].weight.detach().clone()
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+                assert torch.equal(pl_module.net[0].weight, average)
+                assert not torch.equal(average, self.trained)
+
+    def fit(*more, seed=0, **options):
+        module = make_module(pl, seed=seed)
+        average = callbacks.EMAWeightAveraging(decay=0.5)
+        trainer = make_trainer(pl, mode, max_epochs=2, callbacks=[*more, average])
+        trainer.fit(module, batches(4), batches(1), **options)
+        found = snapshot(module, module.made[0])
+        return found | {f"average {k}": v for k, v in average._average_model.state_dict().items()}
+
+    def tensors(part):
+        found = torch.utils._pytree.tree_leaves(part)
+        return {str(n): v for n, v in enumerate(found) if isinstance(v, torch.Tensor)}
+
+    whole = fit()
+    assert differences(whole, fit(Save())) == []
+    before, within = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("before", "within")
+    )
+    for part in ("state_dict", "current_model_state", "averaging_state", "optimizer_states"):
+        assert differences(tensors(before[part]), tensors(within[part])) == []
+    assert differences(whole, fit(seed=9, ckpt_path=tmp_path / "within.ckpt")) == []
 
 
 def prune(pl, precision, lottery, permanent):

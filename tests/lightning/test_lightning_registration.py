@@ -80,11 +80,12 @@ def test_unregistering_puts_lightning_back_as_it_was_until_it_is_registered_agai
 import typing
 from lightning.fabric import Fabric
 from lightning.fabric.connector import _PRECISION_INPUT_STR, _Connector
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 changed = [(_PRECISION_INPUT_STR, "__args__")]
 changed += [(each, "_check_and_init_precision") for each in (_Connector, _AcceleratorConnector)]
 changed += [(Fabric, "clip_gradients"), (Fabric, "setup"), (Fabric, "setup_module")]
-changed += [(Fabric, "setup_optimizers")]
+changed += [(Fabric, "setup_optimizers"), (Trainer, "save_checkpoint")]
 def found():
     return [getattr(owner, name) for owner, name in changed]
 stock = found()

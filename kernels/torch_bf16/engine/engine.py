@@ -44,6 +44,7 @@ class Release(Protocol):
 
     by_last_step: bool
 
+    def discard(self) -> None: ...
     def finish(self, left: list[Tensor]) -> bool: ...
     def hook_parameters(self, *, anew: bool = False) -> None: ...
     def remove(self) -> None: ...
@@ -109,6 +110,12 @@ class Engine:
                 f"gradients are released, so that the step runs inside backward() and {too_late}"
             )
         return self.pending
+
+    def discard(self) -> None:
+        """Forget what the next step was told, and the passes that have made gradients for it."""
+        self.pending.reset()
+        if self.release is not None:
+            self.release.discard()
 
     def check_host(self) -> None:
         """Refuse to tell the next step anything if a host takes it by several calls.

@@ -51,7 +51,8 @@ def release_gradients(
       it is complete. The sum is exactly that of ordinary steps, in the recipe's ``accumulate``,
       and so takes 2 or 4 bytes per parameter until then. Passes that reduce nothing, in
       ``no_sync`` of DDP or with ``set_requires_gradient_sync(False)`` of FSDP2, take no step, and
-      FSDP2's do not count. After fewer passes ``optimizer.step()`` takes the steps.
+      FSDP2's do not count. After fewer passes ``optimizer.step()`` takes the steps; passes whose
+      gradients are zeroed before their step do not count.
 
     What cannot work: clipping by the global norm of this step, ``total_norm`` and
     ``scale_next_step``, because the step runs before all gradients exist, and ``GradScaler``; bf16

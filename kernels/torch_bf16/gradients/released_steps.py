@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import TensorWeakRef
 
 from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
@@ -71,6 +72,8 @@ class ReleasedSteps:
         self._order: dict[int, int] = {}
         self._exchanged: set[int] = set()
         self._arrived: dict[int, int] = defaultdict(int)
+        # What p.grad was at the end of a pass: another one holds nothing of that pass.
+        self._sums: dict[int, TensorWeakRef] = {}
         self._stepped: set[int] = set()
         # What DDP reduces, by module, and which of it is announced.
         self._reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
@@ -135,10 +138,16 @@ class ReleasedSteps:
         stepped = bool(self._stepped)
         self._norms.clear()
         self._arrived.clear()
+        self._sums.clear()
         self._stepped.clear()
         self._setting = self._ranks = None
         self.hook_parameters()
         return stepped
+
+    def discard(self) -> None:
+        """Count passes from the start, as gradients are zeroed, unless it is after their step."""
+        if not self._stepped:
+            self._arrived.clear()
 
     def steps_next(self, parameter: Tensor) -> bool:
         """Whether the next gradient of a parameter may lead to its step."""
@@ -250,8 +259,10 @@ class ReleasedSteps:
             self._unhook_strangers()
         if id(parameter) not in self._order:
             return
-        self._arrived[id(parameter)] += 1
         stepped = id(parameter) in self._stepped
+        if not stepped and not self._continues(parameter):
+            self._arrived[id(parameter)] = 0
+        self._arrived[id(parameter)] += 1
         if stepped or self._gathering.waits(parameter) is not None:
             # Else the next step would take it for one that came by another way.
             parameter.grad = None
@@ -273,6 +284,11 @@ class ReleasedSteps:
         else:
             self._gathering.add(running, parameter, gradient, None, gradient.dtype)
 
+    def _continues(self, parameter: Tensor) -> bool:
+        """Whether a gradient was added to that of the passes before, which nobody has discarded."""
+        reference = self._sums.get(id(parameter))
+        return reference is not None and reference() is parameter.grad
+
     @property
     def _by_its_own(self) -> bool:
         """Whether each gradient is clipped by its own norm."""
@@ -284,6 +300,10 @@ class ReleasedSteps:
         self._take_buckets(running, all_of_them=True)
         for parameter in running.emptied:
             parameter.grad = None
+        if self._options.accumulation_steps > 1:
+            for parameter in self._hooks:
+                if parameter.grad is not None:
+                    self._sums[id(parameter)] = TensorWeakRef(parameter.grad)
 
     def _take_buckets(self, running: _Pass, *, all_of_them: bool = False) -> None:
         while running.buckets and (all_of_them or running.buckets[0].done()):

@@ -294,7 +294,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch, and what :meth:`scale_next_step` was told."""
-        self._engine.pending.reset()
+        self._engine.discard()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -31,7 +31,8 @@ class SGD(BF16Optimizer, torch.optim.SGD):
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         momentum: decay rate of the momentum buffer; 0 keeps none.
-        dampening: share of the gradient that does not enter the buffer, from the second step on.
+        dampening: share of the gradient that does not enter the buffer, from the parameter's second
+            step on; in torch from the second with momentum, which may be switched on later.
         weight_decay: multiplied by the weight and added to the gradient.
         nesterov: look ahead along the momentum.
 
