@@ -9,7 +9,7 @@ from typing import Any
 import torch_bf16
 from bf16_autoload import Patches
 
-from . import connectors, deepspeed_strategy, fabric_methods, weight_averaging
+from . import connectors, deepspeed_strategy, fabric_methods, loading, weight_averaging
 
 __all__ = ["REPLACED", "on_import", "patches"]
 
@@ -35,6 +35,7 @@ REPLACED: dict[str, dict[str, Any]] = {
         "Fabric.save": fabric_methods.save,
         "Fabric.load": fabric_methods.load,
     },
+    "strategy": {"Strategy.load_model_state_dict": loading.load_model_state_dict},
     "weight_averaging": {
         "WeightAveraging.setup": weight_averaging.setup,
         "WeightAveraging._swap_models": weight_averaging.swap_models,
