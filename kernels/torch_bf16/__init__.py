@@ -40,6 +40,7 @@ from .optim.attach import attach
 from .optim.exact_weights import exact_weights
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
+from .optim.replaced import refuse_replaced
 from .optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from .optim.sgd import SGD, Adagrad, Lion, RMSprop
 from .optim.train_mode import averaged, follow
@@ -103,6 +104,7 @@ __all__ = [
     "param_groups",
     "prepare",
     "reduce_gradients",
+    "refuse_replaced",
     "release_gradients",
     "release_options",
     "save_checkpoint",
