@@ -65,6 +65,7 @@ TARGETS: dict[str, str] = {
     "accelerate.utils.dataclasses": _ACCELERATE,
     "accelerate.utils.fsdp_utils": _ACCELERATE,
     "accelerate.utils.launch": _ACCELERATE,
+    "peft.tuners.tuners_utils": _ACCELERATE,
     "transformers.integrations.deepspeed": _ACCELERATE,
     "transformers.trainer": _ACCELERATE,
     "transformers.training_args": _ACCELERATE,

@@ -30,6 +30,7 @@ from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
+from .model.cast_modules import cast_recipe
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.remainders import sync_masters
@@ -84,6 +85,7 @@ __all__ = [
     "averaged",
     "carry_autocast",
     "cast_model",
+    "cast_recipe",
     "clip_grad_norm_",
     "clip_next_step",
     "convert",

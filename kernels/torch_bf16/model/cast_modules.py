@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.recipe import Recipe
 
 __all__ = [
+    "cast_recipe",
     "cast_recipes",
     "is_of_cast_model",
     "name_in_cast_model",
@@ -76,6 +77,20 @@ def name_in_cast_model(module: nn.Module) -> str | None:
     return None if found is None else found.name
 
 
+def cast_recipe(module: nn.Module) -> Recipe | None:
+    """The recipe by which parameters of a module itself were cast from fp32; None if none were.
+
+    Parameters that were bf16 before :func:`cast_model` have not been cast.
+
+    Example:
+        >>> model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        >>> torch_bf16.cast_recipe(model[0]).name, torch_bf16.cast_recipe(model)
+        ('bf16-stochastic', None)
+    """
+    found = _known.get(module)
+    return None if found is None else found.cast_by
+
+
 def stored_by(module: nn.Module) -> Recipe | None:
     """By which the bf16 parameters of a module itself are stored; None if it was in no cast."""
     found = _known.get(module)
@@ -85,8 +100,7 @@ def stored_by(module: nn.Module) -> Recipe | None:
 def cast_recipes(model: nn.Module) -> Iterator[Recipe]:
     """The recipes that the modules of a model were cast by."""
     for sub in model.modules():
-        found = _known.get(sub)
-        recipe = None if found is None else found.cast_by
+        recipe = cast_recipe(sub)
         # One that was made fp32 again can be cast by another.
         if recipe and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False)):
             yield recipe
