@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Put back all that :func:`register` has replaced in Accelerate and transformers.
+    """Put back all that :func:`register` has replaced in Accelerate, transformers and peft.
 
     Models and optimizers that were prepared stay as they are, and what another library has replaced
     on top of ours is left to it. :func:`register` makes the modes known again.

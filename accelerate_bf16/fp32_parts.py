@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+import torch_bf16
+
 __all__ = ["fp32_adapters", "fp32_parts"]
 
 
@@ -35,10 +37,10 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of peft's fp32 adapter weights beside a base that is bf16, fp16 or quantised.
+    """Names of peft's fp32 adapter weights beside a base that came in bf16, fp16 or quantised.
 
     Somebody wanted them: peft makes them fp32 unless ``autocast_adapter_dtype=False``. Where the
-    base is fp32 as well, all of it is to become bf16, and there is nothing to keep.
+    base came in fp32 as well, all of it is to become bf16, and there is nothing to keep.
     """
     if "peft" not in sys.modules:
         return ()
@@ -48,7 +50,7 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
     for prefix, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        if all(_is_plain_fp32(each) for each in layer.get_base_layer().parameters()):
+        if _came_in_fp32(layer.get_base_layer()):
             continue
         for attribute in layer.adapter_layer_names:
             adapters = getattr(layer, attribute, None)
@@ -56,6 +58,14 @@ def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
                 named = adapters.named_parameters(f"{prefix}.{attribute}")
                 names += [name for name, p in named if _is_plain_fp32(p)]
     return tuple(names)
+
+
+def _came_in_fp32(module: nn.Module) -> bool:
+    return all(
+        _is_plain_fp32(parameter) or torch_bf16.cast_recipe(owner) is not None
+        for owner in module.modules()
+        for parameter in owner.parameters(recurse=False)
+    )
 
 
 def _is_plain_fp32(parameter: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""Everything that is replaced in Accelerate and transformers; ``README.md`` says why.
+"""Everything that is replaced in Accelerate, transformers and peft; ``README.md`` says why.
 
 ``bf16_autoload`` calls :func:`on_import` right after one of their modules has been executed,
 before anybody imports a name from it. Nothing here imports the optimizers until a mode is used.
@@ -11,7 +11,7 @@ from typing import Any
 
 from bf16_autoload import Patches
 
-from . import accelerator, commands, fsdp, local_sgd, state, trainer
+from . import accelerator, adapters, commands, fsdp, local_sgd, state, trainer
 
 __all__ = ["ADDED", "REPLACED", "on_import", "patches"]
 
@@ -51,6 +51,7 @@ REPLACED: dict[str, dict[str, Any]] = {
         "prepare_deepspeed_cmd_env": commands.export_mode,
     },
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": fsdp.load_fsdp_optimizer},
+    "peft.tuners.tuners_utils": {"BaseTuner._cast_adapter_dtype": adapters.cast_adapter_dtype},
     "transformers.integrations.deepspeed": {
         "HfTrainerDeepSpeedConfig.trainer_config_process": trainer.trainer_config_process
     },

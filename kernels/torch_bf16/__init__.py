@@ -30,6 +30,7 @@ from .gradients.wire import reduce_gradients
 from .model.arithmetic import arithmetic
 from .model.averaging import EMA, ema_multi_avg_fn
 from .model.carried_autocast import carry_autocast, inside_step
+from .model.cast_modules import cast_recipe
 from .model.casting import cast_model, fp32_parameters
 from .model.parameter_groups import param_groups
 from .model.remainders import sync_masters
@@ -40,6 +41,7 @@ from .optim.attach import attach
 from .optim.exact_weights import exact_weights
 from .optim.muon import Muon
 from .optim.optimizer import BF16Optimizer
+from .optim.replaced import refuse_replaced
 from .optim.schedule_free import AdamWScheduleFree, SGDScheduleFree
 from .optim.sgd import SGD, Adagrad, Lion, RMSprop
 from .optim.train_mode import averaged, follow
@@ -83,6 +85,7 @@ __all__ = [
     "averaged",
     "carry_autocast",
     "cast_model",
+    "cast_recipe",
     "clip_grad_norm_",
     "clip_next_step",
     "convert",
@@ -103,6 +106,7 @@ __all__ = [
     "param_groups",
     "prepare",
     "reduce_gradients",
+    "refuse_replaced",
     "release_gradients",
     "release_options",
     "save_checkpoint",

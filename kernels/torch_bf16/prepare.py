@@ -16,6 +16,7 @@ from .foreign.convert import convert
 from .model.cast_modules import cast_recipes
 from .model.casting import cast_model, fp32_parameters
 from .optim.optimizer import BF16Optimizer
+from .optim.replaced import refuse_replaced
 from .recipe import Recipe, get_recipe
 
 __all__ = ["prepare"]
@@ -58,6 +59,7 @@ def prepare(
 
     Raises:
         ValueError: an optimizer or the model was made for another recipe; nothing has been changed.
+            Or :func:`refuse_replaced` raises it.
             Or ``roles`` or ``elementwise`` is given though every optimizer has a kernel. Or
             :func:`cast_model` or :func:`convert` raises it.
         NotImplementedError: an optimizer cannot be converted: see :func:`convert`.
@@ -109,6 +111,7 @@ def prepare(
                 "none of its parameters, so that nothing would train it; make the optimizer of "
                 "model.parameters(). Nothing was changed"
             )
+    refuse_replaced(optimizers)
     for cast in cast_recipes(model):
         check_same("prepare", recipe, cast, f"the {type(model).__name__} was cast by", _CAST)
     cast_model(model, recipe)

@@ -1,7 +1,8 @@
 """What this package replaces in torch itself, for the whole process, and how to turn that off.
 
 Each patch is in a module of its own kind, whose ``restore()`` undoes it; this table is the list.
-What is replaced in Lightning, Accelerate and transformers is listed in ``_patches`` of the plugins.
+What is replaced in Lightning, Accelerate, transformers and peft is listed in ``_patches`` of the
+plugins.
 """
 
 from __future__ import annotations

@@ -114,16 +114,19 @@ STOCK = """
 import sys, types
 import accelerate, accelerate.commands.accelerate_cli, accelerate.commands.config.sagemaker
 import transformers.trainer, transformers.training_args
+import peft.tuners.tuners_utils
 import torch
+
+hosts = ("accelerate", "transf", "peft")
 
 def stock():
     found = {}
     for name, module in list(sys.modules.items()):
-        if not name.startswith(("accelerate.", "transformers.train")):
+        if not name.startswith(("accelerate.", "transformers.train", "peft.tuners.tuners_")):
             continue
         for key, value in list(vars(module).items()):
             found[name, key] = id(value)
-            if isinstance(value, type) and value.__module__.startswith(("accelerate", "transf")):
+            if isinstance(value, type) and value.__module__.startswith(hosts):
                 for attribute, own in list(vars(value).items()):
                     found[name, key, attribute] = id(own)
                     if isinstance(own, (list, dict)):

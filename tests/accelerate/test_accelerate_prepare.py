@@ -42,6 +42,19 @@ def test_preparing_again_changes_nothing(make_accelerator, train, mode, model, b
     train(accelerator, again, wrapped_again, batches[:3])
 
 
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused(make_accelerator, mode, model):
+    accelerator = make_accelerator(mode)
+    prepared, wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    prepared.down.weight = nn.Parameter(torch.zeros(1, 16))
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"'down.weight' first\) are no longer"):
+        accelerator.prepare(prepared, wrapped)
+    other = torch.optim.AdamW([prepared.down.weight])
+    accelerator.prepare(prepared, wrapped, other)
+    # The other one has been prepared by now.
+    accelerator.prepare(prepared, wrapped)
+    accelerator.prepare(prepared)
+
+
 def test_what_an_accelerator_without_the_mode_has_prepared_is_converted_too(
     make_accelerator, train, mode, model, batches, caplog
 ):

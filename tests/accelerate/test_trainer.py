@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_llm import llama, sequences
 from torch import nn
@@ -123,6 +124,50 @@ def test_training_goes_on_from_the_best_model_and_not_from_stale_masters(make_tr
     for name, value in bits(trainer.model).items():
         distance = (value.float() - loaded[name].float()).abs()
         assert (distance <= 1e-5 + 2**-7 * loaded[name].float().abs()).all(), name
+
+
+def with_adapters(saved=None):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved)
+    return get_peft_model(llama(), lora)
+
+
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["lora", "lora and head"])
+def test_adapters_that_peft_loads_again_are_those_that_are_trained(
+    make_trainer, launched, tmp_path, saved
+):
+    trainer = make_trainer(with_adapters(saved))
+    trainer.train()
+    expected, half = bits(trainer.model), str(tmp_path / "run" / "checkpoint-4")
+    trainer.train(resume_from_checkpoint=half)
+    assert same(bits(trainer.model), expected)
+    # It is cast before the adapters are loaded.
+    evaluated = make_trainer(with_adapters(saved), folder="resumed")
+    evaluated.evaluate()
+    evaluated.train(resume_from_checkpoint=half)
+    assert same(bits(evaluated.model), expected)
+
+
+def test_adapters_train_on_from_the_best_ones(make_trainer, launched):
+    trainer = make_trainer(with_adapters(["lm_head"]), load_best_model_at_end=True)
+    trainer.train()
+    best = bits(trainer.model)
+    trainer.args.load_best_model_at_end = False
+    trainer.train()
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    after = bits(trainer.model)
+    assert all(not torch.equal(after[name], best[name]) for name in trained)
+
+
+def test_an_adapter_that_comes_after_the_cast_is_fp32_until_it_is_prepared(make_trainer, launched):
+    trainer = make_trainer(with_adapters(), max_steps=1, eval_strategy="no")
+    trainer.evaluate()
+    trainer.model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    others = [p for name, p in trainer.model.named_parameters() if ".other." in name]
+    assert {p.dtype for p in others} == {torch.float32}
+    trainer.model.set_adapter("other")
+    trainer.train()
+    assert {p.dtype for p in others} == {torch.bfloat16}
+    assert any(p.any() for name, p in trainer.model.named_parameters() if "lora_B.other" in name)
 
 
 def test_evaluation_without_training_keeps_rotary_frequencies(make_trainer, launched):

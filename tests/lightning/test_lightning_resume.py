@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 from lightning_models import (
     batches,
@@ -15,6 +16,8 @@ from lightning_models import (
     snapshot,
 )
 from torch.nn import functional as F
+
+import torch_bf16
 
 FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -140,6 +143,37 @@ def test_the_checkpoint_of_another_recipe_goes_on_and_says_what_was_rounded(pl, 
     assert resumed.global_step == 10
     assert "state 0 remainder16" not in after
     assert "weights bf16+16 -> bf16_stochastic" in caplog.text
+
+
+def never(pl, module):
+    pass
+
+
+def validated(pl, module):
+    make_trainer(pl, "bf16-stochastic").validate(module, batches(1), verbose=False)
+
+
+def of_stock_bf16(pl, module):
+    make_trainer(pl, "bf16-true").validate(module, batches(1), verbose=False)
+
+
+def built_in_bf16(pl, module):
+    module.bfloat16()
+
+
+@pytest.mark.parametrize("used", [never, validated, of_stock_bf16, built_in_bf16])
+def test_exact_masters_start_from_a_checkpoint_of_32_true_whatever_the_module_was(
+    pl, tmp_path, used
+):
+    trainer, after = fit(pl, "32-true", epochs=1)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    module = make_module(pl, seed=99, configure_optimizers=configure_optimizers)
+    used(pl, module)
+    resumed = make_trainer(pl, "bf16-fp32-master", max_epochs=2, limit_train_batches=0)
+    resumed.fit(module, batches(5), ckpt_path=tmp_path / "some.ckpt")
+    exact = torch_bf16.fp32_state_dict(module, resumed.optimizers[0])
+    for name, value in exact.items():
+        assert torch.equal(value, after[f"weight {name}"]), name
 
 
 def test_a_checkpoint_of_32_true_goes_on_in_bf16(pl, mode, tmp_path):

@@ -84,6 +84,44 @@ def test_loading_after_the_cast_is_loading_before_it(recipe):
     assert_equal(exact(before, ours), exact(after, theirs))
 
 
+def cast_without_masters(net):
+    torch_bf16.cast_model(net)
+
+
+def cast_for_masters_of_vectors_alone(net):
+    torch_bf16.cast_model(net, torch_bf16.get_recipe("bf16-stochastic", vectors="like_matrices"))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [cast_without_masters, cast_for_masters_of_vectors_alone, nn.Module.bfloat16],
+    ids=["validated", "vectors", "built in bf16"],
+)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_a_module_that_was_bf16_before_loads_as_a_fresh_one_does(recipe, before):
+    """A host casts it again by the recipe of this run, which finds nothing left to cast."""
+    source, nets = network().state_dict(), [network(1), network(2)]
+    before(nets[1])
+    optimizers = []
+    for net in nets:
+        torch_bf16.cast_model(net, recipe)
+        optimizers.append(torch_bf16.AdamW(net.named_parameters(), lr=1e-2, recipe=recipe))
+        net.load_state_dict(source)
+    found, fresh = (exact(*each) for each in zip(reversed(nets), reversed(optimizers), strict=True))
+    assert_equal(found, fresh)
+    if recipe is RECIPES["remainder"]:
+        assert_equal(found, source.values())
+
+
+def test_a_model_that_came_in_bf16_is_prepared_by_one_recipe_after_another():
+    """None of its bits are lost by the first, and what it loads follows the last."""
+    net, source = network(1).bfloat16(), network().state_dict()
+    prepared(net, "bf16-stochastic")
+    optimizer = prepared(net, RECIPES["remainder"])
+    net.load_state_dict(source)
+    assert_equal(exact(net, optimizer), source.values())
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_a_run_of_stock_fp32_goes_on_alike_in_either_order(recipe):
     stock = network()

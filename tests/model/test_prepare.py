@@ -203,6 +203,45 @@ def test_an_optimizer_of_another_model_and_an_unknown_backend_are_refused_before
     assert model.weight.dtype == torch.float32
 
 
+def replaced(layer, trains=True):
+    layer.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=trains)
+    return layer.weight
+
+
+def test_an_optimizer_whose_model_has_other_parameters_by_now_is_refused_by_name():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare(model, optimizer)
+    new = replaced(model[1])
+    match = r"1 parameters of the Sequential \('1.weight' first\) are no longer .* this AdamW has"
+    with pytest.raises(torch_bf16.StateMismatchError, match=match):
+        prepare(model, optimizer)
+    with pytest.raises(torch_bf16.StateMismatchError, match=match):
+        torch_bf16.refuse_replaced([Around(optimizer)])
+    assert new.dtype == torch.float32
+    other = torch.optim.AdamW([new])
+    prepare(model, [optimizer, other])
+    torch_bf16.refuse_replaced([optimizer], [other])
+
+
+@pytest.mark.parametrize("way", ["frozen", "added", "taken out", "of a part", "of two models"])
+def test_what_has_its_parameters_elsewhere_for_a_reason_is_prepared_again(way):
+    model, scale = network(), nn.Parameter(torch.ones(1))
+    trained = model[0] if way == "of a part" else model
+    groups = [{"params": [*trained.parameters()]}, {"params": [scale]}]
+    if way == "of two models":
+        groups.append({"params": [*network().parameters()]})
+    optimizer = torch.optim.AdamW(groups)
+    prepare(model, optimizer)
+    if way == "taken out":
+        model[1] = nn.Identity()
+    else:
+        new = replaced(model[1], trains=way != "frozen")
+    if way in ("added", "of two models"):
+        optimizer.add_param_group({"params": [new]})
+    prepare(model, optimizer)
+
+
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 def test_modules_that_have_no_truth_value_when_compared_are_trained_like_others(recipe):
     """tensordict's TensorDictParams, of which torchrl's losses are made, is one."""

@@ -36,6 +36,21 @@ def test_fully_shard_after_prepare_is_refused_by_the_step(ranks):
     ranks(1, shard_after_prepare)
 
 
+def prepare_again_where_weights_are_gathered():
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch_bf16.prepare(model, optimizer)
+    with torch.no_grad():
+        model(torch.ones(2, 4).bfloat16())
+    shown = {id(p) for p in model.parameters()}
+    assert shown.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"])
+    torch_bf16.refuse_replaced([optimizer])
+
+
+def test_what_a_forward_pass_has_gathered_replaces_nothing(ranks):
+    ranks(1, prepare_again_where_weights_are_gathered)
+
+
 def shard_after_a_step(release):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The modules that ``cast_model`` has seen: what it called each, and by which recipe it cast it."""
+"""The modules that ``cast_model`` has seen: what it called each, and by which recipes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.recipe import Recipe
 
 __all__ = [
+    "cast_recipe",
     "cast_recipes",
     "is_of_cast_model",
     "name_in_cast_model",
     "note",
-    "recipe_of",
+    "stored_by",
     "trained_weights",
 ]
 
 
 class _Cast(NamedTuple):
-    name: str
-    recipe: Recipe | None
+    """What is known of a module.
+
+    Attributes:
+        name: in the outermost model that was cast.
+        cast_by: what made bf16 of parameters that it had in fp32; None where they came in bf16.
+        stored_by: the last that its bf16 parameters, cast or not, are stored by.
+    """
+
+    name: str = ""
+    cast_by: Recipe | None = None
+    stored_by: Recipe | None = None
 
 
 # By module: torch converts no sharded parameter that has a weak reference. By its identity: modules
@@ -31,14 +41,29 @@ class _Cast(NamedTuple):
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def note(model: nn.Module, recipe: Recipe, to_bf16: Container[int]) -> None:
-    """Remember a model whose parameters of these ids are cast to bf16."""
+def note(
+    model: nn.Module, recipe: Recipe, to_bf16: Container[int], in_bf16: Container[int]
+) -> None:
+    """Remember a model whose parameters are stored by a recipe from now on.
+
+    Args:
+        model: all of whose modules are remembered.
+        recipe: of the cast.
+        to_bf16: ids of parameters that are cast.
+        in_bf16: ids of those that are bf16 already. They follow the recipe like the others: fp32
+            weights that are loaded later may have masters now.
+    """
     for name, sub in model.named_modules():
-        cast = any(id(p) in to_bf16 for p in sub.parameters(recurse=False))
-        before = _known.get(sub) or _Cast("", None)
-        # A part may be cast by itself, before or after the model around it.
-        longer = max(name, before.name, key=len)
-        _known[sub] = _Cast(longer, recipe if cast else before.recipe)
+        own = [id(p) for p in sub.parameters(recurse=False)]
+        before = _known.get(sub) or _Cast()
+        cast = any(each in to_bf16 for each in own)
+        stored = cast or any(each in in_bf16 for each in own)
+        _known[sub] = _Cast(
+            # A part may be cast by itself, before or after the model around it.
+            max(name, before.name, key=len),
+            recipe if cast else before.cast_by,
+            recipe if stored else before.stored_by,
+        )
 
 
 def is_of_cast_model(module: nn.Module) -> bool:
@@ -52,16 +77,30 @@ def name_in_cast_model(module: nn.Module) -> str | None:
     return None if found is None else found.name
 
 
-def recipe_of(module: nn.Module) -> Recipe | None:
-    """By which the parameters of a module itself were cast; None if none was."""
+def cast_recipe(module: nn.Module) -> Recipe | None:
+    """The recipe by which parameters of a module itself were cast from fp32; None if none were.
+
+    Parameters that were bf16 before :func:`cast_model` have not been cast.
+
+    Example:
+        >>> model = torch_bf16.cast_model(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        >>> torch_bf16.cast_recipe(model[0]).name, torch_bf16.cast_recipe(model)
+        ('bf16-stochastic', None)
+    """
     found = _known.get(module)
-    return None if found is None else found.recipe
+    return None if found is None else found.cast_by
+
+
+def stored_by(module: nn.Module) -> Recipe | None:
+    """By which the bf16 parameters of a module itself are stored; None if it was in no cast."""
+    found = _known.get(module)
+    return None if found is None else found.stored_by
 
 
 def cast_recipes(model: nn.Module) -> Iterator[Recipe]:
     """The recipes that the modules of a model were cast by."""
     for sub in model.modules():
-        recipe = recipe_of(sub)
+        recipe = cast_recipe(sub)
         # One that was made fp32 again can be cast by another.
         if recipe and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False)):
             yield recipe

@@ -80,7 +80,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     in_fp32, asked = _named_by(recipe.keep_fp32, model)
     staying = _staying(model, asked)
     to_fp32 = {id(p): p for p in asked if _is_narrow(p)}
-    to_bf16 = {}
+    to_bf16, in_bf16 = {}, set()
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
@@ -98,6 +98,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             )
         if parameter.dtype == torch.float32:
             to_bf16[id(parameter)] = parameter
+        elif parameter.dtype == torch.bfloat16:
+            in_bf16.add(id(parameter))
     changed = {**to_fp32, **to_bf16}
     if changed:
         _check_wrappers(model)
@@ -122,7 +124,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             bits_of[id(t)] = bits
         return weight
 
-    cast_modules.note(model, recipe, to_bf16)
+    cast_modules.note(model, recipe, to_bf16, in_bf16)
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
     model._apply(cast)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_bf16.torch_patches import is_enabled
 
 from . import remainders
-from .cast_modules import recipe_of
+from .cast_modules import stored_by
 
 __all__ = ["restore", "watch_loading"]
 
@@ -48,7 +48,7 @@ def _load_from_state_dict(
     error_msgs: list[str],
 ) -> None:
     bits_of, errors = {}, len(error_msgs)
-    recipe = recipe_of(self)
+    recipe = stored_by(self)
     if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
         for key, parameter in _given_in_fp32(self, state_dict, prefix):
             # Rounded here: torch's rounding has other ties, for which the bits would be too long.

@@ -34,7 +34,7 @@ HOOKED = {
     "accelerate": ("accelerate.",),
     "transformers": ("transformers.",),
     "trl": (),
-    "peft": (),
+    "peft": ("peft.",),
 }
 """For each host, how the names of its modules begin; none are hooked of those that use another."""
 

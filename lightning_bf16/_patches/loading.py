@@ -1,0 +1,29 @@
+"""A Trainer loads a checkpoint's weights before it converts the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_bf16.precision import PrecisionMixin
+
+__all__ = ["load_model_state_dict"]
+
+
+def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
+    """Cast a module that is bf16 from before by this fit's recipe already when it loads.
+
+    fp32 weights that a fresh module loads keep all their bits. One that a validation, or a run in
+    another precision, has left in bf16 would round them before the plugin has seen it.
+    """
+
+    def _load_model_state_dict(strategy: Any, *args: Any, **kwargs: Any) -> None:
+        plugin, module = strategy.precision_plugin, strategy.lightning_module
+        ours = isinstance(plugin, PrecisionMixin) and module.trainer.state.fn == "fit"
+        if ours and any(p.dtype == torch.bfloat16 for p in module.parameters()):
+            plugin.cast(module)
+        original(strategy, *args, **kwargs)
+
+    return _load_model_state_dict
