@@ -163,6 +163,8 @@ class Engine:
 
     def select(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Switch to the plan for the parameters that a host shows now, and keep the last one."""
+        if self.host is None:
+            return
         shown = tuple(id(each) for group in groups for each in group["params"])
         if shown != self._shown:
             self._others[self._shown] = self.setting, self.plan

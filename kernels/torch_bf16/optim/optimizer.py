@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -152,8 +152,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         engine = self._engine
-        if engine.host is not None:
-            engine.select(self.param_groups)
+        engine.select(self.param_groups)
         self._check_step()
         setting, inputs = self._setting(), StepInputs()
         parameters = setting.parameters
@@ -191,9 +190,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 self._engine.captured.add(plan)
             if not plan.active_parameters():
                 check_in_model(self)
-            if drop_remainders(self, parameters, plan.overwritten_members):
-                # The step may still fail, and the next one must not take this for another write.
-                plan.note_versions()
+            drop_remainders(self, parameters, plan.overwritten_members)
             for observer in self.observers:
                 set_seen(self.state, True)
                 observer.before_update(plan.active_members(), inputs.multiplier)
@@ -351,7 +348,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         state_dicts.check(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"recipe": self.recipe, "backend": self.backend, "_engine": copy.copy(self._engine)}
+        own = {"recipe": self.recipe, "backend": self.backend, "_engine": copy(self._engine)}
         return super().__getstate__() | own | {"state": states_without_remainders(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -62,6 +62,8 @@ def drop_remainders(
     for each in found:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
+        # The step may still fail, and the next one must not take this for another write.
+        each.snapshot.version = each.shard.version()
         if (watch := each.snapshot.data) is not None:
             if not any(loaded):
                 watch.follow_writes()
