@@ -39,6 +39,10 @@ IMPORTS = [
     "torch_bf16.backends.cpu.launch",
 ]
 
+# Calls from one look for garbage to the next: groups that a function made are part of it, and each
+# has a thread that looks for messages a hundred times a second.
+_COLLECTED = 8
+
 
 class RankError(AssertionError):
     """A call failed on some rank.
@@ -166,7 +170,7 @@ def _serve(rank: int, pipe: Connection, log: Path) -> None:
     gc.freeze()
     faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    returned = True
+    returned, calls = True, 0
     while returned:
         call = pipe.recv_bytes()
         try:
@@ -175,6 +179,9 @@ def _serve(rank: int, pipe: Connection, log: Path) -> None:
         except BaseException:
             returned, message = False, pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(message)
+        calls += 1
+        if calls % _COLLECTED == 0:
+            gc.collect()
     # Not by the usual way, which waits for groups: that closes the sockets at which others wait.
     os._exit(1)
 
