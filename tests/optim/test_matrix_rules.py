@@ -197,7 +197,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
         assert values.median() > 0.6
 
 
-@pytest.mark.parametrize("name", OURS)
+@every_one
 def test_hyperparameters_are_those_of_a_list_of_groups_that_took_the_place_of_another(name):
     parameters = fresh(name)
     optimizer = ours(name, parameters, lr=0.01)

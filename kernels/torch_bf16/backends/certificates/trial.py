@@ -26,8 +26,8 @@ from torch_bf16.rules import Rule
 __all__ = ["GROUP", "SEED", "Trial", "digests_of", "names_of", "settled"]
 
 SEED = 7
+# The numbers of the steps of a trial, one after the other; every other tensor is a step ahead.
 _STEPS = (1, 1000)
-"""The numbers of the steps of a trial, one after the other, for every other tensor."""
 
 # Number of elements, index of the first, elements of a run, and from its start to that of the next;
 # runs where tensors are strided, else all are one.
