@@ -1,4 +1,4 @@
-"""Where many tensors are in memory, and whether they still are there."""
+"""The addresses of many tensors, and whether they have changed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 __all__ = ["Addresses"]
 
-# What torch asks of the inputs of a CUDA graph: one call for all. Builds for GPUs alone have it.
+# torch checks the inputs of CUDA graphs with it: one call for all tensors. Only GPU builds have it.
 _all_at: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class Addresses:
-    """Where some tensors are.
+    """The addresses of some tensors.
 
     Attributes:
-        numbers: of each its address, 0 where it has no memory; not to be written.
+        numbers: the address of each tensor, 0 if it has no memory; not to be written.
     """
 
     def __init__(self, numbers: list[int] | None = None) -> None:
@@ -26,11 +26,11 @@ class Addresses:
 
     @classmethod
     def of(cls, tensors: list[Any]) -> Addresses:
-        """Where these are."""
+        """The addresses of these tensors."""
         return cls().now(tensors)
 
     def now(self, tensors: list[Any]) -> Addresses:
-        """Where these are: the same object where it is there, in the same order."""
+        """The addresses of these tensors: this object if they are equal to its own, in order."""
         same_size = len(tensors) == len(self.numbers)
         if same_size and _all_at is not None and _all_at(tensors, self.numbers, self._places):
             return self

@@ -1,4 +1,4 @@
-"""Whether a plan still fits: it knows all that takes part, in the memory where that was."""
+"""Checks that a plan is still valid: the same parameters and states, in the same memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["Guard", "StepGradients"]
 
 _DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter("grad")
 
-# Parameters that are looked at together, several times in turn: what one look has brought into a
-# processor's cache is still there for the next one.
+# Parameters that are checked together: all checks of a block run while its tensors are still in the
+# processor's cache.
 _BLOCK = 256
 _END = object()
 
@@ -38,9 +38,10 @@ class StepGradients(NamedTuple):
     """The gradients of a step, one for each member of a plan.
 
     Attributes:
-        tensors: this rank's part of each; None for a member that takes no part.
-        addresses: int64, of each, 0 for None; None where a gradient is not contiguous, or negated
-            when it is read. The same array as in the step before where they have not changed.
+        tensors: this rank's part of each gradient; None for a member without one.
+        addresses: int64, one for each member, 0 for a member without a gradient. None if a kernel
+            cannot read a gradient in place, because it is not contiguous or is lazily negated. The
+            same array as in the last step if no address has changed.
     """
 
     tensors: Sequence[Tensor | None]
@@ -48,20 +49,20 @@ class StepGradients(NamedTuple):
 
 
 class Guard:
-    """What parameters, their gradients and their states are now, to compare later.
+    """Records parameters, gradients and states as they are now, to compare with them later.
 
-    Gradients are asked for what torch does not: it lets nobody assign one of another shape or on
-    another device than its parameter.
+    Shapes and devices of gradients are not compared with those of their parameters: torch refuses
+    to assign a gradient that differs.
 
     Args:
-        shards: of parameters, most of which have gradients.
+        shards: one for each parameter; most have gradients.
         states: the optimizer's state.
-        keys: of each parameter's state, what is used of it.
-        dtypes: of the gradients.
+        keys: for each parameter, the keys of its state that the step uses.
+        dtypes: of the gradients, one for each parameter.
 
     Attributes:
-        taking_part: for each parameter, whether it takes part in the step; another list for another
-            set of them.
+        taking_part: for each parameter whether it has a gradient in this step. A different set of
+            gradients gets a new list.
     """
 
     def __init__(
@@ -89,29 +90,30 @@ class Guard:
                 for some in [self._parameters[here]]
             ]
             self.taking_part = [each.grad is not None for each in self._parameters]
-        # What the last look found, for the step that follows it and no longer.
+        # Found by the last check; kept only until the step that follows it.
         self._gradients: StepGradients | None = None
-        # The arrays of the blocks, and the one that they make.
+        # The address arrays of the blocks, and their concatenation.
         self._joined: tuple[list[np.ndarray | None], np.ndarray | None] = [], None
         self._present: list[list[bool]] = []
 
     def holds(self, parameters: Sequence[Tensor], states: dict[Tensor, Any]) -> bool:
-        """Whether all that take part are known, and all tensors the same in the same memory.
+        """Whether every parameter with a gradient is known and no tensor has changed or moved.
 
         Args:
-            parameters: all that may have a gradient; those that have one take part from now on.
+            parameters: all that may have a gradient. Those that have one now are the new
+                :attr:`taking_part`.
             states: the optimizer's state.
         """
         with no_torch_function():
             return self._knows(parameters) and self._look(states)
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
-        """For each parameter whether it and its states are what they were, where they were."""
+        """For each parameter whether neither it nor its states have changed or moved."""
         with no_torch_function():
             return [same for each in self._blocks for same in each.intact(states)]
 
     def gradients(self) -> StepGradients:
-        """This rank's part of each gradient, which may communicate; for the step that follows."""
+        """This rank's part of each gradient, for the step that follows; may communicate."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             pairs = zip(self._shards, self.taking_part, strict=True)
@@ -123,15 +125,15 @@ class Guard:
         return gradients
 
     def forget_gradients(self) -> None:
-        """Keep no gradient alive that a step has found and not read."""
+        """Drop the gradients that :meth:`holds` found, so that they can be freed."""
         self._gradients = None
 
     def _knows(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether none but the plan's has a gradient, and they come in its order."""
+        """Whether only parameters of the plan have gradients, and come in the plan's order."""
         if parameters is not self._candidates and not all_same(self._candidates, [*parameters]):
             numbers = {*map(id, self._parameters)}
             known = [id(each) in numbers for each in parameters]
-            # In another order than the plan's they would be given each other's gradients.
+            # In a different order they would get each other's gradients.
             if not all_same([*compress(parameters, known)], self._parameters):
                 return False
             pairs = zip(parameters, known, strict=True)
@@ -142,7 +144,7 @@ class Guard:
     def _look(self, states: dict[Tensor, Any]) -> bool:
         blocks: list[_BlockGradients] = []
         self._gradients = None
-        # What nobody was given nobody has put elsewhere, and no other plan has changed.
+        # States that were never handed out cannot have been moved, except by another plan.
         plans = getattr(states, "plans", None)
         hidden = (
             isinstance(states, States)
@@ -170,7 +172,7 @@ class Guard:
         return True
 
     def _join(self, addresses: list[np.ndarray | None]) -> np.ndarray | None:
-        """Those of all blocks: the same array for the same ones; None where one is."""
+        """The addresses of all blocks, or None if a block has None; reuses the last array."""
         if not all_same(addresses, self._joined[0]):
             arrays = [each for each in addresses if each is not None]
             complete = len(arrays) == len(addresses)
@@ -185,12 +187,12 @@ class Guard:
 
 
 class _BlockGradients(NamedTuple):
-    """Those of one block; see :class:`StepGradients`.
+    """The gradients of one block; see :class:`StepGradients`.
 
     Attributes:
-        usable: whether they can be read as they are: no collective is under way that has still to
-            fill one of them, and no other library has wrapped one.
-        present: for each parameter whether it has one.
+        usable: whether they can be read as they are: no collective still has to fill one, and none
+            is wrapped by another library.
+        present: for each parameter whether it has a gradient.
     """
 
     tensors: list[Any]
@@ -200,14 +202,7 @@ class _BlockGradients(NamedTuple):
 
 
 class _Block:
-    """Some of the parameters.
-
-    Args:
-        parameters: in order.
-        states: of each.
-        keys: of what is used of each.
-        dtypes: of their gradients.
-    """
+    """Parameters that are checked together; arguments as for :class:`Guard`."""
 
     def __init__(
         self,
@@ -219,10 +214,10 @@ class _Block:
         self.parameters, self._dtypes, self._keys = parameters, list(dtypes), keys
         pairs = zip(states, keys, strict=True)
         self._planned_values = [state[key] for state, some in pairs for key in some]
-        # All that the states hold now, which may be more, or in another order.
+        # Everything in the states, including what the step does not use, in the order of the dicts.
         self._values = [*_values(states), _END]
         tensors = [isinstance(each, Tensor) for each in self._planned_values]
-        # Whose state each tensor beside the parameters is.
+        # For each tensor in the states, the place of its parameter.
         owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(keys))
         self._owners = [*compress(owners, tensors)]
         self._many = Parameters(parameters, [*compress(self._planned_values, tensors)])
@@ -232,19 +227,20 @@ class _Block:
         self._planned_metadata = self._memory_metadata()
         self._state_addresses = Addresses.of(self._many.state_memory)
         self._metadata, self._gradient_metadata = Metadata(), Metadata()
-        # Where gradients were last: of those that were present, which those are, and spread.
+        # Of the last gradients: their addresses, which parameters had one, and the same addresses
+        # with a 0 for each parameter that had none.
         self._last: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None
         self._all_present = [True] * len(parameters)
-        # Those of other classes have not been checked.
+        # Wrapper classes of gradients that planning has accepted; any other must be checked first.
         self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
 
     def look(self, states: list[Mapping[str, Any]] | None) -> _BlockGradients | None:
-        """The gradients, where parameters and states are what they were; else None.
+        """Return the gradients, or None if a parameter or a state has changed or moved.
 
-        None, too, where a gradient is of a kind that was not planned for.
+        Also None if a gradient is of a kind that was not planned for.
 
         Args:
-            states: of the parameters; None where they cannot have changed.
+            states: one for each parameter; None if they cannot have changed.
         """
         if not self._memory_unchanged() or not (states is None or self._states_unchanged(states)):
             return None
@@ -255,11 +251,11 @@ class _Block:
                 return _BlockGradients(gradients, addresses, True, self._all_present)
             return self._unusual_gradients(gradients, fitting)
         except (AttributeError, RuntimeError):
-            # A plain tensor for the gradient of a sharded parameter, or one that is sparse.
+            # The gradient of a sharded parameter is a plain tensor, or a gradient is sparse.
             return None
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
-        """For each parameter whether it and its states are what they were."""
+        """For each parameter whether neither it nor its states have changed or moved."""
         if not self._many.in_place():
             return [False] * len(self.parameters)
         *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
@@ -277,7 +273,7 @@ class _Block:
         return flags
 
     def _memory_unchanged(self) -> bool:
-        """Whether parameters are where they were, of the dtypes, shapes and strides of then."""
+        """Whether no parameter has moved or changed its dtype, shape or strides."""
         planned = self._memory_addresses
         if not self._many.in_place() or planned.now(self._many.memory) is not planned:
             return False
@@ -288,7 +284,7 @@ class _Block:
         return True
 
     def _unusual_gradients(self, gradients: list[Any], fitting: bool) -> _BlockGradients | None:
-        """Gradients that are not the usual ones, looked at one by one; None as in :meth:`look`."""
+        """Check gradients one by one; returns None as :meth:`look` does."""
         kinds = {*map(type, gradients)}
         present, tensors, dtypes = self._all_present, gradients, self._dtypes
         if NoneType in kinds:
@@ -306,7 +302,7 @@ class _Block:
         return _BlockGradients(gradients, addresses, usable, present)
 
     def _gradient_addresses(self, tensors: list[Any], present: list[bool]) -> np.ndarray | None:
-        """See :func:`_spread`; the same array where they have not changed."""
+        """The result of :func:`_spread`: the same array if no address has changed."""
         last, of_whom, addresses = self._last
         now = last.now(tensors)
         if now is not last or present != of_whom:
@@ -315,10 +311,10 @@ class _Block:
         return addresses
 
     def _states_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
-        """Whether states hold the tensors that they held, where those were."""
+        """Whether the states hold the same tensors, in the same memory."""
         if not self._values_unchanged(states):
             return False
-        # `state["exp_avg"].data = ...` keeps the tensor and frees the memory that kernels know.
+        # `state["exp_avg"].data = ...` keeps the tensor but frees the memory that kernels write.
         return self._state_addresses.now(self._many.state_memory) is self._state_addresses
 
     def _values_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
@@ -327,10 +323,10 @@ class _Block:
             if all(map(is_, now, self._values)):
                 return True
         except TypeError:
-            # A parameter without states, or with one of another class.
+            # A parameter without a state, or whose state is not a dict.
             if None in states:
                 return False
-        # Somebody may have added to the states, or put the same tensors into another dict.
+        # Entries may have been added, or the same tensors put into another dict.
         pairs = zip(states, self._keys, strict=True)
         now = (state.get(key) for state, keys in pairs for key in keys)
         if not all(map(is_, now, self._planned_values)):
@@ -339,7 +335,7 @@ class _Block:
         return True
 
     def _memory_metadata(self) -> tuple[list[Any], ...]:
-        """What parameters are in memory, in lists that follow those."""
+        """Dtypes, shapes and contiguity; strides of those that were not contiguous when planned."""
         memory = self._many.memory
         return (
             [*map(_DTYPE, memory)],
@@ -350,18 +346,18 @@ class _Block:
 
 
 def _readable(gradients: Sequence[Any]) -> bool:
-    """Whether a kernel can read their memory as it is."""
-    # A lazily negated view is contiguous, too, and its memory has the other sign.
+    """Whether a kernel can read all of them in place."""
+    # A lazily negated view can be contiguous, but its memory has the opposite sign.
     return all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
 
 
 def _spread(where: Addresses, tensors: Sequence[Any], present: Sequence[bool]) -> np.ndarray | None:
-    """Where gradients are, and 0 for each parameter that has none, as ``present`` says.
+    """The addresses of gradients, with a 0 for each parameter whose ``present`` is False.
 
-    None where one has no memory.
+    None if a gradient has no memory of its own.
     """
     pointers = np.array(where.numbers, np.int64)
-    # A tensor without elements is at 0, too; any other one there has memory of another kind.
+    # An empty tensor has address 0; any other tensor at 0 is a wrapper without memory of its own.
     if np.count_nonzero(pointers) < len(pointers) and any(
         tensors[n].numel() for n in np.flatnonzero(pointers == 0).tolist()
     ):

@@ -1,4 +1,4 @@
-"""Whether many tensors still have the class, dtype, device, shape and strides that they had."""
+"""Checks that many tensors have kept their class, dtype, device, shape and strides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 try:
-    # What torch.compile asks of the inputs of a graph: one call for all of them.
+    # torch.compile checks the inputs of a graph with it: one call for all tensors.
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None
@@ -17,9 +17,9 @@ __all__ = ["Metadata"]
 
 
 class Metadata:
-    """What some tensors were when they had been looked at one by one.
+    """Metadata of tensors that were checked one by one, to check them all at once from then on.
 
-    Such a look takes several times as long. It knows no tensor, so others may take their places.
+    That takes a fraction of the time. No tensor is kept, so others may take their places.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Metadata:
         self._useful = TensorGuards is not None
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        """Remember what these are; not again where what was noted last has never held."""
+        """Record the metadata of these tensors, unless the last record has never matched."""
         if self._useful:
             shapes = [[*each.shape] for each in tensors]
-            # The stride of a dimension of size 1 means nothing, and is not always the same.
+            # The stride of a dimension of size 1 means nothing and may change.
             strides = [
                 [
                     step if size > 1 else None
@@ -43,10 +43,10 @@ class Metadata:
             self._useful = False
 
     def holds(self, tensors: Sequence[Any]) -> bool:
-        """Whether these are the same in all that, lazy negation included; False where unknown.
+        """Whether tensors match the record, lazy negation included; False without a record.
 
         Args:
-            tensors: as many as were noted, in order; what is not a tensor is not the same.
+            tensors: as many as were recorded, in order; anything but a tensor does not match.
         """
         if self._guards is None or not self._guards.check(*tensors):
             return False

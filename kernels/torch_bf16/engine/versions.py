@@ -1,8 +1,8 @@
-"""Which weights something else has written since the last step, by the versions that torch counts.
+"""Finds weights that something else has written since the last step, by torch's version counters.
 
-Kernels write through addresses, so a step raises versions by itself: that of each weight by as much
-as the step before. So the sum of all versions says that nothing else has written any of them, and
-they are compared one by one only where it is another one.
+Kernels write through addresses, so a step raises the versions itself: each weight's by the same
+amount as in the step before. If the sum of all versions is the expected one, nothing else has
+written a weight; only otherwise are versions compared one by one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["Snapshot", "Versions"]
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps that have raised versions alike."""
+    """A run of steps, each of which raised the versions by the same amounts."""
 
     count: int = 0
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a parameter was when the last step had updated it, or its first one was planned.
+    """A parameter as the last step left it, or as it was when its first step was planned.
 
     Attributes:
         dtype: of the parameter.
         shape: of the parameter.
         data: sees writes that raise no version.
-        writes: after how many steps exact weights were last put back, and how often since.
+        writes: the number of the last step after which an exact weight was set, and how often.
     """
 
     _base: int
@@ -49,12 +49,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, shard: Shard) -> Snapshot:
-        """What a parameter is now."""
+        """A snapshot of a parameter as it is now."""
         return cls(shard.version(), shard.parameter.dtype, shard.parameter.shape)
 
     @property
     def version(self) -> int:
-        """What the last step left as the parameter's version."""
+        """The parameter's version after the last step."""
         return self._base + self._raise * self._steps.count
 
     @version.setter
@@ -62,17 +62,17 @@ class Snapshot:
         self._base = version - self._raise * self._steps.count
 
     def follow(self, steps: _Steps, raised: int) -> None:
-        """Let each of these steps raise the version by so much; none of them is taken yet."""
+        """Let each of these steps, none of which is taken yet, raise the version by ``raised``."""
         self._base, self._steps, self._raise = self.version, steps, raised
 
 
 class Versions:
-    """The versions of some weights, as the last step left them.
+    """The versions of weights, as the last step left them.
 
     Args:
         parameters: the weights.
-        snapshots: of each; their versions follow the steps.
-        unseen: whether no step writes any of them in a way that torch sees.
+        snapshots: one for each weight; their versions follow the steps.
+        unseen: whether steps write all weights through addresses, which raises no version.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Versions:
     ) -> None:
         self._parameters, self._snapshots, self._unseen = Parameters(parameters), snapshots, unseen
         self._versions = [each.version for each in snapshots]
-        # Of all versions, while steps of all weights follow one another.
+        # The expected sum of all versions, as long as every step updates all weights.
         self._sum: int | None = None
         self._raise, self._steps = 0, _Steps()
 
     def changed(self) -> list[int]:
-        """Places of the weights that are not what the last step left."""
+        """Places of the weights that were written since the last step."""
         if not self._snapshots:
             return []
         if self._sum is not None:
@@ -100,16 +100,16 @@ class Versions:
         return [place for place, (version, each) in enumerate(pairs) if version != each.version]
 
     def note(self, places: Sequence[int]) -> None:
-        """Remember what the weights at these places are now."""
+        """Record the present versions of the weights at these places."""
         self._compare_each()
         self._note(places, self._parameters.versions())
 
     def note_step(self, places: Sequence[int], updated: Sequence[Tensor]) -> None:
-        """Raise the versions of what a step has updated, which autograd has not seen.
+        """Raise the versions of the parameters that a step has updated unseen by autograd.
 
         Args:
-            places: of the weights among it.
-            updated: all of it.
+            places: of the weights among them that are followed here.
+            updated: all of them.
         """
         if not places:
             _raise_versions(updated)

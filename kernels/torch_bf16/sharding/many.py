@@ -1,8 +1,8 @@
-"""Many parameters at once: their memory on this rank, and whether it still is where it was.
+"""The memory of many parameters on this rank, and whether it has moved.
 
-At every step a guard checks this for some thousand tensors. Asking all tensors one question at a
-time, in loops that Python runs in C, takes half the time of asking one tensor after the other all
-questions, and a third for DTensors, whose local tensors are asked.
+A guard checks this for thousands of tensors at every step. Reading one attribute of all tensors
+before the next attribute, in loops that Python runs in C, takes half the time of reading all
+attributes of one tensor after the other, and a third of it for the local tensors of DTensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .local import is_dtensor, layers, local
 __all__ = ["Parameters", "all_same", "gradients_of", "no_torch_function", "unlike_memory"]
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
-"""Within it, torch does not look for ``__torch_function__`` at every attribute of a DTensor, which
-takes as long as to read it; DTensors have none."""
+"""Keeps torch from looking for ``__torch_function__`` at each attribute of a DTensor: DTensors have
+none, and the look-up takes as long as reading the attribute."""
 
 _GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
 _NOTHING = torch.empty(0, device="cpu")
@@ -29,15 +29,15 @@ _MEMORY = {Tensor}
 
 
 class Parameters:
-    """Parameters, plain or sharded, and the tensors kept beside them.
+    """Parameters, plain or sharded, and the tensors of their states.
 
     Args:
         parameters: in the order of the plan.
-        beside: the states' tensors.
+        beside: the tensors of the states.
 
     Attributes:
         memory: this rank's part of each parameter.
-        state_memory: this rank's part of each tensor beside them.
+        state_memory: this rank's part of each tensor of the states.
     """
 
     def __init__(self, parameters: Sequence[Tensor], beside: Sequence[Tensor] = ()) -> None:
@@ -48,16 +48,16 @@ class Parameters:
         self._specs = [each._spec for each in self._sharded]
         self._locals = [each._local_tensor for each in self._placed]
         deep = [*map(layers, parameters)]
-        # Row by row: the parameters, what is below those that are not memory themselves, and so on.
+        # The first row has the parameters, the next one what wrappers among them wrap, and so on.
         self._layers = [*zip_longest(*deep, fillvalue=_NOTHING)] or [()]
         self.memory = [each[-1] for each in deep]
         self._wrapped = [n for n, each in enumerate(deep) if len(each) > 1 + self._flags[n]]
         self.state_memory = [*map(local, beside)]
 
     def in_place(self) -> bool:
-        """Whether DTensors have the local tensors that they had, placed as they were.
+        """Whether DTensors still have the same local tensors and placements.
 
-        And whether what another library has wrapped is what it was.
+        And whether the wrappers of other libraries still wrap the same tensors.
         """
         if not self._placed and not self._wrapped:
             return True
@@ -68,14 +68,14 @@ class Parameters:
         )
 
     def gradients(self) -> tuple[list[Any], bool]:
-        """This rank's part of each gradient, None where there is none, as they are in memory.
+        """This rank's part of each gradient as it is in memory; None for a missing gradient.
 
         Returns:
-            The gradients, and whether those of DTensors are placed like these, as FSDP2 leaves
-            them.
+            The gradients, and whether the gradient of each DTensor has its placements, as FSDP2
+            leaves it.
 
         Raises:
-            AttributeError: a DTensor has a gradient that is none.
+            AttributeError: the gradient of a DTensor is not a DTensor.
         """
         gradients: list[Any] = [*map(_GRADIENT, self._parameters)]
         if not self._sharded:
@@ -95,7 +95,7 @@ class Parameters:
         return gradients, fitting
 
     def versions(self) -> list[int]:
-        """Numbers that a write to a parameter raises."""
+        """The version of each parameter, which torch raises at every write to it."""
         with no_torch_function():
             first, *below = self._layers
             versions = map(_VERSION, first)
@@ -104,13 +104,13 @@ class Parameters:
             return [*versions]
 
     def sum_of_versions(self) -> int:
-        """Their sum, in less time."""
+        """The sum of :meth:`versions`, which takes less time."""
         with no_torch_function():
             return sum(sum(map(_VERSION, row)) for row in self._layers)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """``.grad`` of each of some parameters."""
+    """``.grad`` of each parameter."""
     return [*map(_GRADIENT, parameters)]
 
 
@@ -120,9 +120,13 @@ def all_same(some: Any, others: list[Any]) -> bool:
 
 
 def unlike_memory(kinds: set[type]) -> tuple[set[type], set[type]]:
-    """Of the classes of some gradients, those that are not memory themselves, or may not be.
+    """Return the classes of gradients that are not plain tensors.
 
-    Those that a collective still has to fill, and those of other libraries.
+    Args:
+        kinds: classes of gradients.
+
+    Returns:
+        Classes of tensors that a collective still has to fill, and wrappers of other libraries.
     """
     others = kinds - _MEMORY
     unsettled = {each for each in others if hasattr(each, "wait")}
