@@ -95,6 +95,15 @@ class Preparation:
                 if not again or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 
+    def cast_before_loading(self, model: nn.Module) -> None:
+        """Cast a model that has bf16 weights already, so that it can load fp32 ones exactly.
+
+        A model without bf16 weights loads them exactly as it is. Nothing is reported or converted.
+        """
+        if any(p.dtype == torch.bfloat16 for p in model.parameters()) and not is_wrapped(model):
+            bare = unwrap_model(model)
+            torch_bf16.cast_model(bare, self._recipe_for(bare))
+
     def prepare_for_deepspeed(
         self, new_models: Iterable[nn.Module], schedulers: Iterable[Any]
     ) -> None:

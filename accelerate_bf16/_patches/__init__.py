@@ -59,6 +59,7 @@ REPLACED: dict[str, dict[str, Any]] = {
         "get_reporting_integration_callbacks": trainer.get_reporting_integration_callbacks,
         "Trainer.create_accelerator_and_postprocess": trainer.create_accelerator_and_postprocess,
         "Trainer.get_optimizer_cls_and_kwargs": trainer.get_optimizer_cls_and_kwargs,
+        "Trainer._load_from_checkpoint": trainer.load_from_checkpoint,
         "Trainer.save_model": trainer.save_averages,
         "Trainer._save_checkpoint": trainer.save_averages,
     },

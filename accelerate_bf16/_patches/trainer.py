@@ -72,6 +72,28 @@ def get_reporting_integration_callbacks(original: Any) -> Any:
     return get_reporting_integration_callbacks
 
 
+def load_from_checkpoint(original: Any) -> Any:
+    """Cast a model that has bf16 weights before it loads fp32 ones, not after.
+
+    Loading would round them; weights that are loaded after the cast keep all their bits.
+    """
+
+    def _load_from_checkpoint(self: Any, checkpoint: Any, model: Any = None) -> Any:
+        mode = canonical(self.accelerator.state._mixed_precision)
+        # A model that is passed has been prepared: FSDP and DeepSpeed load into the wrapped one.
+        if mode is not None and model is None:
+            from accelerate_bf16.preparation import Preparation
+            from accelerate_bf16.recipe_options import options_of
+
+            # One of ours that the script has made brings a recipe of its own.
+            optimizers = [] if self.optimizer is None else [self.optimizer]
+            preparation = Preparation(mode, (), optimizers, options_of(self.accelerator))
+            preparation.cast_before_loading(self.model)
+        return original(self, checkpoint, model)
+
+    return _load_from_checkpoint
+
+
 def save_averages(original: Any) -> Any:
     """Save the averages of a schedule-free optimizer; the Trainer puts it back before it trains."""
 

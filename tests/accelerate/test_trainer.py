@@ -101,6 +101,31 @@ def test_launched_trainer_trains_saves_and_resumes_bit_for_bit(make_trainer, lau
     assert same(bits(resumed.model), bits(trainer.model))
 
 
+@pytest.mark.parametrize("brought", [False, True], ids=["its optimizer", "ours"])
+def test_a_model_in_bf16_resumes_an_fp32_run_from_its_fp32_weights(
+    make_trainer, monkeypatch, tmp_path, brought
+):
+    make_trainer(max_steps=4).train()
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    saved = load_file(checkpoint / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+
+    class Weights(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            self.first = torch_bf16.fp32_state_dict(resumed.model, optimizer.optimizer)
+            control.should_training_stop = True
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16-fp32-master")
+    model, callback = llama().bfloat16(), Weights()
+    resumed = make_trainer(model, "resumed", max_steps=5, save_strategy="no")
+    if brought:
+        recipe = torch_bf16.get_recipe("bf16-fp32-master", weights="bf16+fp32")
+        torch_bf16.convert(resumed.create_optimizer(), recipe)
+    resumed.add_callback(callback)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert same({name: callback.first[name] for name in saved}, saved)
+
+
 def test_training_goes_on_from_the_best_model_and_not_from_stale_masters(make_trainer, launched):
     started = {}
 
