@@ -92,6 +92,14 @@ PATCHES: dict[str, TorchPatch] = {
         "they start from the bf16 weights, unless fp32 weights are loaded before the cast",
         "torch_bf16.model.loading",
     ),
+    "parameter_deepcopy": TorchPatch(
+        "torch.nn.Parameter.__deepcopy__",
+        "cast_model",
+        "a warning names a bf16 copy of a cast model that a program blends with it, such as a "
+        "plain average, which hardly moves",
+        "such a copy goes unnoticed",
+        "torch_bf16.model.blended_weights",
+    ),
     "parameter_data": TorchPatch(
         "data of torch.nn.Parameter, and of DTensor's parameters",
         "the first step with weights='bf16+16' or 'bf16+8'",

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.torch_patches import is_enabled
 
 from .averaging import rounds_stochastically
+from .blended_weights import exempt
 from .cast_modules import is_of_cast_model
 from .lerped_averages import forget_warning
 
@@ -47,6 +48,7 @@ def _update_parameters(self: AveragedModel, model: Any) -> None:
     if isinstance(model, nn.Module):
         # Nobody says which models are copies of a cast one, so dtypes are asked of all.
         if is_of_cast_model(model):
+            exempt(self.module)
             _warn_of_bf16(self, model)
         model = _InDtypesOf(self.module, model)
     _original(self, model)

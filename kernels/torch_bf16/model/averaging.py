@@ -22,6 +22,8 @@ from torch_bf16.formats import BF16_STOCHASTIC, FP32
 from torch_bf16.rules import AVERAGE
 from torch_bf16.sharding import Span, local, missing_memory, shard_of, unit_shapes
 
+from .blended_weights import exempt
+
 __all__ = ["EMA", "ema_multi_avg_fn", "rounds_stochastically"]
 
 _FORMATS = {each.planes[0].dtype: each for each in (FP32, BF16_STOCHASTIC)}
@@ -214,6 +216,7 @@ class EMA(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards the weights that ``model`` has now."""
         check_module("update_parameters", model)
+        exempt(self.module)
         _refuse(model.parameters())
         ours, theirs = self._pairs("update_parameters", model)
         buffers, others = dict(self.module.named_buffers()), dict(model.named_buffers())

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_bf16.recipe import Recipe
 
 __all__ = [
+    "bf16_weights",
     "cast_recipe",
     "cast_recipes",
     "is_of_cast_model",
@@ -106,9 +107,16 @@ def cast_recipes(model: nn.Module) -> Iterator[Recipe]:
             yield recipe
 
 
-def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
-    """The bf16 weights of all cast models that are alive, with their names there."""
+def bf16_weights() -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """All bf16 weights of cast models: name in the model, owning module, name there, and weight."""
     for sub, cast in list(_known.items()):
         for name, p in sub.named_parameters(recurse=False):
-            if p.requires_grad and p.dtype == torch.bfloat16:
-                yield f"{cast.name}.{name}".removeprefix("."), p
+            if p.dtype == torch.bfloat16:
+                yield f"{cast.name}.{name}".removeprefix("."), sub, name, p
+
+
+def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
+    """The bf16 weights of all cast models that are alive, with their names there."""
+    for name, _, _, p in bf16_weights():
+        if p.requires_grad:
+            yield name, p

@@ -28,6 +28,7 @@ from torch_bf16.sharding import has_run, local, units, without_wrappers
 from . import cast_modules
 from .autocast import fill_gaps, widen
 from .averaged_models import watch_averages
+from .blended_weights import watch_blends
 from .carried_autocast import CarriedForward, carry_autocast
 from .lerped_averages import watch_lerps
 from .loading import watch_loading
@@ -108,6 +109,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     name_weights_in_errors()
     watch_averages()
     watch_lerps()
+    watch_blends()
     watch_loading()
     gradients = [(p, p.grad) for p in changed.values() if p.grad is not None]
     bits_of: dict[int, Tensor] = {}

@@ -19,7 +19,7 @@ from torch_bf16.torch_patches import is_enabled
 
 from .cast_modules import trained_weights
 
-__all__ = ["forget_warning", "restore", "watch_lerps"]
+__all__ = ["forget_warning", "is_named", "restore", "watch_lerps"]
 
 _torch: Any = torch  # whose private names a type checker does not know
 
@@ -49,6 +49,11 @@ def forget_warning(average: Tensor) -> None:
     _named.add(local(average).data_ptr())
 
 
+def is_named(average: Tensor) -> bool:
+    """Whether a warning has named an average, or is not to."""
+    return local(average).data_ptr() in _named
+
+
 def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or len(self) != len(tensors1):
         return _original(self, tensors1, *args, **kwargs)
@@ -71,9 +76,9 @@ def _warn_of_bf16(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         return
     # Those who average state dicts hold views of the weights.
     names = {local(p).data_ptr(): name for name, p in trained_weights()}
-    for mine, theirs in narrow:
+    for _, theirs in narrow:
         if name := names.get(theirs):
-            _named.add(mine)
+            _named.update(each for each, _ in narrow)
             warnings.warn(
                 f"an average of {name!r} is bfloat16, as in the cast model that it copied, and "
                 "torch._foreach_lerp_ rounds it to nearest: an update that moves it by less than "

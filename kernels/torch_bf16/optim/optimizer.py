@@ -22,6 +22,7 @@ from torch_bf16.engine.versions import Snapshot
 from torch_bf16.errors import UNTOUCHED, Label, suffix_errors
 from torch_bf16.gradients.accumulation import accumulate_as
 from torch_bf16.gradients.release import release_as
+from torch_bf16.model import blended_weights
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.rules import Rule
 from torch_bf16.sharding import Shard, shard_of
@@ -160,6 +161,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             if not engine.release.finish(with_gradients(parameters)):
                 check_in_model(self)
         else:
+            blended_weights.look(self)
             inputs = engine.pending.inputs(self, parameters)
             engine.plan = self._update(parameters, engine.plan, setting, inputs)
         self._count(inputs)

@@ -1,0 +1,238 @@
+"""bf16 weights that no optimizer trains and that a program blends with trained ones itself.
+
+A target network (BYOL, DINO, SAC) or a plain average does ``target.mul_(0.996).add_(weight,
+alpha=0.004)``. In bf16 each such write is rounded to nearest, and most numbers never move. No
+function of torch that could be replaced stands in between, so within a few windows of steps the
+optimizers compare some of these weights with what they were before. A warning names one that is
+written again and again while only a few of its numbers change.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_bf16.torch_patches import is_enabled
+
+from .cast_modules import bf16_weights
+from .lerped_averages import is_named
+
+__all__ = ["exempt", "look", "restore", "watch_blends"]
+
+# Steps since a model was cast or copied. The first window comes soon; averages may still be so
+# close to their weights that nothing at all changes, so there is a later one.
+_WINDOWS = (8, 1000)
+# Steps until weights that were not written are left out, and until a window ends.
+_WRITTEN_WITHIN, _LENGTH = 16, 64
+_SAMPLED, _ELEMENTS = 4, 4096
+_LOSSY_WRITES = 2
+
+_original: Any = nn.Parameter.__deepcopy__
+
+
+@dataclass
+class _Weight:
+    """A bf16 weight that no optimizer trains.
+
+    Attributes:
+        name: in the model that was cast, or that it was copied from.
+        is_copy: whether ``copy.deepcopy`` of a cast model has made it.
+        get: returns it; None if it is gone.
+        place: its address and version when it was last looked at.
+        bits: those of its first elements then; None until it was written once.
+        lossy: how many writes have changed only a few of them.
+    """
+
+    name: str
+    is_copy: bool
+    get: Callable[[], Tensor | None]
+    place: tuple[int, int]
+    bits: Tensor | None = None
+    lossy: int = 0
+
+    def is_written(self) -> bool:
+        """Whether it was written since the last call."""
+        weight = self.get()
+        if weight is None or not _is_comparable(weight):
+            return False
+        before, self.place = self.place, _place(weight)
+        return before != self.place
+
+
+_steps = 0
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+# Copies of parameters, each with the id of what it copied.
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_weights: list[_Weight] = []
+
+
+def watch_blends() -> None:
+    """Watch what is cast from now on, and copies of it; see :func:`look`."""
+    _begin_anew()
+    if nn.Parameter.__deepcopy__ is _original and is_enabled("parameter_deepcopy"):
+        nn.Parameter.__deepcopy__ = functools.wraps(_original)(_deepcopy)
+
+
+def restore() -> None:
+    """Give the method back as torch has it, and watch nothing until the next :func:`cast_model`."""
+    global _steps
+    nn.Parameter.__deepcopy__ = _original
+    _forget()
+    _steps = _WINDOWS[-1] + _LENGTH
+
+
+def look(optimizer: torch.optim.Optimizer) -> None:
+    """Name a weight that is blended in bf16, if the present step is in one of the windows.
+
+    Called at the start of each step, when trained weights are still those that a program may just
+    have copied. Waits for the device only if such a weight was written.
+    """
+    global _steps
+    if _steps >= _WINDOWS[-1] + _LENGTH:
+        return
+    _steps += 1
+    _optimizers.add(optimizer)
+    begin = next(each for each in _WINDOWS if _steps <= each + _LENGTH)
+    if _steps == begin:
+        _weights.extend(_untrained())
+    elif _steps == begin + _WRITTEN_WITHIN:
+        _weights[:] = [each for each in _weights if each.is_written()][:_SAMPLED]
+    elif _steps > begin + _WRITTEN_WITHIN:
+        for each in [each for each in _weights if each.is_written()]:
+            _compare(each)
+    if _steps == _WINDOWS[-1] + _LENGTH:
+        _forget()
+    elif _steps == begin + _LENGTH:
+        _weights.clear()
+
+
+def exempt(module: nn.Module) -> None:
+    """Do not watch a module: an average that is rounded stochastically, or that others name."""
+    if _copies or _weights:
+        parameters = [*module.parameters()]
+        for each in parameters:
+            _copies.pop(each, None)
+        exempted = {*map(id, parameters)}
+        _weights[:] = [each for each in _weights if id(each.get()) not in exempted]
+
+
+def _begin_anew() -> None:
+    global _steps
+    _steps = 0
+    _weights.clear()
+
+
+def _forget() -> None:
+    _weights.clear()
+    _copies.clear()
+
+
+def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+    is_new = id(self) not in memo
+    copy = _original(self, memo)
+    # swap_tensors, which float() may be told to use, refuses a tensor with weak references.
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    if is_new and not swaps and _is_comparable(copy):
+        _copies[copy] = id(self)
+        _begin_anew()
+    return copy
+
+
+def _untrained() -> Iterator[_Weight]:
+    """The bf16 matrices of cast models and of their copies that no optimizer of ours trains."""
+    trained, names = {id(each) for each in _trained()}, {}
+    for name, owner, own_name, weight in bf16_weights():
+        names[id(weight)] = name
+        if id(weight) not in trained and _is_comparable(weight):
+            get = functools.partial(_parameter_of, weakref.ref(owner), own_name, id(weight))
+            yield _Weight(name, False, get, _place(weight))
+    for copy, source in list(_copies.items()):
+        if source in names and id(copy) not in trained and _is_comparable(copy):
+            yield _Weight(names[source], True, weakref.ref(copy), _place(copy))
+
+
+def _trained() -> Iterator[Tensor]:
+    """The parameters that optimizers of ours train."""
+    return (p for each in _optimizers for group in each.param_groups for p in group["params"])
+
+
+def _is_comparable(weight: Tensor) -> bool:
+    # Numbers of vectors are often alike: all scales of a norm begin as 1.
+    plain = type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
+    return plain and weight.dtype == torch.bfloat16 and weight.dim() > 1 and weight.numel() > 0
+
+
+def _parameter_of(
+    owner_of: Callable[[], nn.Module | None], name: str, number: int
+) -> Tensor | None:
+    owner = owner_of()
+    weight = None if owner is None else owner._parameters.get(name)
+    return weight if id(weight) == number else None
+
+
+def _place(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), weight._version
+
+
+def _bits(weight: Tensor) -> Tensor:
+    return weight.detach().reshape(-1)[:_ELEMENTS].view(torch.int16).clone()
+
+
+def _compare(watched: _Weight) -> None:
+    """Count a write that has changed only a few numbers, and warn at the second one."""
+    weight = watched.get()
+    if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    before, watched.bits = watched.bits, _bits(weight)
+    if before is None or before.shape != watched.bits.shape:
+        return
+    changed, of = int((before != watched.bits.to(before.device)).sum()), before.numel()
+    # A write that does nothing leaves all of them.
+    if not 0 < changed < of // 2:
+        return
+    if is_named(weight) or any(_loses_nothing(weight, watched.bits, each) for each in _trained()):
+        _weights.remove(watched)
+        return
+    watched.lossy += 1
+    if watched.lossy == _LOSSY_WRITES:
+        _forget()
+        _warn(watched, changed, of)
+
+
+def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
+    """Whether a weight is trained itself by now, or was made equal to one that is trained."""
+    if weight is trained:
+        return True
+    alike = (trained.shape, trained.dtype) == (weight.shape, weight.dtype)
+    return alike and trained.device == weight.device and torch.equal(_bits(trained), bits)
+
+
+def _warn(watched: _Weight, changed: int, of: int) -> None:
+    if watched.is_copy:
+        what = f"a copy of {watched.name!r} is bfloat16, as in the cast model that it copied"
+        remedy = (
+            "make the copy before the model is cast, or call float() on it once it is made; it "
+            "then follows the bf16 weights in fp32. torch_bf16.EMA(model, decay) is such an average"
+        )
+    else:
+        what = f"{watched.name!r} is bfloat16 and no optimizer of torch_bf16 trains it"
+        module = watched.name.split(".")[0]
+        remedy = (
+            f"keep_fp32=[{module + '*'!r}] keeps it in fp32, where blending with bf16 weights "
+            "works; or an optimizer that was converted, if it is to be trained"
+        )
+    warnings.warn(
+        f"{what}, and the program moves it between steps: of {of} numbers the last write has "
+        f"changed {changed}. It is rounded to nearest, so what moves a number by less than half a "
+        "bf16 spacing (0.2 to 0.4 %) is lost, and an average or a target network hardly moves. "
+        f"What works: {remedy}",
+        stacklevel=4,
+    )

@@ -1,0 +1,205 @@
+"""Target networks and averages that a program blends in bf16 by itself are named once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bf16
+from torch_bf16.model import blended_weights, lerped_averages
+from torch_bf16.torch_patches import PATCHES, SWITCH
+
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def nothing_named():
+    """Addresses of averages that an earlier test has freed may be used again."""
+    lerped_averages.restore()
+
+
+class Siamese(nn.Module):
+    """A network that is trained, and one that follows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Linear(32, 32)
+        self.target = nn.Linear(32, 32)
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
+
+    def forward(self, x):
+        return self.online(x)
+
+
+def mul_add(target, weight):
+    target.mul_(0.99).add_(weight, alpha=0.01)
+
+
+def assign_data(target, weight):
+    target.data = target.data * 0.99 + weight.data * 0.01
+
+
+def lerp(target, weight):
+    target.lerp_(weight.to(target.dtype), 0.01)
+
+
+def copy_each_time(target, weight):
+    target.copy_(weight)
+
+
+def copy_now_and_then(target, weight):
+    copy_now_and_then.calls += 1
+    if copy_now_and_then.calls % 8 < 2:
+        target.copy_(weight)
+
+
+def write_the_same(target, weight):
+    target.mul_(1.0)
+
+
+copy_now_and_then.calls = 0
+
+
+def train(model, optimizer, online, target, blend, steps=STEPS):
+    """Steps with a small learning rate, and a write to the target after each."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 32, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, weight in zip(target.parameters(), online.parameters(), strict=True):
+                blend(mine, weight)
+
+
+def prepared(model, recipe="bf16-stochastic", **options):
+    torch.manual_seed(0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    recipe = torch_bf16.get_recipe(recipe, **options)
+    return torch_bf16.prepare(model, torch.optim.AdamW(trained, lr=1e-3), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+@pytest.mark.parametrize("blend", [mul_add, assign_data, lerp])
+def test_a_target_network_in_bf16_is_named_once(blend, recipe):
+    model, optimizer = prepared(Siamese(), recipe)
+    with pytest.warns(UserWarning, match=r"'target.weight' .*keep_fp32=\['target\*'\]") as caught:
+        train(model, optimizer, model.online, model.target, blend)
+    assert len(caught) == 1
+
+
+def test_what_the_warning_says_works():
+    model, optimizer = prepared(Siamese(), keep_fp32=("target*",))
+    before = model.target.weight.clone()
+    train(model, optimizer, model.online, model.target, mul_add)
+    assert model.target.weight.dtype == torch.float32
+    assert (model.target.weight != before).float().mean() > 0.99
+
+
+def test_a_copy_of_a_cast_model_that_follows_it_is_named_once_and_float_repairs_it():
+    model, optimizer = prepared(nn.Linear(32, 32))
+    average = copy.deepcopy(model)
+    with pytest.warns(
+        UserWarning, match=r"a copy of 'weight' is bfloat16.*call float\(\)"
+    ) as caught:
+        train(model, optimizer, model, average, mul_add)
+    assert len(caught) == 1
+    average = copy.deepcopy(model).float()
+    train(model, optimizer, model, average, mul_add, 2 * STEPS)
+
+
+@pytest.mark.parametrize("blend", [copy_each_time, copy_now_and_then, write_the_same])
+def test_writes_that_lose_nothing_are_not_named(blend):
+    model, optimizer = prepared(Siamese())
+    train(model, optimizer, model.online, model.target, blend, 2 * STEPS)
+
+
+def test_weights_that_another_optimizer_trains_are_not_named():
+    generator, critic = prepared(nn.Linear(32, 32)), prepared(nn.Linear(32, 32))
+    for _ in range(STEPS):
+        for model, optimizer in (generator, critic):
+            train(model, optimizer, model, model, lambda *_: None, 1)
+
+
+def test_an_average_that_is_rounded_stochastically_is_not_named():
+    model, optimizer = prepared(nn.Linear(32, 32))
+    function = torch_bf16.ema_multi_avg_fn(0.99)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=function)
+    ema = torch_bf16.EMA(model, 0.99, format="bf16_stochastic")
+    for _ in range(STEPS):
+        train(model, optimizer, model, model, lambda *_: None, 1)
+        average.update_parameters(model)
+        ema.update_parameters(model)
+
+
+def test_an_average_of_torch_is_named_by_its_own_warning_alone():
+    model, optimizer = prepared(nn.Linear(32, 32))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
+    )
+
+    def train_both():
+        for _ in range(STEPS):
+            train(model, optimizer, model, model, lambda *_: None, 1)
+            average.update_parameters(model)
+
+    with pytest.warns(UserWarning, match="AveragedModel keeps its average") as caught:
+        train_both()
+    assert len(caught) == 1
+
+
+def test_an_average_that_begins_late_is_named_in_the_second_window():
+    model, optimizer = prepared(Siamese())
+    # Steps without gradients count, and take no time.
+    for _ in range(990):
+        optimizer.step()
+    with pytest.warns(UserWarning, match=r"'target.weight'"):
+        train(model, optimizer, model.online, model.target, mul_add, 60)
+
+
+def test_nothing_is_kept_alive_and_nothing_looked_at_after_the_windows():
+    model, optimizer = prepared(nn.Linear(32, 32))
+    freed = []
+    average = copy.deepcopy(model)
+    weakref.finalize(average, freed.append, True)
+    train(model, optimizer, model, model, lambda *_: None, 12)
+    del average
+    gc.collect()
+    assert freed
+    for _ in range(1100):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, model, model, lambda *_: None, 2)
+    assert not blended_weights._weights
+    assert not len(blended_weights._copies)
+
+
+def test_copies_can_be_swapped_where_torch_is_told_to():
+    model, _ = prepared(nn.Linear(32, 32))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        assert copy.deepcopy(model).float().weight.dtype == torch.float32
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_the_patch_can_be_turned_off_and_undone(monkeypatch):
+    stock = blended_weights._original
+    torch_bf16.cast_model(nn.Linear(4, 4))
+    assert nn.Parameter.__deepcopy__ is not stock
+    blended_weights.restore()
+    assert nn.Parameter.__deepcopy__ is stock
+    monkeypatch.setenv(SWITCH, "parameter_deepcopy")
+    torch_bf16.cast_model(nn.Linear(4, 4))
+    assert nn.Parameter.__deepcopy__ is stock
+    assert PATCHES["parameter_deepcopy"].module == blended_weights.__name__
