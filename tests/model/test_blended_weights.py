@@ -29,8 +29,8 @@ class Siamese(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.online = nn.Linear(32, 32)
-        self.target = nn.Linear(32, 32)
+        self.online = nn.Sequential(nn.Linear(32, 32))
+        self.target = nn.Sequential(nn.Linear(32, 32))
         self.target.load_state_dict(self.online.state_dict())
         self.target.requires_grad_(False)
 
@@ -90,19 +90,25 @@ def prepared(model, recipe="bf16-stochastic", **options):
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
 @pytest.mark.parametrize("blend", [mul_add, assign_data, lerp])
-def test_a_target_network_in_bf16_is_named_once(blend, recipe):
-    model, optimizer = prepared(Siamese(), recipe)
-    with pytest.warns(UserWarning, match=r"'target.weight' .*keep_fp32=\['target\*'\]") as caught:
+@pytest.mark.parametrize("in_a_group", [False, True])
+def test_a_target_network_in_bf16_is_named_once(blend, recipe, in_a_group):
+    model = Siamese()
+    model.online.append(nn.Linear(32, 32))
+    model.target.append(copy.deepcopy(model.online[-1])).requires_grad_(False)
+    parameters = model.parameters() if in_a_group else model.online.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    torch_bf16.prepare(model, optimizer, recipe)
+    with pytest.warns(UserWarning, match=r"'target.0.weight' .*\['target\*'\]") as caught:
         train(model, optimizer, model.online, model.target, blend)
     assert len(caught) == 1
 
 
 def test_what_the_warning_says_works():
     model, optimizer = prepared(Siamese(), keep_fp32=("target*",))
-    before = model.target.weight.clone()
+    before = model.target[0].weight.clone()
     train(model, optimizer, model.online, model.target, mul_add)
-    assert model.target.weight.dtype == torch.float32
-    assert (model.target.weight != before).float().mean() > 0.99
+    assert model.target[0].weight.dtype == torch.float32
+    assert (model.target[0].weight != before).float().mean() > 0.99
 
 
 def test_a_copy_of_a_cast_model_that_follows_it_is_named_once_and_float_repairs_it():
@@ -162,7 +168,7 @@ def test_an_average_that_begins_late_is_named_in_the_second_window():
     # Steps without gradients count, and take no time.
     for _ in range(990):
         optimizer.step()
-    with pytest.warns(UserWarning, match=r"'target.weight'"):
+    with pytest.warns(UserWarning, match=r"'target.0.weight'"):
         train(model, optimizer, model.online, model.target, mul_add, 60)
 
 

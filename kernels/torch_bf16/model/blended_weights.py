@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class _Weight:
         get: returns it; None if it is gone.
         place: its address and version when it was last looked at.
         bits: those of its first elements then; None until it was written once.
+        changed: how many of those the last write has changed.
         lossy: how many writes have changed only a few of them.
     """
 
@@ -56,6 +58,7 @@ class _Weight:
     get: Callable[[], Tensor | None]
     place: tuple[int, int]
     bits: Tensor | None = None
+    changed: int = 0
     lossy: int = 0
 
     def is_written(self) -> bool:
@@ -83,10 +86,8 @@ def watch_blends() -> None:
 
 def restore() -> None:
     """Give the method back as torch has it, and watch nothing until the next :func:`cast_model`."""
-    global _steps
     nn.Parameter.__deepcopy__ = _original
-    _forget()
-    _steps = _WINDOWS[-1] + _LENGTH
+    _end()
 
 
 def look(optimizer: torch.optim.Optimizer) -> None:
@@ -107,9 +108,12 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         _weights[:] = [each for each in _weights if each.is_written()][:_SAMPLED]
     elif _steps > begin + _WRITTEN_WITHIN:
         for each in [each for each in _weights if each.is_written()]:
-            _compare(each)
+            if _loses_writes(each):
+                _end()
+                _warn(each)
+                return
     if _steps == _WINDOWS[-1] + _LENGTH:
-        _forget()
+        _end()
     elif _steps == begin + _LENGTH:
         _weights.clear()
 
@@ -130,7 +134,9 @@ def _begin_anew() -> None:
     _weights.clear()
 
 
-def _forget() -> None:
+def _end() -> None:
+    global _steps
+    _steps = _WINDOWS[-1] + _LENGTH
     _weights.clear()
     _copies.clear()
 
@@ -160,8 +166,9 @@ def _untrained() -> Iterator[_Weight]:
 
 
 def _trained() -> Iterator[Tensor]:
-    """The parameters that optimizers of ours train."""
-    return (p for each in _optimizers for group in each.param_groups for p in group["params"])
+    """The parameters that optimizers of ours have stepped; a target may be in their groups, too."""
+    keys = chain.from_iterable(dict.keys(each.state) for each in _optimizers)
+    return (each for each in keys if isinstance(each, Tensor))
 
 
 def _is_comparable(weight: Tensor) -> bool:
@@ -186,25 +193,23 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.detach().reshape(-1)[:_ELEMENTS].view(torch.int16).clone()
 
 
-def _compare(watched: _Weight) -> None:
-    """Count a write that has changed only a few numbers, and warn at the second one."""
+def _loses_writes(watched: _Weight) -> bool:
+    """Count a write that has changed only a few numbers: whether it is the second one."""
     weight = watched.get()
     if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
+        return False
     before, watched.bits = watched.bits, _bits(weight)
     if before is None or before.shape != watched.bits.shape:
-        return
-    changed, of = int((before != watched.bits.to(before.device)).sum()), before.numel()
+        return False
+    watched.changed = int((before != watched.bits.to(before.device)).sum())
     # A write that does nothing leaves all of them.
-    if not 0 < changed < of // 2:
-        return
+    if not 0 < watched.changed < before.numel() // 2:
+        return False
     if is_named(weight) or any(_loses_nothing(weight, watched.bits, each) for each in _trained()):
         _weights.remove(watched)
-        return
+        return False
     watched.lossy += 1
-    if watched.lossy == _LOSSY_WRITES:
-        _forget()
-        _warn(watched, changed, of)
+    return watched.lossy == _LOSSY_WRITES
 
 
 def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
@@ -215,7 +220,8 @@ def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
     return alike and trained.device == weight.device and torch.equal(_bits(trained), bits)
 
 
-def _warn(watched: _Weight, changed: int, of: int) -> None:
+def _warn(watched: _Weight) -> None:
+    compared = 0 if watched.bits is None else watched.bits.numel()
     if watched.is_copy:
         what = f"a copy of {watched.name!r} is bfloat16, as in the cast model that it copied"
         remedy = (
@@ -230,9 +236,10 @@ def _warn(watched: _Weight, changed: int, of: int) -> None:
             "works; or an optimizer that was converted, if it is to be trained"
         )
     warnings.warn(
-        f"{what}, and the program moves it between steps: of {of} numbers the last write has "
-        f"changed {changed}. It is rounded to nearest, so what moves a number by less than half a "
-        "bf16 spacing (0.2 to 0.4 %) is lost, and an average or a target network hardly moves. "
+        f"{what}, and the program moves it between steps: of {compared} numbers the last write "
+        f"has changed {watched.changed}. It is rounded to nearest, so what moves a number by less "
+        "than half a bf16 spacing (0.2 to 0.4 %) is lost, and an average or a target network "
+        "hardly moves. "
         f"What works: {remedy}",
         stacklevel=4,
     )
