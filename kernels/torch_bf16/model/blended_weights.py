@@ -71,6 +71,8 @@ class _Weight:
 
 
 _steps = 0
+# The step with which the present window begins, or the next one; None after the last.
+_begin: int | None = None
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 # Copies of parameters, each with the id of what it copied.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -96,26 +98,31 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     Called at the start of each step, when trained weights are still those that a program may just
     have copied. Waits for the device only if such a weight was written.
     """
-    global _steps
-    if _steps >= _WINDOWS[-1] + _LENGTH:
+    global _steps, _begin
+    if _begin is None:
         return
     _steps += 1
+    if _steps < _begin:
+        return
     _optimizers.add(optimizer)
-    begin = next(each for each in _WINDOWS if _steps <= each + _LENGTH)
-    if _steps == begin:
+    if _steps == _begin:
         _weights.extend(_untrained())
-    elif _steps == begin + _WRITTEN_WITHIN:
-        _weights[:] = [each for each in _weights if each.is_written()][:_SAMPLED]
-    elif _steps > begin + _WRITTEN_WITHIN:
+    elif _steps == _begin + _WRITTEN_WITHIN:
+        # By now every optimizer that takes turns with others is known.
+        trained = {id(each) for each in _trained()}
+        written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
+        _weights[:] = written[:_SAMPLED]
+    elif _steps > _begin + _WRITTEN_WITHIN:
         for each in [each for each in _weights if each.is_written()]:
             if _loses_writes(each):
                 _end()
                 _warn(each)
                 return
-    if _steps == _WINDOWS[-1] + _LENGTH:
-        _end()
-    elif _steps == begin + _LENGTH:
+    if _steps == _begin + _LENGTH:
         _weights.clear()
+        _begin = next((each for each in _WINDOWS if each > _steps), None)
+        if _begin is None:
+            _end()
 
 
 def exempt(module: nn.Module) -> None:
@@ -129,14 +136,14 @@ def exempt(module: nn.Module) -> None:
 
 
 def _begin_anew() -> None:
-    global _steps
-    _steps = 0
+    global _steps, _begin
+    _steps, _begin = 0, _WINDOWS[0]
     _weights.clear()
 
 
 def _end() -> None:
-    global _steps
-    _steps = _WINDOWS[-1] + _LENGTH
+    global _begin
+    _begin = None
     _weights.clear()
     _copies.clear()
 
