@@ -66,7 +66,7 @@ class ScalarSource(Protocol):
                 others are not counted, and get rows without meaning. None for all.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: no step can be computed from a group's options; nothing has been updated.
         """
         ...
 

@@ -56,7 +56,7 @@ class HostScalars:
         """The scalars of the next step, for each bucket.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: no step can be computed from a group's options; nothing has been updated.
         """
         self.skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
         scale = float(inputs.coefficient)
@@ -121,7 +121,7 @@ def naming_group(group: Mapping[str, Any], number: int) -> Iterator[None]:
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         named = {k: v for k, v in group.items() if not k.startswith("param")}
         raise ValueError(
-            f"no step follows from the options of group {number}: {named}; "
+            f"no step can be computed from the options of group {number}: {named}; "
             "set them to numbers. Nothing was updated"
         ) from error
 
