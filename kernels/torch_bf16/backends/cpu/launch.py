@@ -24,7 +24,7 @@ from .statistic import compile_statistic
 
 __all__ = ["CpuKernel", "squares"]
 
-# Elements: waking a thread takes as long as updating so many, a few tenths of a millisecond.
+# Elements. Waking a thread takes as long as updating this many: a few tenths of a millisecond.
 _WORTH_A_THREAD = 1 << 18
 
 
@@ -34,7 +34,7 @@ class CpuKernel:
     A call returns when all threads are done.
 
     Args:
-        bucket: what it updates.
+        bucket: the tensors to update.
     """
 
     def __init__(self, bucket: Bucket) -> None:
