@@ -59,10 +59,10 @@ class EagerBackend:
         """The sum of the squares of all elements; torch sums each tensor in at least fp32."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         norms = torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
-        together = torch.stack(norms)
+        stacked = torch.stack(norms)
         # In fp64, where squares of fp32 numbers cannot overflow; some GPUs have no fp64.
-        together = together if has_fp64(together.device) else together.cpu()
-        return together.double().square().sum()
+        stacked = stacked if has_fp64(stacked.device) else stacked.cpu()
+        return stacked.double().square().sum()
 
 
 class _EagerKernel:

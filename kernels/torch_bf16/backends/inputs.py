@@ -81,12 +81,12 @@ class KernelInputs(NamedTuple):
         """
         if self.given_addresses is not None:
             return self.given_addresses
-        found = [0 if each is None else each.data_ptr() for each in self.gradients]
-        for each, address in zip(self.gradients, found, strict=True):
+        addresses = [0 if each is None else each.data_ptr() for each in self.gradients]
+        for each, address in zip(self.gradients, addresses, strict=True):
             if each is not None and not address and each.numel():
                 raise ValueError(
                     f"a gradient is a {type(each).__name__} of shape {tuple(each.shape)}, which "
                     "has no memory of its own that a kernel could read. Replace it with a plain "
                     "tensor, or train with backend='eager'"
                 )
-        return np.array(found, np.int64)
+        return np.array(addresses, np.int64)

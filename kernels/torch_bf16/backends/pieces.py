@@ -43,6 +43,6 @@ def places(tensors: Sequence[Tensor]) -> np.ndarray | None:
         or not all(map(Tensor.is_contiguous, tensors))
     ):
         return None
-    found = np.array([*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)], np.int64)
-    addresses, numels = found = found.reshape(2, -1)
-    return None if numels[addresses == 0].any() else np.ascontiguousarray(found.T)
+    rows = np.array([*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)], np.int64)
+    addresses, numels = rows = rows.reshape(2, -1)
+    return None if numels[addresses == 0].any() else np.ascontiguousarray(rows.T)

@@ -225,9 +225,9 @@ class _Load:
     def _stage(self, bucket: Bucket, piece: _Piece) -> tuple[tuple[Tensor, ...], ...]:
         """The piece's planes; those in host memory are replaced by their place in the buffer."""
         device, moves = bucket.variant.device, []
-        found = []
+        numbers = []
         for format_, planes in zip(bucket.variant.formats, bucket.planes[piece.row], strict=True):
-            taken = []
+            parts = []
             for plane, tensor in zip(format_.planes, planes, strict=True):
                 first, last = (n // plane.block for n in (piece.start, piece.start + piece.numel))
                 part = tensor.view(-1)[first:last]
@@ -237,10 +237,10 @@ class _Load:
                     self._used = -(-end // _ALIGNED) * _ALIGNED
                     moves.append((part, staged))
                     part = staged
-                taken.append(part)
-            found.append(tuple(taken))
+                parts.append(part)
+            numbers.append(tuple(parts))
         self._moves.append(moves)
-        return tuple(found)
+        return tuple(numbers)
 
     def inputs(self, inputs: KernelInputs) -> tuple[KernelInputs, list[tuple[Tensor, Tensor]]]:
         """The pieces' part of the bucket's inputs, and the moves of pieces with a gradient."""
@@ -279,7 +279,7 @@ def _cut(
 
 def _loads(bucket: Bucket) -> Iterator[list[_Piece]]:
     """All elements of a bucket in pieces, listed by the buffer load that they make up."""
-    device, found, room = bucket.variant.device, [], BUFFER_BYTES
+    device, pieces, room = bucket.variant.device, [], BUFFER_BYTES
     for row, of_tensor in enumerate(bucket.planes):
         size, planes = 0.0, 0
         for format_, tensors in zip(bucket.variant.formats, of_tensor, strict=True):
@@ -291,14 +291,14 @@ def _loads(bucket: Bucket) -> Iterator[list[_Piece]]:
             fitting = numel if not planes else int((room - planes * _ALIGNED) / size)
             n = _stretch(start, numel, width, fitting)
             if n > 0:
-                found.append(_Piece(row, start, n))
+                pieces.append(_Piece(row, start, n))
                 start += n
                 room -= int(n * size) + planes * _ALIGNED
             if start < numel:
-                yield found
-                found, room = [], BUFFER_BYTES
-    if found:
-        yield found
+                yield pieces
+                pieces, room = [], BUFFER_BYTES
+    if pieces:
+        yield pieces
 
 
 def _stretch(start: int, numel: int, width: int, fitting: int) -> int:

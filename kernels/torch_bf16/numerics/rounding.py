@@ -39,7 +39,7 @@ _QUIET = 0x00400000
 
 
 def bf16_nearest(x: Tensor) -> Tensor:
-    """Rounds to the nearest bf16, ties to even.
+    """Round to the nearest bf16, ties to even.
 
     Args:
         x: fp32, any shape and strides.
@@ -60,7 +60,7 @@ def bf16_nearest(x: Tensor) -> Tensor:
 
 
 def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
-    """Rounds away from zero with a probability equal to the discarded fraction, exactly.
+    """Round away from zero with a probability equal to the discarded fraction, exactly.
 
     Args:
         x: fp32, any shape and strides.
@@ -84,7 +84,7 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
 
 
 def split16(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 losslessly into the nearest bf16 and the 16 bits that it lacks.
+    """Split fp32 losslessly into the nearest bf16 and the 16 bits that it lacks.
 
     Args:
         x: fp32, any shape and strides.
@@ -105,7 +105,7 @@ def split16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join16(hi: Tensor, lo: Tensor) -> Tensor:
-    """Puts together what `split16` took apart.
+    """Join the two parts that `split16` returned.
 
     Beside a zero, ``lo`` is never negative. If it is, the weight was zeroed in a way that cannot be
     noticed (``p.data.mul_(mask)``) and ``lo`` is stale: subtracting it would borrow from the sign
@@ -134,7 +134,7 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds stochastically to a float of 24 bits, and splits that as `split16` does.
+    """Round stochastically to a float of 24 bits, and split that as `split16` does.
 
     Args:
         x: fp32, any shape and strides.
@@ -158,7 +158,7 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join8(hi: Tensor, lo: Tensor) -> Tensor:
-    """Puts together what `split8` took apart.
+    """Join the two parts that `split8` returned.
 
     Beside a zero the top bit of ``lo`` is ignored, as in `join16`; a NaN comes back as a NaN.
 

@@ -116,7 +116,7 @@ def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
         if not _is_lost(device):
             raise
         fault = f"it made the device unusable until the process ends ({error})"
-    return fault and f"{fault}; please report this, with what `python -m torch_bf16 info` prints"
+    return fault and f"{fault}; please report this, with the output of `python -m torch_bf16 info`"
 
 
 def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:

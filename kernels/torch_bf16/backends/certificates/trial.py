@@ -240,9 +240,9 @@ def settled(
         formats: the formats of the weights and states.
         planes: for each tensor, for each format, its planes; floats as unsigned integers.
     """
-    found: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
+    joined: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
     for numbers in planes:
-        columns = iter(found)
+        columns = iter(joined)
         for each, number in zip(formats, numbers, strict=True):
             for plane, bits in zip(each.planes, number, strict=True):
                 if plane.suffix in each.remainders:
@@ -251,7 +251,7 @@ def settled(
                 elif plane.dtype.is_floating_point:
                     bits = np.where(_is_nan(bits), bits.dtype.type(_NAN[bits.dtype.type]), bits)
                 next(columns).append(bits)
-    return found
+    return joined
 
 
 def digests_of(planes: Sequence[Sequence[np.ndarray]]) -> list[str]:

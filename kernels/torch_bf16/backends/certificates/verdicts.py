@@ -83,14 +83,14 @@ def all_verdicts() -> list[tuple[list[str], str | None]]:
 
     Verdicts of other versions are included.
     """
-    place, found = folder(), []
+    place, entries = folder(), []
     for path in sorted(place.glob("*.json")) if place else ():
         try:
             entry = json.loads(path.read_text())
-            found.append((list(entry["key"]), entry["fault"]))
+            entries.append((list(entry["key"]), entry["fault"]))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; rewritten when it is needed
-    return found
+    return entries
 
 
 def _read(path: Path) -> tuple[bool, str | None]:

@@ -89,10 +89,10 @@ class CpuKernel:
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`."""
-    found, size = places(tensors), sums_of_squares.PIECE
-    if found is None:
+    rows, size = places(tensors), sums_of_squares.PIECE
+    if rows is None:
         return None
-    addresses, numels = found.T
+    addresses, numels = rows.T
     which, starts = cut(numels, size)
     places_of_pieces = addresses[which] + starts * tensors[0].itemsize
     table = np.stack([places_of_pieces, np.minimum(numels[which] - starts, size)], axis=1)

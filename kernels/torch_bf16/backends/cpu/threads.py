@@ -61,12 +61,12 @@ def _torchs_team() -> Callable[..., None] | None:
     # The order in which torch itself finds it: preloaded libraries, then those it is linked to.
     for library in (None, torch._C.__file__):
         try:
-            found: Any = ctypes.CDLL(library).GOMP_parallel
+            parallel: Any = ctypes.CDLL(library).GOMP_parallel
         except (AttributeError, OSError, TypeError):
             continue
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-        return found
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel
     return None
 
 

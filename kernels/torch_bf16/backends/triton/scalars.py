@@ -274,8 +274,8 @@ class DeviceScalars:
         constants = prepare_constants(self._rule, n_options)
         shape = (len(self._group_of_counter), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        made = [ScalarRows(None, each, table) for each in self._counters_of_bucket]
+        rows = [ScalarRows(None, each, table) for each in self._counters_of_bucket]
         tables = torch.int64, torch.int64, torch.float32, torch.float32
         launch = launcher(prepare, tables, len(table), constants, OPTIONS, self._device)
-        self._made = table, launch, made
+        self._made = table, launch, rows
         return self._made

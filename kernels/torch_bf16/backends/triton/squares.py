@@ -109,15 +109,15 @@ def squares_of_pieces(
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`. Does not wait for the device."""
-    found = places(tensors)
-    if found is None:
+    table = places(tensors)
+    if table is None:
         return None
     dtype, device = tensors[0].dtype, tensors[0].device
     with on(device):
-        pieces, launch = _of_sizes(tuple(found[:, 1].tolist()), dtype, device, _stream(device))
+        pieces, launch = _of_sizes(tuple(table[:, 1].tolist()), dtype, device, _stream(device))
         sums = torch.empty(len(pieces), dtype=torch.float64, device=device)
         if len(pieces):
-            launch(pieces, upload(found, device), sums)
+            launch(pieces, upload(table, device), sums)
     return sums.sum()
 
 
