@@ -34,7 +34,7 @@ def has_fp64(device: torch.device) -> bool:
 def sqrt_without_fp64(x: Tensor) -> Tensor:
     """:func:`sqrt` by an fp32 root that may be off by 30 ulp, corrected in integers.
 
-    No number here is subnormal, because such devices may flush those.
+    No operation here meets a subnormal, because such devices may flush them.
     """
     bits = x.view(torch.int32)
     # A subnormal is its fraction, a whole number, times 2**-149.
@@ -48,7 +48,7 @@ def sqrt_without_fp64(x: Tensor) -> Tensor:
     # The difference fits in 32 bits, so it is exact even though the products overflow.
     root += ((n << 23) - root * root).float().div(2.0 * root.float()).round().int()
     left = (n << 23) - root * root
-    # A root is nearest where it is above root - 1/2 and below root + 1/2; there are no ties.
+    # The exact root lies between the nearest one - 1/2 and + 1/2; there are no ties.
     root += (left > root).int() - (left <= -root).int()
     found = (root + ((((exponent - odd) >> 1) + 126) << 23)).view(torch.float32)
     # Both zeros, infinity and NaN are their own roots; below zero there is none.

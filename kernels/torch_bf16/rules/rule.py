@@ -71,9 +71,10 @@ class Rule:
         scalars: ``scalars(options, step, grad_scale) -> tuple``, float64 throughout, from those
             options as floats, the 1-based number of this step, an integer, and the factor that
             gradients are multiplied by. The caller rounds them to fp32, once. It runs on the host
-            or, lifted, on a device, with the same bits: ``+ - *``, comparisons and all of
-            ``arithmetic``, but no branch, no ``*`` in a tuple, no ``-x`` if ``x`` may be 0 (Triton
-            subtracts it from 0; write ``x * -1.0``), and a literal that stands alone is a float.
+            or, lifted, on a device, with the same bits. It may use ``+ - *``, comparisons and all
+            of ``arithmetic``, but no branch, no ``*`` in a tuple, and no ``-x`` if ``x`` may be 0
+            (Triton subtracts it from 0; write ``x * -1.0``); a literal that stands alone is a
+            float.
         role: what ``w`` is: weights, a moment, or the sum of gradients. Each has its own noise.
         stage_states: the states that the optimizer needs to turn the gradient of a whole tensor
             into a direction, which replaces the gradient in ``update``; ``update`` does not see
@@ -107,8 +108,8 @@ def lift(
     """Translate a rule's function to another dialect.
 
     Args:
-        function: ``update`` or ``scalars`` of a rule; functions of this package that it calls by
-            name are lifted with it.
+        function: ``update``, ``scalars``, ``statistic`` or ``factor`` of a rule; functions of this
+            package that it calls by name are lifted with it.
         arithmetic: the dialect's primitives, by their names in :mod:`torch_bf16.rules.arithmetic`.
         compile: applied to each lifted function.
         names: more globals that the dialect needs.

@@ -1,4 +1,4 @@
-"""Verdicts on disk, so that a machine tries each kernel once and loses one process to it at most.
+"""Verdicts on disk: a kernel is tried once on each machine, even if the trial kills its process.
 
 A process that dies while it still compiles does not count against the kernel: compiling takes
 seconds, a trial milliseconds. With several ranks it takes two deaths, because launchers kill all

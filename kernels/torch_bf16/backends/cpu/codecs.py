@@ -122,7 +122,7 @@ def decode_bf16_plus_16(values):
     magnitude = and32(high, _MAGNITUDE)
     # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
     low = and32(low, _u32(0x7FFF)) if magnitude == _u32(0) else low
-    # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
+    # Sign-extending the low half means subtracting 0x10000 if its top bit is set.
     signed = sub32(add32(high, low), shl32(and32(low, _HALF), _ONE))
     return float_from_bits(or32(high, low) if magnitude > _INFINITY else signed)
 
