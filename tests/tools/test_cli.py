@@ -43,7 +43,7 @@ def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkey
     assert "old_bf16" not in out
     kept = file_of(["cpu", "sgd_bf16", *now])
     met = out.partition("what a run would meet on this machine:\n")[2]
-    assert "  slow: the cpu backend is not used for sgd_bf16: weight has other bits" in met
+    assert "  slow: the cpu backend is not used for sgd_bf16: weight has the wrong bits" in met
     assert f"delete {kept} to try it again\n" in met
     kept.unlink()
     cli.main(["info"])
