@@ -144,12 +144,12 @@ def test_the_triton_backend_says_what_it_lacks(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.1.0"))
     reason = triton.unavailable(torch.device("cuda"))
-    assert "Triton 3.1.0 was found and 3.5 is needed" in reason
+    assert "Triton 3.1.0 was found, but 3.5 is needed" in reason
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0+rocm"))
     assert triton.unavailable(torch.device("cuda")) is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     reason = triton.unavailable(torch.device("cuda"))
-    assert "Triton 3.6.0+rocm was found and 3.7 is needed" in reason
+    assert "Triton 3.6.0+rocm was found, but 3.7 is needed" in reason
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0"))
     assert triton.unavailable(torch.device("cuda")) is None
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -94,4 +94,4 @@ def in_scalars(patch):
 def test_a_fault_in_any_part_of_the_kernels_is_found(interpreted, plant):
     fault = interpreted(fault_in, "adamw", 0, plant)
     assert fault is not None
-    assert ("scalars of step" if plant is in_scalars else "has other bits") in fault
+    assert ("scalars of step" if plant is in_scalars else "has the wrong bits") in fault

@@ -110,7 +110,7 @@ def fault_where(old, new):
 )
 def test_another_instruction_is_found(compiled_for, old, new):
     said = compiled_for("sm_90", fault_where, old, new)
-    assert "has other bits than it must" in said
+    assert "has the wrong bits" in said
 
 
 def run(text, *tensors, n_bytes=0, programs=1):

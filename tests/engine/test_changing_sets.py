@@ -134,7 +134,7 @@ def test_bad_options_of_a_group_without_gradients_stop_no_step():
         second.grad = None
         optimizer.step()
     second.grad = torch.ones_like(second)
-    with pytest.raises(ValueError, match="no step follows from the options of group 1"):
+    with pytest.raises(ValueError, match="no step can be computed from the options of group 1"):
         optimizer.step()
     assert optimizer.state[first]["step"].item() == 3
 
@@ -186,7 +186,7 @@ def test_the_plan_of_before_one_that_took_no_step_does_not_count_for_it(looked):
     plan = optimizer._engine.plan
     third.grad = torch.ones_like(third)
     optimizer.param_groups[1]["lr"] = "fast"
-    with pytest.raises(ValueError, match="no step follows from the options of group 1"):
+    with pytest.raises(ValueError, match="no step can be computed from the options of group 1"):
         optimizer.step()
     if looked:
         optimizer.state.seen = True

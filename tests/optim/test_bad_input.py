@@ -220,12 +220,12 @@ def test_invalid_options_are_refused(ours, options, error, match):
 @pytest.mark.parametrize(
     ("ours", "option", "value", "error", "match"),
     [
-        ("adamw", "lr", None, ValueError, "no step follows from the options of group 2: {'lr': N"),
-        ("adamw", "lr", torch.ones(2), ValueError, "no step follows from the options of group 2"),
-        ("adamw", "betas", (1.0, 0.9), ValueError, "no step follows from the options of group 2"),
-        ("adamw", "betas", 0.9, ValueError, "no step follows from the options of group 2"),
-        ("adam", "eps", "tiny", ValueError, "no step follows from the options of group 2"),
-        ("sgd", "weight_decay", None, ValueError, "no step follows from the options of group 2"),
+        ("adamw", "lr", None, ValueError, "computed from the options of group 2: {'lr': N"),
+        ("adamw", "lr", torch.ones(2), ValueError, "computed from the options of group 2"),
+        ("adamw", "betas", (1.0, 0.9), ValueError, "computed from the options of group 2"),
+        ("adamw", "betas", 0.9, ValueError, "computed from the options of group 2"),
+        ("adam", "eps", "tiny", ValueError, "computed from the options of group 2"),
+        ("sgd", "weight_decay", None, ValueError, "computed from the options of group 2"),
         ("sgd", "differentiable", True, NotImplementedError, "differentiable=True in parameter g"),
     ],
 )

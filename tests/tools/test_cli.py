@@ -32,18 +32,18 @@ def test_info_says_how_backends_prove_themselves_and_which_failed(capsys, monkey
     monkeypatch.setenv("TORCH_BF16_CACHE", str(tmp_path))
     now = [torch.__version__, source_hash()]
     verdict(["cpu", "adamw_bf16", *now], lambda: lambda: None)
-    verdict(["cpu", "sgd_bf16", *now], lambda: lambda: "weight has other bits than it must")
+    verdict(["cpu", "sgd_bf16", *now], lambda: lambda: "weight has the wrong bits")
     verdict(["cpu", "old_bf16", torch.__version__, "another hash"], lambda: lambda: "wrong")
     (tmp_path / "damaged.json").write_text("{")
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "before its first use on a device, each variant of a kernel takes two steps" in out
     assert f"  verdicts in {tmp_path}: 2 of this version, 1 failed\n" in out
-    assert "  cpu: sgd_bf16 failed: weight has other bits than it must\n" in out
+    assert "  cpu: sgd_bf16 failed: weight has the wrong bits\n" in out
     assert "old_bf16" not in out
     kept = file_of(["cpu", "sgd_bf16", *now])
     met = out.partition("what a run would meet on this machine:\n")[2]
-    assert "  slow: the cpu backend is not used for sgd_bf16: weight has other bits" in met
+    assert "  slow: the cpu backend is not used for sgd_bf16: weight has the wrong bits" in met
     assert f"delete {kept} to try it again\n" in met
     kept.unlink()
     cli.main(["info"])

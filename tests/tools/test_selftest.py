@@ -165,7 +165,7 @@ def test_it_ends_in_a_verdict_a_table_a_picture_and_a_record(quick, capsys, tmp_
 @pytest.mark.parametrize("part", ["certificate", "check", "time"])
 def test_what_is_wrong_is_named_and_ends_with_status_1(quick, monkeypatch, capsys, part):
     if part == "certificate":
-        wrong = Certificate("adamw_x", "cpu", "weight has other bits than it must", 0.1)
+        wrong = Certificate("adamw_x", "cpu", "weight has the wrong bits", 0.1)
         monkeypatch.setattr(command, "certify", lambda *_: [wrong])
         said = "failed: cpu, adamw_x"
     elif part == "check":
@@ -190,7 +190,7 @@ def on_a_gpu(monkeypatch, fault, mode):
 
 
 def test_eager_is_not_timed_on_a_gpu_where_a_kernel_is_wrong(quick, monkeypatch):
-    found, _ = on_a_gpu(monkeypatch, "weight has other bits than it must", "Default")
+    found, _ = on_a_gpu(monkeypatch, "weight has the wrong bits", "Default")
     assert found["speed"] == []
     assert "eager would run in place of Triton" in found["notes"][0]
     assert not found["passed"]

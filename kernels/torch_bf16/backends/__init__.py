@@ -65,13 +65,13 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
     """The backend for a device, always the same object for the same name.
 
     Args:
-        device: where the parameters are.
-        requested: a name from :data:`BACKENDS`; None for what the environment variable
-            ``TORCH_BF16_BACKEND`` says, else the fastest that can work there.
+        device: the device of the parameters.
+        requested: a name from :data:`BACKENDS`; None for the one that the environment variable
+            ``TORCH_BF16_BACKEND`` names, or else the fastest that can run there.
 
     Raises:
         ValueError: there is no backend of that name.
-        BackendUnavailableError: the requested backend cannot work on ``device``.
+        BackendUnavailableError: the requested backend cannot run on ``device``.
 
     Example:
         >>> choose(torch.device("cpu"), "eager").name
@@ -92,10 +92,10 @@ def choose(device: torch.device, requested: str | None = None) -> Backend:
 
 
 def choose_for(variant: Variant, requested: str | None = None) -> Backend:
-    """The backend for a variant: the one asked for by name, else the best that passed its trial.
+    """The backend for a variant: the requested one, or else the fastest that passes its trial.
 
     Args:
-        variant: what is to be run.
+        variant: the variant to run.
         requested: as for :func:`choose`.
 
     Raises:
@@ -113,18 +113,18 @@ def choose_for(variant: Variant, requested: str | None = None) -> Backend:
         _warn_of(backend.name, variant.name, variant.device, fault)
         faults.append(f"{backend.name}: {fault}")
     raise BackendUnavailableError(
-        f"no backend computes {variant.name} as it must on {variant.device}: {'; '.join(faults)}"
+        f"no backend computes {variant.name} correctly on {variant.device}: {'; '.join(faults)}"
     )
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements; see :meth:`Backend.squares`.
 
-    By the fastest backend that was tried and reads such tensors. While a CUDA graph is captured,
-    torch sums, with other last bits than in an ordinary step.
+    Uses the fastest backend that passed its trial and reads such tensors. While a CUDA graph is
+    captured, torch computes the sum, and its last bits differ from those of an ordinary step.
 
     Args:
-        tensors: as there.
+        tensors: as for :meth:`Backend.squares`.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     found = None
@@ -149,15 +149,15 @@ def _squares_by(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def explain(device: torch.device) -> dict[str, str | None]:
-    """For each backend, why it cannot run on ``device``, or None where it can."""
+    """For each backend, why it cannot run on ``device``, or None if it can."""
     return {name: backend.unavailable(device) for name, backend in _BACKENDS.items()}
 
 
 @functools.cache
 def _automatic(device: torch.device) -> list[Backend]:
-    """Those that can work on a device, the fastest first.
+    """The backends that can run on a device, the fastest first.
 
-    Warns once if the one that was made for the device is missing.
+    Warns once if the one for that kind of device cannot.
     """
     # On CPUs Triton only interprets, for tests.
     order = ("cpu" if device.type == "cpu" else "triton", "eager")
@@ -173,14 +173,14 @@ def _automatic(device: torch.device) -> list[Backend]:
 
 @functools.cache
 def _note_emulation(device: torch.device) -> None:
-    """Say once where a GPU has no arithmetic in bf16."""
+    """Warn once if a GPU has no arithmetic in bf16."""
     if device.type != "cuda":
         return
     with torch.cuda.device(device):
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             _logger.warning(
                 "torch_bf16: %s (%s) has no arithmetic in bf16 and emulates it: training takes as "
-                "little memory as elsewhere, and forward and backward passes are slower than in "
+                "little memory as elsewhere, but forward and backward passes are slower than in "
                 "fp32 or fp16",
                 *(torch.cuda.get_device_name(device), device),
             )

@@ -21,20 +21,21 @@ class Kernel(Protocol):
     """Updates the tensors of the bucket that it was loaded for, in place."""
 
     def __call__(self, inputs: KernelInputs, /) -> None:
-        """Update every tensor once; on a GPU, return when that is in the current stream's queue."""
+        """Update every tensor once; on a GPU, return once this is queued in the current stream."""
         ...
 
     def measure(self, inputs: KernelInputs, /) -> None:
         """Add the statistic of each tensor that has a gradient to the bucket's sums.
 
-        For rules that have one, before the call of the same inputs, which changes nothing else.
+        For rules that have a statistic; called before the update, with the same inputs. Nothing
+        else changes.
         """
         ...
 
     def compile(self, n_scalars: int) -> None:
-        """Compile now, for rules with so many scalars, so that no call can fail to compile.
+        """Compile now, for a rule with that many scalars, so that no call can fail to compile.
 
-        Without it the first call compiles.
+        Otherwise the first call compiles.
         """
         ...
 
@@ -44,8 +45,8 @@ class ScalarSource(Protocol):
 
     Attributes:
         steps: the tensors that count the steps from now on, bucket after bucket.
-        skipped: whether the step that was set leaves everything as it is; False where only the
-            device can tell.
+        skipped: whether the step that was set last changes nothing; False if only the device can
+            tell.
     """
 
     steps: list[Tensor]
@@ -57,16 +58,17 @@ class ScalarSource(Protocol):
         inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
-        """The scalars of the next step, for each bucket.
+        """Compute the scalars of the next step, for each bucket.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            inputs: what else this step was told.
-            taking_part: bool, for each tensor, bucket after bucket, whether it takes the step: the
-                others are not counted, and get rows without meaning. None for all.
+            inputs: the other inputs of this step.
+            taking_part: bool, for each tensor, bucket after bucket, whether it takes the step. The
+                step of other tensors is not counted, and their rows mean nothing. None for all
+                tensors.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: no step can be computed from a group's options; nothing has been updated.
         """
         ...
 
@@ -74,8 +76,8 @@ class ScalarSource(Protocol):
         """Count the step, once its tensors are updated.
 
         Args:
-            updated: where the step broke off, bool for each tensor, whether it was updated by then:
-                the others' step does not count. None for all that take part.
+            updated: if the step broke off, bool, for each tensor, whether it was updated by then:
+                the step of other tensors does not count. None for all that take part.
         """
         ...
 
@@ -84,7 +86,7 @@ class Backend(Protocol):
     """Where and how kernels run.
 
     Attributes:
-        name: as users ask for it.
+        name: the name that users pass.
         capturable: whether a CUDA graph can record a step.
         by_address: whether kernels write through addresses, which autograd does not see.
     """
@@ -94,28 +96,28 @@ class Backend(Protocol):
     by_address: bool
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why this backend cannot run on ``device``, or None where it can."""
+        """Why this backend cannot run on ``device``, or None if it can."""
         ...
 
     def fingerprint(self, device: torch.device) -> list[str]:
-        """What its bits on ``device`` follow from beside this package and torch's version."""
+        """Everything its bits on ``device`` depend on besides this package and torch's version."""
         ...
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket, not compiled yet."""
+        """Make the kernel for a bucket, without compiling it."""
         ...
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The sum of the squares of all elements, whose bits are the same at each run on a device.
+        """The sum of the squares of all elements, with the same bits in each run on a device.
 
-        It is off by what fp32 sums are, at most, and infinite only where a number is.
+        Its error is at most that of an fp32 sum, and it is infinite only if an element is.
 
         Args:
             tensors: at least one, real and dense, of one dtype, on one device.
 
         Returns:
-            0-d, fp64, on that device, or on the CPU where that has no fp64; not waited for. None
-            where this backend does not read such tensors.
+            0-d, fp64, on that device, or on the CPU if the device has no fp64; the host does not
+            wait for it. None if this backend does not read such tensors.
         """
         ...
 
@@ -127,13 +129,13 @@ class Backend(Protocol):
         groups: Sequence[int],
         steps: Sequence[Tensor],
     ) -> ScalarSource:
-        """What computes the scalars of buckets that share a rule.
+        """Make the source of scalars for buckets that share a rule.
 
         Args:
-            rule: the rule of all of them.
-            device: where they all are.
+            rule: the rule of all buckets.
+            device: the device of all buckets.
             sizes: the number of tensors of each bucket.
             groups: number of the parameter group of each tensor, bucket after bucket.
-            steps: the tensors that count its steps, likewise: fp32, 0-d.
+            steps: the step counter of each tensor, in the same order: fp32, 0-d.
         """
         ...

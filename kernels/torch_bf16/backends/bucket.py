@@ -31,7 +31,7 @@ _DRAWS = {
     rules.GRADIENT: GRADIENT,
     rules.FIRST_MOMENT: FIRST_MOMENT,
     rules.SECOND_MOMENT: SECOND_MOMENT,
-    # Beside weights, in rules without a first moment.
+    # Only in rules without a first moment.
     rules.ITERATE: FIRST_MOMENT,
     # Never used: its format is fp32.
     rules.EXACT: FIRST_MOMENT,
@@ -44,10 +44,10 @@ class Variant:
 
     Attributes:
         rule: the update rule.
-        formats: of the rule's numbers: the one that it updates, weights mostly, and then each of
-            its states.
+        formats: the format of the number that the rule updates, mostly a weight, and then of each
+            of its states.
         gradient_dtype: bfloat16 or float32.
-        device: where all tensors are.
+        device: the device of all tensors.
         strided: whether there are tensors whose elements are several runs of the whole tensor.
     """
 
@@ -59,12 +59,12 @@ class Variant:
 
     @property
     def draws(self) -> tuple[Draw, ...]:
-        """Where the noise of each number comes from, in the same order."""
+        """The random bits for each number, in the order of ``formats``."""
         return (_DRAWS[self.rule.role], *(_DRAWS[state.role] for state in self.rule.states))
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """The streams of noise that are drawn from; numbers that share one share its words."""
+        """The noise streams in use; numbers that share a stream share its words."""
         pairs = zip(self.formats, self.draws, strict=True)
         return tuple(dict.fromkeys(draw.stream for each, draw in pairs if each.stochastic))
 
@@ -90,8 +90,9 @@ class Bucket:
         widths: int64 ``[n]``, how many elements of a tensor have consecutive global indices, at
             least 1; all of them unless the variant is strided.
         pitches: int64 ``[n]``, global indices from the start of one such run to that of the next.
-        bases: uint32 ``[n, s, 2]``, what each tensor's noise in each stream starts from.
-        totals: where the rule's statistic is summed; None where it has none.
+        bases: uint32 ``[n, s, 2]``, the two words that each tensor's noise in each stream starts
+            from.
+        totals: where the rule's statistic is summed; None if it has none.
     """
 
     variant: Variant
@@ -105,7 +106,7 @@ class Bucket:
 
     @property
     def addresses(self) -> np.ndarray:
-        """Where the planes are, number after number: int64, a row for each tensor."""
+        """The addresses of the planes, number after number: int64, a row for each tensor."""
         rows = [[plane.data_ptr() for planes in each for plane in planes] for each in self.planes]
         return np.array(rows, np.int64)
 
@@ -119,15 +120,15 @@ class Bucket:
         seed: int,
         totals: Totals | None = None,
     ) -> Bucket:
-        """A bucket whose noise follows from names.
+        """Make a bucket whose noise is keyed by names.
 
         Args:
-            variant: of all tensors.
+            variant: the variant of all tensors.
             planes: as the attribute.
-            runs: of each tensor: number of elements, offset, width, pitch.
+            runs: number of elements, offset, width and pitch of each tensor.
             names: one for each tensor; with ``seed`` they key the noise.
-            seed: of the noise.
-            totals: as the attribute; None where all tensors are whole.
+            seed: the seed of the noise.
+            totals: as the attribute; None if all tensors are whole.
         """
         streams, keys = variant.streams, [*map(tensor_key, names)]
         bases = np.array([stream_base(seed, k, each) for k in keys for each in streams], np.uint32)

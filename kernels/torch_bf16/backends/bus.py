@@ -1,6 +1,6 @@
 """The bus between a device and host memory: copies that overlap with computation, and their order.
 
-A thin layer over streams and events, so that the order can be tested where there are none.
+A thin layer over streams and events, so that the order can be tested on machines without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Bus", "bus_of", "in_host_memory"]
 
 
 class Bus(Protocol):
-    """One device's streams, and host memory that they reach.
+    """One device's streams, and host memory that they can access.
 
     Attributes:
         up: the stream of copies to the device.
@@ -31,11 +31,11 @@ class Bus(Protocol):
     def compute(self) -> Any: ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros in host memory that the streams reach."""
+        """Zeros in host memory that the streams can access."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor there with the same bits: itself if it is one already."""
+        """A contiguous copy in such memory, or the tensor itself if it already is one."""
         ...
 
     def run(self, stream: Any, work: Callable[[], Any]) -> None:
@@ -43,7 +43,7 @@ class Bus(Protocol):
         ...
 
     def record(self, stream: Any) -> Any:
-        """An event that happens when a stream has done all that is queued in it now."""
+        """An event that completes once a stream has done everything that is queued in it now."""
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -56,9 +56,9 @@ class Bus(Protocol):
 
 
 class CudaBus:
-    """That of a CUDA or ROCm device, to pinned memory.
+    """The bus of a CUDA or ROCm device, to pinned memory.
 
-    Its two streams last as long as the process: torch caches memory for each stream apart.
+    Its two streams live as long as the process: torch caches memory separately for each stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,13 +75,13 @@ class CudaBus:
         return _pin(shape, dtype).zero_()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A pinned tensor; waits for the device where it was there."""
+        """A pinned tensor; waits for the device if the tensor was there."""
         if tensor.is_cpu and tensor.is_contiguous() and tensor.is_pinned():
             return tensor
         return _pin(tensor.shape, tensor.dtype).copy_(tensor)
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
-        """Call it with that stream as the current one."""
+        """Call ``work`` with ``stream`` as the current stream."""
         with torch.cuda.stream(stream):
             work()
 
@@ -92,11 +92,11 @@ class CudaBus:
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Without the host."""
+        """Wait on the device, without blocking the host."""
         stream.wait_event(event)
 
     def finish(self, event: torch.cuda.Event) -> None:
-        """Until it has happened."""
+        """Block the host until the event has completed."""
         event.synchronize()
 
 
@@ -106,8 +106,8 @@ def _pin(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     except RuntimeError as error:
         raise RuntimeError(
             f"offload='states' needs pinned host memory for a state of shape {tuple(shape)} in "
-            f"{dtype}, and the system gave none ({error}). Free host memory, raise the limit of "
-            "locked memory (ulimit -l, or the container's), or leave offload out"
+            f"{dtype}, but the system provided none ({error}). Free host memory, raise the limit "
+            "of locked memory (ulimit -l, or the container's), or leave offload out"
         ) from error
 
 
@@ -116,10 +116,10 @@ _WITHOUT = ("cpu", "mps", "meta")
 
 @functools.cache
 def bus_of(device: torch.device) -> Bus | None:
-    """The bus of a device; None where its memory is the host's.
+    """The bus of a device; None if its memory is the host's.
 
     Raises:
-        NotImplementedError: copies beside what it computes are unknown for that kind of device.
+        NotImplementedError: there is no bus for that kind of device.
     """
     if device.type in _WITHOUT:
         return None

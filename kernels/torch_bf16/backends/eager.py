@@ -29,8 +29,8 @@ __all__ = ["SLICE", "SLICE_ON_GPU", "EagerBackend", "lift_rule"]
 SLICE, SLICE_ON_GPU = 1 << 20, 1 << 24
 """Elements that are updated at a time, on CPUs and elsewhere.
 
-They bound the temporaries: about ten fp32 copies of a slice live at once, however large the tensor.
-A GPU is done with a small slice before the next of a hundred operations is launched.
+This bounds the temporaries: about ten fp32 copies of a slice live at once, however large the
+tensor. On a GPU, a small slice would be done before the next of a hundred operations is launched.
 """
 
 
@@ -47,22 +47,22 @@ class EagerBackend:
         return None
 
     def fingerprint(self, device: torch.device) -> list[str]:
-        """The kind of device; of GPUs the model."""
+        """The kind of device, or a GPU's model, and the host's architecture."""
         model = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return [model, platform.machine()]
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket."""
+        """Make the kernel for a bucket."""
         return _EagerKernel(bucket)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum of the squares of all elements, of each tensor in fp32 at least, by torch."""
+        """The sum of the squares of all elements; torch sums each tensor in at least fp32."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         norms = torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
-        together = torch.stack(norms)
-        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
-        together = together if has_fp64(together.device) else together.cpu()
-        return together.double().square().sum()
+        stacked = torch.stack(norms)
+        # In fp64, where squares of fp32 numbers cannot overflow; some GPUs have no fp64.
+        stacked = stacked if has_fp64(stacked.device) else stacked.cpu()
+        return stacked.double().square().sum()
 
 
 class _EagerKernel:
@@ -84,16 +84,16 @@ class _EagerKernel:
         statistic = lift_rule(self._bucket.variant.rule.statistic)
         for tensor, start, stop, part in self._slices(inputs):
             _, numbers = _decode(self._bucket, tensor, start, stop)
-            found = statistic(*_arguments(numbers, part, inputs, tensor))
-            # A NaN is not below the largest.
-            bounded = torch.where(found < LARGEST_STATISTIC, found, LARGEST_STATISTIC)
+            values = statistic(*_arguments(numbers, part, inputs, tensor))
+            # A NaN is not below LARGEST_STATISTIC, so it becomes that.
+            bounded = torch.where(values < LARGEST_STATISTIC, values, LARGEST_STATISTIC)
             totals.sums[totals.places[tensor]] += (bounded * STATISTIC_UNIT).to(torch.int64).sum()
 
     def compile(self, n_scalars: int) -> None:
         """Do nothing: there is nothing to compile."""
 
     def _slices(self, inputs: KernelInputs) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Of tensors with a gradient: the number, first and last element, and that gradient."""
+        """Slices of tensors with a gradient: tensor number, start, stop, part of the gradient."""
         size = SLICE if self._bucket.variant.device.type == "cpu" else SLICE_ON_GPU
         for tensor, gradient in enumerate(inputs.gradients):
             if gradient is not None:
@@ -104,7 +104,7 @@ class _EagerKernel:
 
 
 def _decode(bucket: Bucket, tensor: int, start: int, stop: int) -> tuple[list[Any], list[Tensor]]:
-    """Elements of the planes of each number of a tensor, and these in fp32."""
+    """The planes of a slice of a tensor, for each number, and the numbers decoded to fp32."""
     formats = bucket.variant.formats
     planes = [
         tuple(
@@ -119,7 +119,7 @@ def _decode(bucket: Bucket, tensor: int, start: int, stop: int) -> tuple[list[An
 def _arguments(
     numbers: list[Tensor], gradient: Tensor, inputs: KernelInputs, tensor: int
 ) -> tuple[Any, ...]:
-    """What a rule's functions take."""
+    """The arguments of a rule's ``update`` and ``statistic``."""
     weight, *states = numbers
     scalars = tuple(float(x) for x in inputs.scalars.table[inputs.scalars.rows[tensor]])
     return weight, gradient.float(), tuple(states), scalars
@@ -146,7 +146,7 @@ def _noise(bucket, inputs, tensor: int, stream: int, start: int, stop: int) -> T
     bases = bucket.bases if inputs.bases is None else inputs.bases
     offset = int(bucket.offsets[tensor])
     width, pitch = int(bucket.widths[tensor]), int(bucket.pitches[tensor])
-    # In int64: the int32 of an index above 2**31 is negative.
+    # In int64, because an index above 2**31 would be negative in int32.
     elements = torch.arange(start, stop, device=bucket.variant.device)
     indices = elements + offset
     if bucket.variant.strided:
@@ -185,5 +185,5 @@ _ARITHMETIC = {
 
 @functools.cache
 def lift_rule(function):
-    """A rule's ``update`` or ``statistic`` over fp32 tensors."""
+    """Lift a rule's ``update`` or ``statistic`` to fp32 tensors."""
     return lift(function, _ARITHMETIC, lambda lifted: lifted)

@@ -1,4 +1,4 @@
-"""The scalars of a step computed on the host, which reads there what lives on a device."""
+"""The scalars of a step, computed on the host, which reads hyperparameters on a device back."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class HostScalars:
 
     Args:
         rule: the rule of all buckets.
-        device: where the buckets are.
+        device: the device of the buckets.
         sizes: the number of tensors of each bucket.
         groups: number of the parameter group of each tensor, bucket after bucket.
-        steps: the tensors that count its steps, likewise: fp32, 0-d, on the CPU.
+        steps: the step counter of each tensor, in the same order: fp32, 0-d, on the CPU.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HostScalars:
         self._rule = rule
         self._groups = np.array(groups, np.int64)
         self._buckets = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        # Views of the steps: to add to a 0-d tensor takes torch a microsecond.
+        # Views of the steps: adding to a 0-d tensor takes torch a microsecond.
         self._counters = [each.detach().numpy() for each in steps]
         self._numbers = np.empty(0, np.int64)
         self._taking_part: Any = slice(None)
@@ -53,10 +53,10 @@ class HostScalars:
         inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
-        """The scalars of the next step, for each bucket.
+        """Compute the scalars of the next step, for each bucket.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: no step can be computed from a group's options; nothing has been updated.
         """
         self.skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
         scale = float(inputs.coefficient)
@@ -68,7 +68,7 @@ class HostScalars:
         self._taking_part = which
         pairs = (steps * n + self._groups)[which]
         rows = np.zeros(len(steps), np.int64)
-        # Sorting one takes longer than all the rest, where gradients are released.
+        # Sorting a single one, as with released gradients, takes longer than all the rest.
         if len(pairs) > 1:
             pairs, rows[which] = np.unique(pairs, return_inverse=True)
         table = np.array(
@@ -78,7 +78,7 @@ class HostScalars:
             ],
             np.float64,
         ).astype(np.float32)
-        return [ScalarRows(steps[here], rows[here], table) for here in self._buckets]
+        return [ScalarRows(steps[bucket], rows[bucket], table) for bucket in self._buckets]
 
     def count(self, updated: np.ndarray | None = None) -> None:
         """Count the step, once its tensors are updated; see :class:`.backend.ScalarSource`."""
@@ -102,7 +102,7 @@ def evaluate(
     """The scalars of parameter group ``number`` at its 1-based ``step``, in float64.
 
     Raises:
-        ValueError: none follow from the group's options.
+        ValueError: they cannot be computed from the group's options.
     """
     with naming_group(group, number):
         options = tuple(float(option) for option in rule.options(group))
@@ -111,17 +111,17 @@ def evaluate(
 
 @contextmanager
 def naming_group(group: Mapping[str, Any], number: int) -> Iterator[None]:
-    """Have an error name the parameter group from whose options no step follows.
+    """Turn an error in the options of a parameter group into one that names the group.
 
     Raises:
-        ValueError: there was one.
+        ValueError: there was an error.
     """
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         named = {k: v for k, v in group.items() if not k.startswith("param")}
         raise ValueError(
-            f"no step follows from the options of group {number}: {named}; "
+            f"no step can be computed from the options of group {number}: {named}; "
             "set them to numbers. Nothing was updated"
         ) from error
 

@@ -13,13 +13,13 @@ __all__ = ["KernelInputs", "ScalarRows", "StepInputs"]
 
 
 class StepInputs(NamedTuple):
-    """What one step was told besides the hyperparameters.
+    """The inputs of one step besides the hyperparameters.
 
     Attributes:
         coefficient: multiplied into every gradient: a number or a tensor with one element.
-        grad_scale: what the loss was multiplied by, divided out of every gradient; None for 1.
-        found_inf: not 0 where a gradient is not finite: then nothing is updated, and the step does
-            not count. None where that was not checked.
+        grad_scale: the factor of the loss, divided out of every gradient; None for 1.
+        found_inf: not 0 if a gradient is not finite: then nothing is updated, and the step does not
+            count. None if that was not checked.
     """
 
     coefficient: float | Tensor = 1.0
@@ -28,11 +28,11 @@ class StepInputs(NamedTuple):
 
     @property
     def multiplier(self) -> float | Tensor:
-        """What gradients are multiplied by in all."""
+        """The total factor of the gradients."""
         return self.coefficient if self.grad_scale is None else self.coefficient / self.grad_scale
 
     def on_host(self) -> StepInputs:
-        """The same as numbers, for code that reads them often: each read waits for a device."""
+        """The same inputs as numbers, for code that reads them often: a read waits for a device."""
         found_inf = None if self.found_inf is None else float(self.found_inf)
         return StepInputs(float(self.multiplier), None, found_inf)
 
@@ -42,12 +42,12 @@ class ScalarRows:
     """A rule's scalars for the ``n`` tensors of one bucket.
 
     Attributes:
-        steps: int64 ``[n]``, the 1-based number of this step for each tensor; None where only the
+        steps: int64 ``[n]``, the 1-based number of this step for each tensor; None if only the
             device has it.
         rows: int64 ``[n]``, which row of ``table`` each tensor uses.
-        table: fp32 ``[rows, scalars of the rule]`` where the host computed them; a tensor, fp32
-            ``[rows, scalars of the rule + 2]``, where the device did: the scalars, the number of
-            the step, and 1 where it is skipped.
+        table: fp32 ``[rows, scalars of the rule]`` if the host computed them; a tensor, fp32
+            ``[rows, scalars of the rule + 2]``, if the device did: the scalars, the number of the
+            step, and 1 if it is skipped.
     """
 
     steps: np.ndarray | None
@@ -56,15 +56,15 @@ class ScalarRows:
 
 
 class KernelInputs(NamedTuple):
-    """What one call of a kernel is given.
+    """The inputs of one call of a kernel.
 
     Attributes:
-        gradients: one tensor for each tensor of the bucket, contiguous; None leaves that one as it
+        gradients: a contiguous gradient for each tensor of the bucket; None leaves the tensor as it
             is.
-        scalars: the rule's scalars for them.
-        bases: uint32 ``[n, s, 2]``, in place of the bucket's, where what the noise starts from
-            changes from call to call.
-        given_addresses: :attr:`addresses`, where they are known already.
+        scalars: the rule's scalars for the tensors.
+        bases: uint32 ``[n, s, 2]``, in place of the bucket's ``bases``, if they change from call to
+            call.
+        given_addresses: :attr:`addresses`, if they are known already.
     """
 
     gradients: Sequence[Tensor | None]
@@ -74,19 +74,19 @@ class KernelInputs(NamedTuple):
 
     @property
     def addresses(self) -> np.ndarray:
-        """Where the gradients are, int64 ``[n]``; 0 tells kernels to leave a tensor as it is.
+        """Addresses of the gradients, int64 ``[n]``; 0 makes kernels leave a tensor as it is.
 
         Raises:
-            ValueError: a gradient has elements and no address.
+            ValueError: a gradient has elements but no address.
         """
         if self.given_addresses is not None:
             return self.given_addresses
-        found = [0 if each is None else each.data_ptr() for each in self.gradients]
-        for each, address in zip(self.gradients, found, strict=True):
+        addresses = [0 if each is None else each.data_ptr() for each in self.gradients]
+        for each, address in zip(self.gradients, addresses, strict=True):
             if each is not None and not address and each.numel():
                 raise ValueError(
-                    f"a gradient is a {type(each).__name__} of shape {tuple(each.shape)}, whose "
-                    "numbers are not in memory of its own, where a kernel could read them. Replace "
-                    "it by a plain tensor, or train with backend='eager'"
+                    f"a gradient is a {type(each).__name__} of shape {tuple(each.shape)}, which "
+                    "has no memory of its own that a kernel could read. Replace it with a plain "
+                    "tensor, or train with backend='eager'"
                 )
-        return np.array(found, np.int64)
+        return np.array(addresses, np.int64)

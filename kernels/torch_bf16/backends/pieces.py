@@ -1,4 +1,4 @@
-"""Tensors cut into pieces, each of which one turn of a kernel takes."""
+"""Tensors cut into pieces, one for each turn of a kernel."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ READ_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cut(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each piece: its tensor, and the number of its first element there, int64 both.
+    """For each piece, the number of its tensor and of its first element there, both int64.
 
     Args:
-        numels: of each tensor.
-        size: elements of a piece, but for the last one of a tensor.
+        numels: number of elements of each tensor.
+        size: elements per piece, except for the last piece of a tensor.
     """
     counts = -(-numels // size)
     tensors = np.repeat(np.arange(len(numels)), counts)
@@ -33,8 +33,8 @@ def places(tensors: Sequence[Tensor]) -> np.ndarray | None:
         tensors: of one dtype, on one device.
 
     Returns:
-        None where one of them is neither bf16 nor fp32, not contiguous, or has no memory of its
-        own.
+        The array, or None if a tensor is neither bf16 nor fp32, is not contiguous, or has no memory
+        of its own.
     """
     plain = {*map(type, tensors)} <= {Tensor, torch.nn.Parameter}
     if (
@@ -43,6 +43,6 @@ def places(tensors: Sequence[Tensor]) -> np.ndarray | None:
         or not all(map(Tensor.is_contiguous, tensors))
     ):
         return None
-    found = np.array([*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)], np.int64)
-    addresses, numels = found = found.reshape(2, -1)
-    return None if numels[addresses == 0].any() else np.ascontiguousarray(found.T)
+    rows = np.array([*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)], np.int64)
+    addresses, numels = rows = rows.reshape(2, -1)
+    return None if numels[addresses == 0].any() else np.ascontiguousarray(rows.T)

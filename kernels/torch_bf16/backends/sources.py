@@ -1,4 +1,4 @@
-"""A hash of the sources that a step's bits follow from: what was made from others is made again."""
+"""A hash of the sources that a step's bits depend on: results of other sources are not reused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def source_hash(*without: str) -> str:
     """The hash of the sources, and of the digests that kernels are compared with.
 
     Args:
-        *without: folders of ``backends`` that do not count.
+        *without: folders of ``backends`` to leave out.
     """
     left_out = {_PACKAGE / "backends" / name for name in without}
     digest = hashlib.blake2b(digest_size=8)

@@ -1,8 +1,8 @@
-"""Kernels over planes that live in host memory: these pass through two buffers on the device.
+"""Kernels over planes that live in host memory, which pass through two buffers on the device.
 
-A bucket is cut into loads that fit a buffer. While one is computed, the next is copied up and the
-one before copied down; what is in the device's memory, weights and gradients, is read and written
-where it is. A tensor may be cut between any two blocks: noise is keyed by the element.
+A bucket is cut into loads that fit a buffer. While one load is computed, the next is copied up and
+the previous one down; weights and gradients, in the device's memory, are read and written in place.
+A tensor may be cut between any two blocks, because noise is keyed by the element.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .inputs import KernelInputs, ScalarRows
 __all__ = ["BUFFERS", "BUFFER_BYTES", "StagedKernel", "fetch", "holding", "load"]
 
 BUFFER_BYTES = 64 << 20
-"""A copy of that size takes a millisecond, beside which launches and events take nothing."""
+"""A copy of this size takes a millisecond: launches and events are negligible beside it."""
 
 BUFFERS = 2
-"""A kernel takes a twentieth of the time of the copies around it: a third would hide no more."""
+"""A kernel takes a twentieth of the time of its copies: a third buffer would hide no more."""
 
-# Bytes between planes in a buffer, and elements that a cut tensor's parts are multiples of: whole
-# blocks, at addresses that vectors are read from.
+# Planes in a buffer start at multiples of so many bytes, and tensors are cut at multiples of so
+# many elements: whole blocks, at addresses that vectors can be read from.
 _ALIGNED = 256
 
 
@@ -43,7 +43,7 @@ class _Slot:
 
     Attributes:
         buffer: uint8, on the device.
-        free: happens when what was in it is back in host memory.
+        free: an event that completes once the last contents are back in host memory.
     """
 
     buffer: Tensor
@@ -51,10 +51,10 @@ class _Slot:
 
 
 class Staging:
-    """The buffers of a device, which all kernels there share, and what is on its way through them.
+    """The buffers of a device, which all its kernels share, and the copies under way.
 
-    A context: when the outermost one ends, the host's planes are what the kernels made of them.
-    Within a backward pass that is at its end.
+    A context manager: when the outermost context ends, planes in host memory hold what the kernels
+    computed. Within a backward pass they do so when the pass ends.
     """
 
     def __init__(self, bus: Bus, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Staging:
         self._slots = [
             _Slot(
                 torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device),
-                # What had the memory before may be read until then.
+                # The memory's previous contents may be read until then.
                 bus.record(bus.compute),
             )
             for _ in range(BUFFERS)
@@ -75,7 +75,7 @@ class Staging:
 
     def __enter__(self) -> Staging:
         self._lock.acquire()
-        # A backward pass that failed has not come to its end.
+        # A backward pass that failed has not run its callback.
         if self._depth == 0 and self._pass != torch._C._current_graph_task_id():
             self.finish()
         self._depth += 1
@@ -96,24 +96,24 @@ class Staging:
             self._lock.release()
 
     def finish(self) -> None:
-        """Let the host wait for all that is on its way."""
+        """Let the host wait for all copies under way."""
         with self._lock:
             event, self._under_way, self._pass = self._under_way, None, -1
             if event is not None:
                 self._bus.finish(event)
 
     def fetch(self, planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Copies of planes in the current stream, once what is on its way has arrived."""
+        """Copy planes to the device in the current stream, once all copies under way are done."""
         self.finish()
-        found = [plane.to(device, non_blocking=True) for plane in planes]
-        # Nobody writes the host's planes before they are read.
+        copies = [plane.to(device, non_blocking=True) for plane in planes]
+        # Keeps later copies from overwriting the host's planes before they are read.
         bus = self._bus
         bus.wait(bus.down, bus.record(bus.compute))
         self._under_way = bus.record(bus.down)
-        return found
+        return copies
 
     def next_slot(self) -> _Slot:
-        """The buffers in turn."""
+        """The next buffer, in turn."""
         self._turn = (self._turn + 1) % len(self._slots)
         return self._slots[self._turn]
 
@@ -124,13 +124,13 @@ class Staging:
         work: Callable[[], None],
         reads: bool = False,
     ) -> None:
-        """Queue copies to a slot, what computes there, and the copies back.
+        """Queue the copies to a slot, the kernel, and the copies back.
 
         Args:
-            slot: whose buffer the copies are in.
-            moves: a plane in host memory, and its copy.
+            slot: the slot whose buffer holds the copies.
+            moves: pairs of a plane in host memory and its copy in the buffer.
             work: launches the kernel.
-            reads: whether that writes nothing, so that nothing is copied back.
+            reads: whether the kernel writes nothing, so that nothing is copied back.
         """
         if not moves:
             work()
@@ -153,21 +153,21 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         to.copy_(from_, non_blocking=True)
 
 
-# As long as a kernel uses them.
+# Buffers live as long as a kernel uses them.
 _stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
 _NOTHING = contextlib.nullcontext()
 
 
 def _staging_of(device: torch.device) -> Staging:
-    found = _stagings.get(device)
-    if found is None:
+    staging = _stagings.get(device)
+    if staging is None:
         bus: Any = bus_of(device)
-        found = _stagings[device] = Staging(bus, device)
-    return found
+        staging = _stagings[device] = Staging(bus, device)
+    return staging
 
 
 def holding(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[Any]:
-    """A context around kernels that one wait at its end is enough for."""
+    """A context around kernels in which the host waits only once, at its end."""
     if not _stagings:
         return _NOTHING
     stack = contextlib.ExitStack()
@@ -177,7 +177,7 @@ def holding(devices: Iterable[torch.device]) -> contextlib.AbstractContextManage
 
 
 def fetch(planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Planes on a device, as kernels there have made them: themselves where they are on it."""
+    """Planes on a device, as its kernels left them; planes already there are not copied."""
     staging = _stagings.get(device)
     if staging is None:
         return [plane.to(device) for plane in planes]
@@ -186,7 +186,7 @@ def fetch(planes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def load(bucket: Bucket, backend: Backend) -> Kernel:
-    """The backend's kernel for a bucket, staged where planes of it are in host memory."""
+    """The backend's kernel for a bucket, staged if any of its planes are in host memory."""
     device = bucket.variant.device
     every = (plane for each in bucket.planes for planes in each for plane in planes)
     if not any(in_host_memory(plane, device) for plane in every):
@@ -195,7 +195,7 @@ def load(bucket: Bucket, backend: Backend) -> Kernel:
 
 
 class _Piece(NamedTuple):
-    """A part of a tensor of a bucket: its number, and elements in memory from ``start`` on."""
+    """A part of tensor number ``row`` of a bucket: ``numel`` elements from ``start`` on."""
 
     row: int
     start: int
@@ -203,12 +203,12 @@ class _Piece(NamedTuple):
 
 
 class _Load:
-    """Pieces whose planes are in a buffer together.
+    """Pieces whose planes share a buffer.
 
     Args:
-        bucket: whose pieces.
+        bucket: the bucket that the pieces are of.
         pieces: at least one.
-        backend: what computes them.
+        backend: the backend that updates the pieces.
         slot: the buffer.
     """
 
@@ -223,11 +223,11 @@ class _Load:
         self.kernel = backend.load(_cut(bucket, self._rows, pieces, planes))
 
     def _stage(self, bucket: Bucket, piece: _Piece) -> tuple[tuple[Tensor, ...], ...]:
-        """The piece's planes, those in host memory as their place in the buffer."""
+        """The piece's planes; those in host memory are replaced by their place in the buffer."""
         device, moves = bucket.variant.device, []
-        found = []
+        numbers = []
         for format_, planes in zip(bucket.variant.formats, bucket.planes[piece.row], strict=True):
-            taken = []
+            parts = []
             for plane, tensor in zip(format_.planes, planes, strict=True):
                 first, last = (n // plane.block for n in (piece.start, piece.start + piece.numel))
                 part = tensor.view(-1)[first:last]
@@ -237,19 +237,19 @@ class _Load:
                     self._used = -(-end // _ALIGNED) * _ALIGNED
                     moves.append((part, staged))
                     part = staged
-                taken.append(part)
-            found.append(tuple(taken))
+                parts.append(part)
+            numbers.append(tuple(parts))
         self._moves.append(moves)
-        return tuple(found)
+        return tuple(numbers)
 
     def inputs(self, inputs: KernelInputs) -> tuple[KernelInputs, list[tuple[Tensor, Tensor]]]:
-        """What the pieces take of what the bucket takes, and the moves of those with a gradient."""
+        """The pieces' part of the bucket's inputs, and the moves of pieces with a gradient."""
         gradients = [
             None if (whole := inputs.gradients[row]) is None else whole.view(-1)[start : start + n]
             for row, start, n in self._pieces
         ]
         pairs = zip(gradients, self._moves, strict=True)
-        moves = [move for gradient, its in pairs if gradient is not None for move in its]
+        moves = [move for gradient, row in pairs if gradient is not None for move in row]
         scalars, bases = inputs.scalars, inputs.bases
         steps = None if scalars.steps is None else scalars.steps[self._rows]
         rows = ScalarRows(steps, scalars.rows[self._rows], scalars.table)
@@ -259,7 +259,7 @@ class _Load:
 def _cut(
     bucket: Bucket, rows: np.ndarray, pieces: Sequence[_Piece], planes: Sequence[Any]
 ) -> Bucket:
-    """A bucket of pieces of another one's tensors."""
+    """A bucket of pieces of another bucket's tensors."""
     starts = np.array([piece.start for piece in pieces], np.int64)
     numels = np.array([piece.numel for piece in pieces], np.int64)
     widths, pitches = bucket.widths[rows], bucket.pitches[rows]
@@ -269,7 +269,7 @@ def _cut(
         planes,
         numels,
         offsets,
-        # What is not whole runs lies within one.
+        # A piece that is not whole runs lies within one run.
         np.maximum(np.minimum(widths, numels), 1),
         pitches,
         bucket.bases[rows],
@@ -278,8 +278,8 @@ def _cut(
 
 
 def _loads(bucket: Bucket) -> Iterator[list[_Piece]]:
-    """All elements of a bucket in pieces, those together that fit a buffer."""
-    device, found, room = bucket.variant.device, [], BUFFER_BYTES
+    """All elements of a bucket in pieces, listed by the buffer load that they make up."""
+    device, pieces, room = bucket.variant.device, [], BUFFER_BYTES
     for row, of_tensor in enumerate(bucket.planes):
         size, planes = 0.0, 0
         for format_, tensors in zip(bucket.variant.formats, of_tensor, strict=True):
@@ -291,18 +291,18 @@ def _loads(bucket: Bucket) -> Iterator[list[_Piece]]:
             fitting = numel if not planes else int((room - planes * _ALIGNED) / size)
             n = _stretch(start, numel, width, fitting)
             if n > 0:
-                found.append(_Piece(row, start, n))
+                pieces.append(_Piece(row, start, n))
                 start += n
                 room -= int(n * size) + planes * _ALIGNED
             if start < numel:
-                yield found
-                found, room = [], BUFFER_BYTES
-    if found:
-        yield found
+                yield pieces
+                pieces, room = [], BUFFER_BYTES
+    if pieces:
+        yield pieces
 
 
 def _stretch(start: int, numel: int, width: int, fitting: int) -> int:
-    """How many elements from ``start`` on are a piece: whole runs, or a part of one."""
+    """How many elements from ``start`` on make a piece: whole runs, or a part of one run."""
     left = width - start % width
     if left == width and fitting >= width:
         return min(numel - start, fitting // width * width)
@@ -310,12 +310,12 @@ def _stretch(start: int, numel: int, width: int, fitting: int) -> int:
 
 
 class StagedKernel:
-    """A backend's kernel for a bucket some of whose planes are in host memory.
+    """A backend's kernel for a bucket with some planes in host memory.
 
     Args:
-        bucket: what it updates.
-        backend: what computes it.
-        staging: the buffers that those planes pass through.
+        bucket: the tensors to update.
+        backend: the backend that updates them.
+        staging: the buffers that planes in host memory pass through.
     """
 
     def __init__(self, bucket: Bucket, backend: Backend, staging: Staging) -> None:
@@ -323,7 +323,7 @@ class StagedKernel:
 
     @functools.cached_property
     def _loads(self) -> list[_Load]:
-        # Not before they are needed: a weight that is not contiguous is stepped as a copy.
+        # Only when needed, because a weight that is not contiguous is stepped as a copy.
         bucket, backend, staging = self._bucket, self._backend, self._staging
         return [_Load(bucket, pieces, backend, staging.next_slot()) for pieces in _loads(bucket)]
 
@@ -338,12 +338,12 @@ class StagedKernel:
     def _run(self, inputs: KernelInputs, *, reads: bool) -> None:
         with self._staging as staging:
             for each in self._loads:
-                taken, moves = each.inputs(inputs)
-                if any(gradient is not None for gradient in taken.gradients):
+                part, moves = each.inputs(inputs)
+                if any(gradient is not None for gradient in part.gradients):
                     kernel = each.kernel.measure if reads else each.kernel
-                    staging.run(each.slot, moves, functools.partial(kernel, taken), reads)
+                    staging.run(each.slot, moves, functools.partial(kernel, part), reads)
 
     def compile(self, n_scalars: int) -> None:
-        """Compile what the first call would."""
+        """Compile everything that the first call would compile."""
         for each in self._loads:
             each.kernel.compile(n_scalars)

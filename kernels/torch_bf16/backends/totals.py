@@ -1,7 +1,7 @@
-"""Sums of a rule's statistic over whole tensors, and the factors that follow from them.
+"""Sums of a rule's statistic over whole tensors, and the factors computed from them.
 
-A kernel adds to a tensor's sum what it holds of the tensor, in whole parts of
-``1 / STATISTIC_UNIT``; another part may be in another kernel's bucket, or on another rank.
+A kernel adds the sum over its part of a tensor to the tensor's sum, in integer multiples of
+``1 / STATISTIC_UNIT``; other parts may be in another kernel's bucket, or on another rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Totals:
     """Where the sums of a bucket's ``n`` tensors are.
 
     Attributes:
-        sums: int64, on the bucket's device, cleared by whoever asks for sums; kernels add to it.
-        places: int64 ``[n]``, where in ``sums`` each tensor's sum is: parts of one share a place.
+        sums: int64, on the bucket's device, cleared by the code that needs sums; kernels add to it.
+        places: int64 ``[n]``, the index of each tensor's sum in ``sums``: parts of one tensor share
+            it.
         counts: int64 ``[n]``, how many elements each whole tensor has.
     """
 
@@ -35,12 +36,12 @@ class Totals:
 
     @classmethod
     def of_whole(cls, numels: np.ndarray, device: torch.device) -> Totals:
-        """Those of tensors of which the bucket has all elements."""
+        """The totals of tensors of which the bucket has all elements."""
         sums = torch.zeros(len(numels), dtype=torch.int64, device=device)
         return cls(sums, np.arange(len(numels)), numels)
 
     def rows(self, rows: np.ndarray) -> Totals:
-        """Those of some of the bucket's tensors."""
+        """The totals of some of the bucket's tensors."""
         return Totals(self.sums, self.places[rows], self.counts[rows])
 
 
@@ -48,9 +49,9 @@ def with_factors(rule: Rule, totals: Totals | None, inputs: KernelInputs) -> Ker
     """The inputs with each tensor's factor as the last of its scalars, computed on the host.
 
     Args:
-        rule: of the bucket; for one without a statistic they stay as they are.
-        totals: the bucket's, complete.
-        inputs: with the host's scalars.
+        rule: the bucket's rule; without a statistic, the inputs are returned as they are.
+        totals: the bucket's totals, with complete sums.
+        inputs: inputs with scalars computed on the host.
     """
     if rule.factor is None or totals is None:
         return inputs

@@ -1,4 +1,4 @@
-"""Formats of floats: fp32, bf16, and bf16 with the remainder of a master beside it.
+"""Formats of floats: fp32, bf16, and bf16 with the remainder of a master, or a master, beside it.
 
 ``bf16+16`` and ``bf16+fp32`` hold any fp32 number. ``bf16+8`` holds floats of 24 bits, to
 which it rounds stochastically: weights in it neither stall nor drift, however small the updates.
@@ -35,7 +35,7 @@ def _decode(planes):
 
 def _decode_bf16_plus_fp32(planes):
     weight, master = planes
-    # A weight written from outside no longer is the rounded master: then the weight counts.
+    # A weight that differs from the rounded master was written by something else, and counts.
     written = bf16_nearest(master).view(torch.int16) != weight.view(torch.int16)
     return torch.where(written, weight.float(), master)
 

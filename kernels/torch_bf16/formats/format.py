@@ -33,8 +33,8 @@ class Plane:
     def shape(self, of: Sequence[int]) -> tuple[int, ...]:
         """The plane's shape for numbers of shape ``of``.
 
-        Where numbers share elements it is ``(of[0], numbers per row / block)``, so that the plane
-        is cut in dimension 0 wherever they are.
+        If numbers share elements, it is ``(of[0], numbers per row / block)``, so that the plane can
+        be cut in dimension 0 wherever the numbers are.
         """
         return tuple(of) if self.block == 1 else (of[0], prod(of[1:]) // self.block)
 
@@ -48,8 +48,8 @@ class Format:
         planes: the tensors it needs; the first has the number's shape.
         stochastic: whether ``split`` needs 16 random bits per element.
         decode: ``decode(planes) -> fp32 tensor``.
-        split: ``split(x, r)``: for each plane what fp32 ``x`` is there; ``r`` is an int32 tensor of
-            uniform 16-bit integers where ``stochastic``, else None.
+        split: ``split(x, r)``: the planes of fp32 ``x``; ``r`` is an int32 tensor of uniform 16-bit
+            integers if ``stochastic``, else None.
         fallback: the format for tensors whose rows are not whole blocks.
     """
 
@@ -72,20 +72,20 @@ class Format:
 
     @property
     def remainders(self) -> tuple[str, ...]:
-        """The planes of a weight that mean nothing beside another one than they were made with."""
+        """Suffixes of the planes that have no meaning except beside the weight they came with."""
         return tuple(p.suffix for p in self.planes[1:] if not p.dtype.is_floating_point)
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes that one number takes; an int where that is whole."""
+        """Bytes that one number takes; an int if that is whole."""
         size = sum(plane.dtype.itemsize / plane.block for plane in self.planes)
         return int(size) if size == int(size) else size
 
     def fitting(self, shape: Sequence[int]) -> Format:
-        """This format, or its fallback for a tensor of that shape, the whole one's.
+        """This format, or its fallback if it does not fit a whole tensor of that shape.
 
-        A block lies within a row, which is what dimensions but the first make up, so that no way of
-        cutting a tensor in dimension 0 splits it.
+        A block lies within a row, that is, within all dimensions but the first, so that no way of
+        cutting a tensor in dimension 0 splits a block.
         """
         whole = len(shape) > 1 and prod(shape[1:]) % self.block == 0
         return self if self.fallback is None or whole else self.fallback

@@ -3,8 +3,8 @@
 Rounding (:mod:`~torch_bf16.numerics.rounding`): `bf16_nearest`, `bf16_stochastic`, and the lossless
 or 24-bit splits `split16`/`join16` and `split8`/`join8`. Noise
 (:mod:`~torch_bf16.numerics.counter_rng`): `noise` of any run of elements, `tensor_key` of a
-parameter's name, `draw16` for the sixteen bits that a `Draw` takes, and what a kernel is made of:
-`stream_base`, `block_keys`, `sum_base`, `noise_bits`.
+parameter's name, `draw16` for the sixteen bits that a `Draw` takes, and the building blocks of
+kernels: `stream_base`, `block_keys`, `sum_base`, `noise_bits`.
 
 Example:
     >>> x = torch.full((4, 4), 1.001)

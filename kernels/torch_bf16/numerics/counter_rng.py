@@ -14,8 +14,8 @@ bits for the same element. All arithmetic is modulo 2**32 and every shift is log
   other's noise, off by a constant.
 
 The mixers are the hashes "lowbias32" for keys and "triple32" for elements (C. Wellons, "Prospecting
-for hash functions", public domain). The second has ``k1`` added on its way, and a last shift of 16
-instead of 14, which leaves the upper half as the last multiplication made it.
+for hash functions", public domain). The second has ``k1`` added midway, and a last shift of 16
+instead of 14, which leaves the upper half of the last product as it is.
 
 Rounding to bf16 takes 16 bits, so one word serves two numbers: `WEIGHT` is its upper half and
 `SECOND_MOMENT` its lower one.
@@ -118,7 +118,7 @@ def block_keys(base: tuple[_Word, _Word], step: _Word, index_hi: _Word) -> tuple
 
 
 def sum_base(base: tuple[_Word, _Word], step: _Word) -> tuple[_Word, _Word]:
-    """What the noise of a sum of gradients starts from, in place of a stream's base.
+    """The two words that the noise of a sum of gradients starts from, in place of a stream's base.
 
     Args:
         base: from `stream_base`.
@@ -196,9 +196,9 @@ def noise(
         step: the optimizer's step; taken modulo 2**32.
         key: from `tensor_key`.
         stream: the stream of a `Draw`.
-        start: global index of the first element, in row-major order; may pass 2**32.
+        start: global index of the first element, in row-major order; may exceed 2**32.
         n: number of elements.
-        device: where the result is made.
+        device: the device of the result.
 
     Returns:
         int32 bit patterns, shape ``[n]``.

@@ -18,8 +18,8 @@ def sqrt(x: Tensor) -> Tensor:
         >>> sqrt(torch.tensor([2.0, 0.25]))
         tensor([1.4142, 0.5000])
     """
-    # torch's own is an ulp off for 6 numbers in 1000 on CPUs. Computed in fp64 and rounded again it
-    # is correct: 53 bits are more than twice 24 and 2.
+    # torch's own root is off by an ulp for 6 numbers in 1000 on CPUs. Computed in fp64 and rounded
+    # again, it is correct: 53 bits are more than 2 * 24 + 2.
     return x.double().sqrt().float() if has_fp64(x.device) else sqrt_without_fp64(x)
 
 
@@ -34,10 +34,10 @@ def has_fp64(device: torch.device) -> bool:
 def sqrt_without_fp64(x: Tensor) -> Tensor:
     """:func:`sqrt` by an fp32 root that may be off by 30 ulp, corrected in integers.
 
-    Nothing here is a subnormal, which such devices may flush.
+    No operation here meets a subnormal, because such devices may flush them.
     """
     bits = x.view(torch.int32)
-    # A subnormal is its fraction times 2**-149, and that is a whole number.
+    # A subnormal is its fraction, a whole number, times 2**-149.
     subnormal = bits < 0x00800000
     parts = torch.where(subnormal, (bits & 0x007FFFFF).float().view(torch.int32), bits)
     exponent = (parts >> 23) - 127 - 149 * subnormal.int()
@@ -45,10 +45,10 @@ def sqrt_without_fp64(x: Tensor) -> Tensor:
     odd = exponent & 1
     n = (parts & 0x007FFFFF | 0x00800000) << odd
     root = (n.float() * 2.0**23).sqrt().int()
-    # What is left of n * 2**23 fits in 32 bits, and so it is exact where products overflow.
+    # The difference fits in 32 bits, so it is exact even though the products overflow.
     root += ((n << 23) - root * root).float().div(2.0 * root.float()).round().int()
     left = (n << 23) - root * root
-    # A root is nearest where it is above root - 1/2 and below root + 1/2; there are no ties.
+    # The exact root lies between the nearest one - 1/2 and + 1/2; there are no ties.
     root += (left > root).int() - (left <= -root).int()
     found = (root + ((((exponent - odd) >> 1) + 126) << 23)).view(torch.float32)
     # Both zeros, infinity and NaN are their own roots; below zero there is none.

@@ -8,9 +8,9 @@ magnitude, with a uniform 16-bit integer ``r``):
 
 - A NaN becomes a quiet NaN: ``(bits | 0x00400000) >> 16``. Sign and upper payload are kept. Adding
   to the bits of a NaN, as the usual bit tricks do, turns 0x7fffffff into -0.0.
-- An infinity is itself.
-- A finite number that bf16 represents, ±0 included, is itself. Subnormals follow the same rule as
-  normal numbers.
+- An infinity is unchanged.
+- A finite number that bf16 represents, ±0 included, is unchanged. Subnormals follow the same rule
+  as normal numbers.
 - Any other finite number, nearest: the closer neighbour; beyond the largest bf16 it overflows to
   infinity as IEEE 754 says, which is what torch's own cast does.
 - Any other finite number, stochastic: ``(magnitude + r) >> 16``, so the share of the 65,536 values
@@ -39,7 +39,7 @@ _QUIET = 0x00400000
 
 
 def bf16_nearest(x: Tensor) -> Tensor:
-    """Rounds to the nearest bf16, ties to even.
+    """Round to the nearest bf16, ties to even.
 
     Args:
         x: fp32, any shape and strides.
@@ -60,7 +60,7 @@ def bf16_nearest(x: Tensor) -> Tensor:
 
 
 def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
-    """Rounds away from zero with a probability equal to the discarded fraction, exactly.
+    """Round away from zero with a probability equal to the discarded fraction, exactly.
 
     Args:
         x: fp32, any shape and strides.
@@ -84,7 +84,7 @@ def bf16_stochastic(x: Tensor, r: Tensor) -> Tensor:
 
 
 def split16(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 losslessly into the nearest bf16 and the 16 bits that it lacks.
+    """Split fp32 losslessly into the nearest bf16 and the 16 bits that it lacks.
 
     Args:
         x: fp32, any shape and strides.
@@ -105,11 +105,11 @@ def split16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join16(hi: Tensor, lo: Tensor) -> Tensor:
-    """Puts together what `split16` took apart.
+    """Join the two parts that `split16` returned.
 
-    Beside a zero, ``lo`` is never negative. Where it is, the weight was zeroed in a way that nobody
-    sees (``p.data.mul_(mask)``) and ``lo`` is stale: subtracting it would borrow from the sign and
-    give a NaN, so its top bit is ignored there.
+    Beside a zero, ``lo`` is never negative. If it is, the weight was zeroed in a way that cannot be
+    noticed (``p.data.mul_(mask)``) and ``lo`` is stale: subtracting it would borrow from the sign
+    and give a NaN, so its top bit is ignored there.
 
     Args:
         hi: bf16, any shape and strides.
@@ -134,7 +134,7 @@ def join16(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds stochastically to a float of 24 bits, and splits that as `split16` does.
+    """Round stochastically to a float of 24 bits, and split that as `split16` does.
 
     Args:
         x: fp32, any shape and strides.
@@ -158,7 +158,7 @@ def split8(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join8(hi: Tensor, lo: Tensor) -> Tensor:
-    """Puts together what `split8` took apart.
+    """Join the two parts that `split8` returned.
 
     Beside a zero the top bit of ``lo`` is ignored, as in `join16`; a NaN comes back as a NaN.
 
@@ -205,16 +205,16 @@ def _check_draws(r: Tensor, top: int, function: str) -> None:
 
 
 def _noisy(bits: Tensor, r: Tensor) -> Tensor:
-    """Finite numbers with ``r`` added to the magnitude, up to the largest; others as they are."""
+    """Add ``r`` to the magnitude of finite numbers, up to the largest; Inf and NaN stay."""
     magnitude = bits & _MAGNITUDE
     rounded = (magnitude + r).clamp_(max=_LARGEST_FINITE) | (bits & _SIGN)
     return torch.where(magnitude < _INFINITY, rounded, bits)
 
 
 def _upper_half(bits: Tensor, rounded: Tensor) -> Tensor:
-    """bf16: the upper half of ``rounded``, or of ``bits`` and quiet where these are a NaN's."""
+    """bf16: the upper half of ``rounded``, or for a NaN that of ``bits``, made quiet."""
     result = torch.where(_is_nan(bits), bits | _QUIET, rounded)
-    # The arithmetic shift leaves a value in the range of int16, so the cast cannot lose anything.
+    # The arithmetic shift leaves a value in the range of int16, so the cast loses nothing.
     return (result >> 16).to(torch.int16).view(torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Update rules: arithmetic only, one element at a time, blind to how numbers are stored."""
+"""Update rules: arithmetic only, one element at a time, unaware of how numbers are stored."""
 
 from .adagrad import ADAGRAD
 from .adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD

@@ -1,11 +1,11 @@
 """Adagrad (Duchi et al., 2011).
 
     g = g + weight_decay * w
-    s = s + g**2                                              from initial_accumulator_value on
+    s = s + g**2                                      starting at initial_accumulator_value
     w = w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 
-A sum grows by less and less of itself, so that in bf16 it stands still unless it is rounded
-stochastically: with nearest rounding after 256 equal gradients.
+The sum grows by an ever smaller fraction of itself, so in bf16 it stalls unless it is rounded
+stochastically: with nearest rounding, after 256 equal gradients.
 """
 
 from __future__ import annotations

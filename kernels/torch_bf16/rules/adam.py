@@ -5,8 +5,8 @@ With bias corrections ``c1 = 1 - beta1**t`` and ``c2 = 1 - beta2**t``, torch com
 saves a division per element: ``w -= (lr*sqrt(c2)/c1) * m / (sqrt(v) + eps*sqrt(c2))``.
 
 In AMSGrad ``v_max = max(v_max, v)`` takes the place of ``v`` there, before bias correction as in
-torch. Both are rounded with the same random bits, and so ``v_max`` is the running maximum of what
-is stored of ``v``, with no rounding of its own.
+torch. Both are rounded with the same random bits, and so ``v_max`` is the running maximum of the
+stored ``v``, with no rounding of its own.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _adamw_options(group):
 
 
 def adam_scalars(options, step, grad_scale):
-    """Those of Adam's rules; the last option is what takes the place of a decay."""
+    """The scalars of Adam's rules; the last option becomes the second scalar, the decay."""
     lr, beta1, beta2, eps, decay = options
     correction1 = 1.0 - arithmetic.power(beta1, step)
     correction2_sqrt = arithmetic.sqrt(1.0 - arithmetic.power(beta2, step))

@@ -1,14 +1,14 @@
 """The arithmetic that rules may use beyond ``+ - *`` and comparisons.
 
 A rule calls these by module attribute (``arithmetic.sqrt``). A backend that lifts the rule swaps
-this module for one with its own primitives (:func:`torch_bf16.rules.lift`); as written here a rule
-runs on Python floats. Division is one of them because ``/`` is an approximation in some dialects,
+this module for one with its own primitives (:func:`torch_bf16.rules.lift`); with this one a rule
+runs on Python floats. Division is a primitive because ``/`` is an approximation in some dialects,
 among them Triton's.
 
 ``update`` may use ``div`` and ``sqrt``, correctly rounded, and ``maximum``, ``minimum`` and
-``sign``, which are exact. ``scalars`` may use all the others. No device shares the host's
-libraries, so ``power``, ``exp`` and ``log`` are spelled out in operations that IEEE 754 rounds
-alike everywhere: a dialect that follows them step by step gets the same bits.
+``sign``, which are exact. ``scalars`` may use all of them. No device shares the host's libraries,
+so ``power``, ``exp`` and ``log`` are spelled out in operations that IEEE 754 rounds the same way
+everywhere: a dialect that follows them step by step gets the same bits.
 """
 
 from math import inf, nan, sqrt
@@ -20,17 +20,17 @@ LOG2_E = 1.4426950408889634
 # ln 2 = LN2_HI + LN2_LO; the product of LN2_HI with a whole number below 2**11 is exact.
 LN2_HI, LN2_LO = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 SQRT2 = 1.4142135623730951
-# Added and subtracted again, it leaves the nearest whole number.
+# Adding and subtracting it rounds to the nearest whole number.
 TO_WHOLE = 6755399441055744.0
 
 
 def maximum(a, b):
-    """The larger; ``b`` of two zeros; of a NaN and anything a quiet NaN, their sum."""
+    """The larger; ``b`` if both are zero; their sum, a quiet NaN, if one is NaN."""
     return a if a > b else b if b >= a else a + b
 
 
 def minimum(a, b):
-    """The smaller; ``b`` of two zeros; of a NaN and anything a quiet NaN, their sum."""
+    """The smaller; ``b`` if both are zero; their sum, a quiet NaN, if one is NaN."""
     return a if a < b else b if b <= a else a + b
 
 
@@ -40,15 +40,15 @@ def sign(x):
 
 
 def where(condition, a, b):
-    """``a`` where ``condition`` holds, else ``b``; both are evaluated."""
+    """``a`` if ``condition`` holds, else ``b``; both are evaluated."""
     return a if condition else b
 
 
 def power(base, exponent):
     """``base`` to a whole ``exponent`` of 0 or more, by squaring.
 
-    Off by up to about ``exponent`` units of 2**-53, relative; for a decay rate that is at most
-    ``2**-53 / (1 - base)`` beside 1.
+    The relative error is up to about ``exponent`` units of 2**-53; for a decay rate, the absolute
+    error is at most ``2**-53 / (1 - base)``.
     """
     result = 1.0
     while exponent > 0:

@@ -1,8 +1,8 @@
-"""Rules of no optimizer: sums of micro-batches, running averages, and encoding alone.
+"""Rules that belong to no optimizer: sums of micro-batches, running averages, and plain encoding.
 
 accumulate          w = w + g
 average             w = w + (g - w) * rate     Muon's momentum, and averages of weights
-store               w = g                      numbers that something else has computed
+store               w = g                      numbers that were computed elsewhere
 """
 
 from __future__ import annotations

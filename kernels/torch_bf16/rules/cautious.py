@@ -1,14 +1,14 @@
 """Cautious AdamW and Lion (Liang et al., 2024, "Cautious Optimizers", arXiv 2411.16085).
 
-Where an update ``u`` and the gradient differ in sign, it is left out, and the others grow by what
-that takes from their number in the tensor. As in the authors' code, and timm's:
+Where an update ``u`` and the gradient differ in sign, the update is left out, and the remaining
+updates of the tensor grow in proportion. As in the authors' code, and timm's:
 
     mask = 1 where u * g > 0, else 0
     w = w * (1 - lr * weight_decay) - lr * u * mask / max(mean(mask), 0.001)
 
 In AdamW the sign of ``u`` is that of ``m``, in Lion that of ``beta1 * m + (1 - beta1) * g``. Signs
-are compared and no product, which would vanish where both are small. Momenta and the decay know
-nothing of the mask.
+are compared, because the product of two small numbers would vanish. Momenta and the decay ignore
+the mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CAUTIOUS_ADAMW", "CAUTIOUS_LION"]
 
 
 def _agreement(u, g):
-    """1 where two numbers have the same sign, else 0; NaN where one of them is."""
+    """1 if two numbers have the same sign, else 0; NaN if one of them is NaN."""
     sign = arithmetic.sign(u) * arithmetic.sign(g)
     return arithmetic.maximum(sign, sign - sign)
 
@@ -63,7 +63,7 @@ def _lion(w, g, states, scalars):
 
 
 def _factor(mean):
-    # float64 on a device too, where a literal is fp32.
+    # mean * 0.0 makes this float64 on a device, too, where a literal alone is fp32.
     least = mean * 0.0 + 1e-3
     return arithmetic.div(1.0, arithmetic.where(mean > least, mean, least))
 

@@ -1,9 +1,9 @@
-"""The elementwise part of rules that first look at a whole matrix.
+"""The elementwise part of rules that first need a whole matrix.
 
     w = w * (1 - lr * weight_decay) - size * g
 
-What stands for the gradient is the direction that :mod:`torch_bf16.optim.muon` or
-:mod:`torch_bf16.optim.adafactor` makes of it, with clipping and ``maximize`` in it.
+In place of the gradient, ``g`` is the direction that :mod:`torch_bf16.optim.muon` or
+:mod:`torch_bf16.optim.adafactor` computes from it, with clipping and ``maximize`` applied.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     w = w * (1 - lr * weight_decay) - lr * sign(c)
     m = beta2 * m + (1 - beta2) * g
 
-An infinite momentum has a sign and would go on forever in steps of ``lr``; here it makes the
-weight NaN, as it would with any other rule.
+An infinite momentum has a sign, so it would move the weight by ``lr`` in every step; here it makes
+the weight NaN, as it would in any other rule.
 """
 
 from __future__ import annotations

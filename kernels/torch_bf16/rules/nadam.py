@@ -3,17 +3,17 @@
 With ``mu_t = beta1 * (1 - 0.96**(t * momentum_decay) / 2)``, its product ``P_t`` over all steps up
 to t, and ``c2 = 1 - beta2**t``:
 
-    g = g + weight_decay * w, or w = w * (1 - lr * weight_decay) where the decay is decoupled
+    g = g + weight_decay * w, or w = w * (1 - lr * weight_decay) if the decay is decoupled
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
     w = w - lr * (g * (1 - mu_t) / (1 - P_t) + m * mu_{t+1} / (1 - P_t * mu_{t+1}))
           / (sqrt(v / c2) + eps)
 
-torch keeps ``P_t`` as a state, in fp32. Here it follows from the step: with ``q =
+torch keeps ``P_t`` as a state, in fp32. Here it is computed from the step: with ``q =
 0.96**momentum_decay`` its logarithm is ``t * log(beta1)`` plus the sum of ``log(1 - q**i / 2)``,
 and expanding that logarithm in powers of ``q**i / 2`` turns the sum over steps into one of
-geometric series, of which 32 are more than fp32 can tell. A beta1 that changes during training
-therefore counts as if it had always been what it is now.
+geometric series, of which the first 32 are more than enough for fp32. A beta1 that changes during
+training therefore counts as if it had always had its present value.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def mu_product(beta1, momentum_decay, step):
     """``P_t``: the product of ``mu`` over steps 1 to ``step``, in float64."""
     log_q = momentum_decay * -0.040821994520255166  # log(0.96)
     q, q_t = arithmetic.exp(log_q), arithmetic.exp(log_q * step)
-    # float64 on a device too, where literals are fp32 and the step is an integer.
+    # log_q * 0.0 is float64 on a device, too, where literals are fp32 and the step is an integer.
     k, total = log_q * 0.0, log_q * 0.0
     share, q_k, q_kt = k + 1.0, k + 1.0, k + 1.0
     for _ in range(32):
         k, share, q_k, q_kt = k + 1.0, share * 0.5, q_k * q, q_kt * q_t
-        # The sum of q**(k * i) over the steps; where q is all but 1 the closed form has no digits.
+        # The sum of q**(k * i) over the steps; for q near 1 the closed form loses all digits.
         x = -k * log_q
         steep = x >= 1e-6
         closed = arithmetic.div(q_k * (1.0 - q_kt), arithmetic.where(steep, 1.0 - q_k, 1.0))

@@ -3,14 +3,14 @@
 With ``c1 = 1 - beta1**t``, ``c2 = 1 - beta2**t``, ``rho_max = 2 / (1 - beta2) - 1`` and
 ``rho = rho_max - 2 * t * beta2**t / c2``:
 
-    g = g + weight_decay * w, or w = w * (1 - lr * weight_decay) where the decay is decoupled
+    g = g + weight_decay * w, or w = w * (1 - lr * weight_decay) if the decay is decoupled
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
-    w = w - lr * m / c1 * r * sqrt(c2) / (sqrt(v) + eps)   where rho > 5
+    w = w - lr * m / c1 * r * sqrt(c2) / (sqrt(v) + eps)   once rho > 5
     w = w - lr * m / c1                                    in the steps before that
     r = sqrt((rho - 4) * (rho - 2) * rho_max / ((rho_max - 4) * (rho_max - 2) * rho))
 
-Which of the two updates a step takes is decided by its scalars alone.
+The scalars alone decide which of the two updates a step takes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _scalars(options, step, grad_scale):
     rho_max = arithmetic.div(2.0, 1.0 - beta2) - 1.0
     rho = rho_max - arithmetic.div(step * power * 2.0, 1.0 - power)
     adapts = rho > 5.0
-    # Both updates are computed, so the one that is not taken must be a number, too.
+    # Both branches are computed, so the one that is not taken must be a number, too.
     rho = arithmetic.where(adapts, rho, 6.0)
     rho_max = arithmetic.where(adapts, rho_max, 6.0)
     ratio = arithmetic.div(

@@ -2,13 +2,13 @@
 
     g = g + weight_decay * w
     v = alpha * v + (1 - alpha) * g**2
-    a = alpha * a + (1 - alpha) * g          where centered
-    s = sqrt(v), or sqrt(max(v - a**2, 0)) where centered
+    a = alpha * a + (1 - alpha) * g          if centered
+    s = sqrt(v), or sqrt(max(v - a**2, 0)) if centered
     b = momentum * b + g / (s + eps)         with momentum
     w = w - lr * b, or w = w - lr * g / (s + eps) without
 
-Where centered, ``v`` and ``a`` are fp32 in every recipe. Their difference is what counts, and of
-numbers that are right to 0.4 % it is noise as soon as a gradient is steady. torch leaves out the
+If centered, ``v`` and ``a`` are fp32 in every recipe: the rule needs their difference, and if both
+were only right to 0.4 %, it would be noise as soon as a gradient is steady. torch leaves out the
 ``max(..., 0)`` and gives NaN where fp32 rounding makes the difference negative.
 """
 
@@ -44,10 +44,10 @@ def _momentum(w, g, states, scalars):
 
 
 def _variance(g, v, a, alpha, one_minus_alpha):
-    """Both averages, one step on, and the variance that follows from them."""
+    """Both averages, one step on, and the variance computed from them."""
     v = v * alpha + (g * g) * one_minus_alpha
     a = a + (g - a) * one_minus_alpha
-    # v - v is zero, and NaN where v is infinite: a gradient without bound is not passed over.
+    # v - v is zero, and NaN for an infinite v, so that an infinite gradient is not hidden.
     return v, a, arithmetic.maximum(v - a * a, v - v)
 
 

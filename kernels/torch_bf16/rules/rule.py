@@ -29,8 +29,8 @@ EXACT = "exact"
 ITERATE = "iterate"
 
 STATISTIC_UNIT, LARGEST_STATISTIC = 2.0**16, 2.0**14
-"""Parts of 1 that a statistic is summed in, and the largest one: of up to 2**33 elements an int64
-holds the sum of any, of more where their mean is smaller."""
+"""A statistic is summed in units of ``1 / STATISTIC_UNIT``, and is at most ``LARGEST_STATISTIC``:
+an int64 holds the sum of 2**33 elements of any size, and of more if their mean is smaller."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class State:
     Attributes:
         name: its key in ``optimizer.state[p]``, as ``torch.optim`` names it.
         role: the recipe's role that decides its format, ``"exp_avg"`` or ``"exp_avg_sq"``;
-            ``"exact"`` for one that is fp32 in every recipe, ``"iterate"`` for weights beside the
-            weights.
+            ``"exact"`` for a state that is fp32 in every recipe, ``"iterate"`` for a second
+            sequence of weights beside the weights.
         optional: whether it may be missing after the first step, because an option that needs it
             was switched on later; it then starts at zero.
-        shape: of its tensor, from the parameter's, where that is another; then it is fp32.
+        shape: computes the shape of its tensor from the parameter's, if they differ; the state is
+            then fp32.
     """
 
     name: str
@@ -61,30 +62,32 @@ class Rule:
         name: unique; part of compiled kernels' names.
         states: the numbers kept per element, in the order ``update`` takes and returns them.
         update: ``update(w, g, states, scalars) -> (w, states)``. Runs on whatever number type the
-            backend gives it: fp32 tensors, or fp32 registers. It uses ``+ - *``
-            and what :mod:`.arithmetic` has for it, and each number that it returns is the result
-            of one of them, so that a NaN among them is a quiet one. It has no literals and never
-            combines two scalars: a host would take them as float64 and a kernel as fp32.
+            backend passes: fp32 tensors, or fp32 registers. It uses only ``+ - *`` and the
+            functions of :mod:`.arithmetic` that are meant for it, and each number that it returns
+            is the result of one of these, so that every NaN is a quiet one. It has no literals and
+            never combines two scalars: a host would do so in float64 and a kernel in fp32.
         options: ``options(group) -> tuple``: the hyperparameters of a parameter group that
             ``scalars`` needs, flat; numbers or tensors with one element, as the group holds them.
         scalars: ``scalars(options, step, grad_scale) -> tuple``, float64 throughout, from those
-            options as floats, the 1-based number of this step, an integer, and what gradients are
-            multiplied by. Rounded to fp32 once, by whoever calls. It runs on the host or, lifted,
-            on a device, with the same bits: ``+ - *``, comparisons and all of ``arithmetic``, but
-            no branch, no ``*`` in a tuple, no ``-x`` of what may be 0 (Triton subtracts it from 0;
-            ``x * -1.0``), and a literal is a float where it stands alone.
-        role: what ``w`` is: weights, or the sum of gradients. Each has noise of its own.
-        stage_states: what the optimizer keeps to make a direction of a whole tensor's gradient,
-            which ``update`` then takes for the gradient; not seen by ``update``.
-        stage_dims: how many of a tensor's last dimensions make what that is made of: 2 for each
-            matrix of a stack by itself, None for the whole tensor.
-        statistic: ``statistic(w, g, states, scalars)``: a number of each element, of the same
-            arguments and by the same means as ``update``, whose mean over the whole tensor is known
-            before ``update`` runs; None where that needs no such mean. At least 0, rounded down to
-            a multiple of ``1 / STATISTIC_UNIT``, at most ``LARGEST_STATISTIC``, and that for a NaN:
-            a sum of integers has the same bits in any order.
-        factor: ``factor(mean)``: what follows from that mean, float64, by the means of ``scalars``;
-            ``update`` gets it as the last of its scalars.
+            options as floats, the 1-based number of this step, an integer, and the factor that
+            gradients are multiplied by. The caller rounds them to fp32, once. It runs on the host
+            or, lifted, on a device, with the same bits. It may use ``+ - *``, comparisons and all
+            of ``arithmetic``, but no branch, no ``*`` in a tuple, and no ``-x`` if ``x`` may be 0
+            (Triton subtracts it from 0; write ``x * -1.0``); a literal that stands alone is a
+            float.
+        role: what ``w`` is: weights, a moment, or the sum of gradients. Each has its own noise.
+        stage_states: the states that the optimizer needs to turn the gradient of a whole tensor
+            into a direction, which replaces the gradient in ``update``; ``update`` does not see
+            these states.
+        stage_dims: how many of a tensor's last dimensions a direction is computed from: 2 for each
+            matrix of a stack separately, None for the whole tensor.
+        statistic: ``statistic(w, g, states, scalars)``: a number for each element, with the same
+            arguments and operations as ``update``, whose mean over the whole tensor is known before
+            ``update`` runs; None if ``update`` needs no such mean. It is at least 0. Backends cap
+            it at ``LARGEST_STATISTIC``, which also replaces a NaN, and round it down to a multiple
+            of ``1 / STATISTIC_UNIT``: a sum of integers has the same bits in any order.
+        factor: ``factor(mean)``: a number computed from that mean in float64, by the operations of
+            ``scalars``; ``update`` gets it as the last of its scalars.
     """
 
     name: str
@@ -102,11 +105,11 @@ class Rule:
 def lift(
     function: Any, arithmetic: Mapping[str, Any], compile: Callable[[Any], Any], **names: Any
 ) -> Any:
-    """A rule's function in another dialect.
+    """Translate a rule's function to another dialect.
 
     Args:
-        function: ``update`` or ``scalars`` of a rule; functions of this package that it calls by
-            name are lifted with it.
+        function: ``update``, ``scalars``, ``statistic`` or ``factor`` of a rule; functions of this
+            package that it calls by name are lifted with it.
         arithmetic: the dialect's primitives, by their names in :mod:`torch_bf16.rules.arithmetic`.
         compile: applied to each lifted function.
         names: more globals that the dialect needs.

@@ -1,8 +1,8 @@
 """Schedule-free AdamW and SGD (Defazio et al., 2024, "The Road Less Scheduled", arXiv 2405.15682).
 
 Three sequences: ``z`` descends, ``x`` is its weighted average, and gradients are taken in between,
-at ``y = (1 - beta1) * z + beta1 * x``. What the weight holds while training is ``y``, and ``x``
-follows from it. As in the authors' package ``schedulefree``, with the learning rate
+at ``y = (1 - beta1) * z + beta1 * x``. During training the weight holds ``y``, from which ``x``
+follows. As in the authors' package ``schedulefree``, with the learning rate
 ``lr = group_lr * min(1, t / warmup_steps)``:
 
     c = a_t / (a_1 + ... + a_t),  a_t = t**r * (highest lr so far)**weight_lr_power
@@ -12,7 +12,7 @@ follows from it. As in the authors' package ``schedulefree``, with the learning 
     z = z - lr * u
 
 The rules multiply ``u`` through by ``sqrt(1 - beta2**t)``, as Adam's do. ``t`` counts the steps of
-the group in ``a_t``, those of the parameter in the bias correction. ``z`` starts at the weight.
+the group in ``a_t``, and those of the parameter in the bias correction. ``z`` starts at the weight.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _sgd(y, g, states, scalars):
 
 
 def interpolation(group):
-    """The share of the average in the point where gradients are taken, ``beta1``."""
+    """The share of the average in the point where gradients are taken: ``beta1`` or momentum."""
     return float(group["betas"][0] if "betas" in group else group["momentum"])
 
 
 def average_weight(group):
-    """Of the next step of a group: its learning rate, the highest so far, and its weight ``a_t``.
+    """The learning rate of a group's next step, the highest so far, and the step's weight ``a_t``.
 
-    On the host, as the package computes them.
+    Computed on the host, as the package does.
     """
     t = group["k"] + 1
     lr = float(group["lr"]) * (t / group["warmup_steps"] if t <= group["warmup_steps"] else 1.0)
@@ -75,7 +75,7 @@ def _adamw_options(group):
 def _sgd_scalars(options, step, grad_scale):
     lr, share, beta1, weight_decay = options
     first = step == 1
-    # A zero times -0.0 and -0.0 leave a weight of -0.0 what it is.
+    # At the first step ``z * kept`` is 0 * -0.0, and adding -0.0 leaves a weight of -0.0 as it is.
     kept = arithmetic.where(first, beta1 * 0.0 * -1.0, 1.0)
     start = arithmetic.where(first, 1.0, 0.0)
     size = lr * (1.0 - beta1 * (1.0 - share))

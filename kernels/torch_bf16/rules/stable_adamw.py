@@ -1,14 +1,14 @@
 """AdamW with update clipping (StableAdamW: Wortsman et al., 2023, arXiv 2304.13013, algorithm 2).
 
-Adafactor's clipping for AdamW: where gradients outgrow the second moment, which lags behind them,
-the learning rate of the whole tensor shrinks for this step. With ``v`` corrected for its bias, as
-the paper's ``beta2`` of each step does,
+Adafactor's clipping for AdamW: if gradients outgrow the second moment, which lags behind them, the
+learning rate of the whole tensor shrinks for this step. With ``v`` corrected for its bias, as the
+paper does by its ``beta2`` of each step,
 
     RMS = sqrt(mean(g**2 / max(v, eps**2)))
     lr = lr / max(1, RMS)
     w = w * (1 - lr * weight_decay) - lr * m / (sqrt(v) + eps)
 
-so that the decay is clipped, too, as in the paper, torch-optimi and pytorch-optimizer.
+so the decay is clipped, too, as in the paper, torch-optimi and pytorch-optimizer.
 """
 
 from __future__ import annotations

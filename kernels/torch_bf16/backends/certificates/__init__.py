@@ -1,4 +1,4 @@
-"""Proofs, made on the user's machine, that a backend computes the bits that it must."""
+"""Proofs, made on the user's machine, that a backend computes the right bits."""
 
 from .certificate import fault_of, fault_of_squares
 from .verdicts import all_verdicts, file_of, folder

@@ -1,4 +1,4 @@
-"""Whether a backend computes the bits that it must, found out before its first use.
+"""Checks before a backend's first use that it computes the right bits.
 
 A variant is tried on a small made-up bucket, and its bits are compared with those of the NumPy
 oracle. Ranks need not agree: backends that pass have the same bits.
@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class _NotRun(Exception):
-    """A trial that was not brought to its end: no compiler, no room on disk or on the device."""
+    """A trial that could not be completed: no compiler, no space on disk or on the device."""
 
 
 _lock = threading.RLock()
@@ -46,25 +46,25 @@ _known: dict[tuple[str, str, torch.device], str | None] = {}
 
 
 def fault_of(backend: Backend, variant: Variant) -> str | None:
-    """Why a backend must not run a variant on its device; None where its bits are right.
+    """Why a backend must not run a variant on its device; None if its bits are right.
 
-    Tried once for a machine and its versions, in 1 to 30 ms beside what compiling takes, then
-    read from a file; what could not be run is tried again by the next process. No collective is
-    called, and no random number of torch is drawn.
+    The trial runs once per machine and set of versions, in 1 to 30 ms plus the time to compile;
+    later its verdict is read from a file. A trial that could not be run is repeated by the next
+    process. No collective is called, and no random number of torch is drawn.
 
     Args:
-        backend: one that is available on the device.
-        variant: what is to be run.
+        backend: a backend that is available on the device.
+        variant: the variant to try.
     """
     return _tried(backend, key_of(variant), variant.device, lambda: _load(backend, variant))
 
 
 def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The same for sums of squares of a dtype, bfloat16 or float32; see :meth:`Backend.squares`."""
+    """The same for the squares of a dtype, bfloat16 or float32; see :meth:`Backend.squares`."""
     name = f"squares_{str(dtype).removeprefix('torch.')}"
 
     def load() -> Callable[[], str | None]:
-        # Of no elements: it is compiled, and adds nothing up.
+        # No elements: this compiles the kernel without summing anything.
         _finished(device, lambda: backend.squares([torch.empty(0, dtype=dtype, device=device)]))
         return lambda: _run(device, lambda: wrong_sum(backend, device, dtype))
 
@@ -88,18 +88,18 @@ def _tried(
             try:
                 _known[key] = verdict([*key[:2], *facts], load)
             except _NotRun as error:
-                # Another process may find what was missing here.
+                # Not written to disk: another process may have what was missing here.
                 _known[key] = f"it cannot be compiled or run ({error})"
     return _known[key]
 
 
 def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:
-    """What finds the fault of a variant, whose kernels are compiled now."""
+    """Compile the kernels of a variant, and return the function that finds its fault."""
     try:
         trial = Trial.of(variant)
     except Exception as error:
-        # A rule from elsewhere, whose options cannot be made up.
-        _logger.info("torch_bf16: %s cannot be tried, and is used: %r", variant.name, error)
+        # A rule from outside this package, whose options cannot be made up.
+        _logger.info("torch_bf16: %s cannot be tried and is used untested: %r", variant.name, error)
         return lambda: None
     device = variant.device
     loaded = _finished(
@@ -109,25 +109,25 @@ def _load(backend: Backend, variant: Variant) -> Callable[[], str | None]:
 
 
 def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
-    """What a trial found, an end of the device among it; errors as of :func:`_finished`."""
+    """The fault that a trial finds; losing the device is one. Raises as :func:`_finished` does."""
     try:
         fault = _finished(device, trial)
     except _NotRun as error:
         if not _is_lost(device):
             raise
         fault = f"it made the device unusable until the process ends ({error})"
-    return fault and f"{fault}; please report this, with what `python -m torch_bf16 info` prints"
+    return fault and f"{fault}; please report this, with the output of `python -m torch_bf16 info`"
 
 
 def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
-    """What some work for a trial results in.
+    """Do some work for a trial and return its result.
 
     Raises:
-        _NotRun: it failed, and how.
-        RuntimeError: the device was lost before.
+        _NotRun: the work failed; the message says how.
+        RuntimeError: the device had been lost before.
     """
     if device.type == "cuda":
-        # A kernel that failed earlier, such as a loss's, is not to be blamed on the one tried here.
+        # A kernel that failed earlier, such as a loss's, must not be blamed on the one tried here.
         torch.cuda.synchronize(device)
     try:
         with _undisturbed(device):
@@ -140,7 +140,7 @@ def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether a device takes no work of this process any more, as after an illegal access."""
+    """Whether a device accepts no more work from this process, as after an illegal access."""
     if device.type != "cuda":
         return False
     try:
@@ -151,7 +151,7 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def _load_kernels(backend: Backend, trial: Trial) -> Callable[[], str | None]:
-    """What finds other bits than a trial's."""
+    """Compile a trial's kernels, and return the function that checks their bits."""
     variant, host = trial.variant, torch.device("cpu")
     digests = expected(variant)
     if digests is None:
@@ -168,20 +168,20 @@ def _load_kernels(backend: Backend, trial: Trial) -> Callable[[], str | None]:
             found = digests_of(run())
             for name, want, got in zip(names_of(variant), digests, found, strict=True):
                 if want != got:
-                    return f"{name} has other bits than it must, in {where}"
+                    return f"{name} has the wrong bits, in {where}"
         return None
 
     return other_bits
 
 
 def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None]:
-    """What finds other scalars than the host's."""
+    """Compile the scalars of a variant, and return the function that checks them."""
     if backend.scalars is HostScalars:
         return lambda: None
     rule, n = variant.rule, len(COUNTED)
     counters = [torch.tensor(step - 1, dtype=torch.float32, device="cpu") for step in COUNTED]
     source: Any = backend.scalars(rule, variant.device, [n], [0] * n, counters)
-    # Compiles, and launches nothing.
+    # Compiles without launching anything.
     source.bring([GROUP], StepInputs())
 
     def other_scalars() -> str | None:
@@ -201,7 +201,7 @@ def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """A trial waits for the device, even where that is made an error."""
+    """Let a trial wait for the device, even if waiting has been made an error."""
     mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
     with torch.no_grad():
         if mode:

@@ -1,4 +1,4 @@
-"""The bits of trials as the NumPy oracle of our tests computed them, shipped as digests."""
+"""The bits of trials, as computed by the NumPy oracle of the tests and shipped as digests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FILE = Path(__file__).with_name("digests.txt")
 
 
 def key_of(variant: Variant) -> str:
-    """What a variant is called in the file, on whatever device."""
+    """The name of a variant in the file; it does not depend on the device."""
     return variant.name + ("_strided" if variant.strided else "")
 
 
 def expected(variant: Variant) -> list[str] | None:
-    """The digest of each plane after the variant's trial; None for a variant that has none."""
+    """The digest of each plane after the variant's trial; None if the file has none."""
     return _shipped().get(key_of(variant))
 
 

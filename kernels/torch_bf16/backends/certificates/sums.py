@@ -1,6 +1,6 @@
-"""Whether a backend's sums of squares are right: on numbers for which every order gives the same.
+"""Checks a backend's sums of squares on numbers for which every order gives the same sum.
 
-Small whole numbers times a power of two, whose squares fp32 adds up exactly.
+The numbers are small integers times a power of two, whose squares fp32 adds up exactly.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch_bf16.backends.backend import Backend
 
 __all__ = ["wrong_sum"]
 
-# The last is cut into pieces by every backend.
+# Every backend cuts the last one into pieces.
 _SIZES = (1, 3, 0, 130, 4097, 2**17 + 77)
-# In fp32, squares of the second overflow; the third are subnormal, and their squares zero.
+# With the second, squares overflow in fp32; with the third, numbers are subnormal and squares zero.
 _EXPONENTS = (0, 110, -130)
 
 
 def wrong_sum(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What a backend adds up wrongly; None where all is right."""
+    """The first sum that a backend gets wrong; None if all are right."""
     for beside in (False, True):
         for tensors, expected in _cases(device, dtype, beside):
             found = backend.squares(tensors)
@@ -53,8 +53,8 @@ def _placed(
 ) -> list[Tensor]:
     """Tensors of these numbers; ``beside`` lets them start one element after an aligned address."""
     host = torch.from_numpy(numbers.astype(np.float32)).to(dtype)
-    found = []
-    for each in host.split(_SIZES):
-        room = torch.empty(len(each) + 1, dtype=dtype, device=device)
-        found.append((room[1:] if beside else room[:-1]).copy_(each))
-    return found
+    tensors = []
+    for part in host.split(_SIZES):
+        room = torch.empty(len(part) + 1, dtype=dtype, device=device)
+        tensors.append((room[1:] if beside else room[:-1]).copy_(part))
+    return tensors

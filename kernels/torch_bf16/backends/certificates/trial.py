@@ -1,8 +1,8 @@
-"""A made-up bucket for each variant, of the same bits on every machine, and what becomes of it.
+"""A made-up bucket for each variant, with the same bits on every machine, and the steps it takes.
 
 Its tensors have tails, several of Triton's chunks, odd offsets, indices across 2**32, and options
-of their own; among its numbers are subnormals, zeros of both signs, infinities, NaN and the largest
-ones.
+of their own; its numbers include subnormals, zeros of both signs, infinities, NaN and the largest
+floats.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch_bf16.rules import Rule
 __all__ = ["GROUP", "SEED", "Trial", "digests_of", "names_of", "settled"]
 
 SEED = 7
-# The numbers of the steps of a trial, one after the other; every other tensor is a step ahead.
+# The step numbers of a trial, in order; every other tensor is a step ahead.
 _STEPS = (1, 1000)
 
-# Number of elements, index of the first, elements of a run, and from its start to that of the next;
-# runs where tensors are strided, else all are one.
+# Number of elements, index of the first, and, for strided tensors, elements of a run and the
+# distance from its start to that of the next; other tensors are a single run.
 _SMALL = (
     (1, 0, 1, 1),
     (3, 5, 2, 9),
@@ -38,12 +38,12 @@ _SMALL = (
     (4097, 2**32 - 1000, 37, 2**20),
     (9219, 8, 512, 4096),
 )
-# Enough for some of 2**16 equally likely draws to fall on where rounding turns, four times as many
-# where there are two numbers at most to show it. Many tensors, as each has options of its own: a
-# rule that adds one of two amounts to a bf16 weight has few results in each.
+# Enough elements for some of the 2**16 equally likely draws to hit the threshold of rounding, and
+# four times as many if at most two numbers can show it. Many tensors, as each has options of its
+# own: a rule that adds one of two amounts to a bf16 weight has few different results in each.
 _LARGE = tuple((2**14 + 4, 2**31 + (number << 20), 1000, 3000) for number in range(16))
 
-# Lowest biased exponent and how many there are: of such numbers no rule makes NaN only.
+# Lowest biased exponent and how many exponents follow: no rule turns all such numbers into NaN.
 _EXPONENTS = {
     rules.WEIGHTS: (121, 7),
     rules.GRADIENT: (115, 12),
@@ -74,7 +74,7 @@ _INFINITY: dict[Any, int] = {np.uint16: 0x7F80, np.uint32: 0x7F800000}
 
 
 class _Group(dict[str, Any]):
-    """A parameter group for any rule: what it does not know is a half."""
+    """A parameter group for any rule: an option that it does not have is 0.5."""
 
     def __missing__(self, key: str) -> float:
         return 0.5
@@ -112,7 +112,7 @@ class Trial:
     """The numbers of a trial, on the host; bf16 and fp32 as unsigned integers.
 
     Attributes:
-        variant: what is tried.
+        variant: the variant that is tried.
         planes: for each tensor, for each format, its planes.
         gradients: of each tensor.
         runs: number of elements, offset, width and pitch of each tensor.
@@ -131,9 +131,9 @@ class Trial:
     def of(cls, variant: Variant) -> Trial:
         """The trial of a variant, the same on every device.
 
-        What the rule raises because its options cannot be made up is passed on.
+        If the rule's options cannot be made up, the rule's exception is passed on.
         """
-        # Rows are whole blocks, and so is what tensors begin with and how long they are.
+        # Rows, offsets and lengths of tensors are multiples of a block.
         unit = 64 if any(each.block > 1 for each in variant.formats) else 1
         more = 4 if len(variant.formats) < 3 else 1
         shapes = [*_SMALL, *((more * size, *run) for size, *run in _LARGE)]
@@ -159,12 +159,15 @@ class Trial:
     def load(
         self, backend: Backend, device: torch.device, beside: bool = False
     ) -> Callable[[], list[list[np.ndarray]]]:
-        """A backend's kernel, compiled: what takes the steps and gives the planes, settled.
+        """Compile a backend's kernel, and return a function that takes the steps.
 
         Args:
-            backend: what takes them.
-            device: where.
+            backend: the backend that takes the steps.
+            device: the device it takes them on.
             beside: let tensors start one element after an aligned address.
+
+        Returns:
+            A function that returns the planes after the steps, as :func:`settled` does.
         """
 
         def place(array: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -206,13 +209,13 @@ class Trial:
 
 
 def _group(number: int) -> _Group:
-    """The parameter group of the tensor of that number."""
+    """The parameter group of tensor ``number``."""
     return _Group(GROUP, **{name: GROUP[name] * (1 + number / 32) for name in _OWN})
 
 
 def _scalars(rule: Rule, groups: Sequence[Mapping[str, Any]], step: int) -> ScalarRows:
     numbers = np.arange(len(groups), dtype=np.int64)
-    # Every other tensor is a step ahead, as where others had no gradient.
+    # Every other tensor is a step ahead, as if the others had once had no gradient.
     steps = step + numbers % 2
     table = []
     for group, own in zip(groups, steps.tolist(), strict=True):
@@ -222,7 +225,7 @@ def _scalars(rule: Rule, groups: Sequence[Mapping[str, Any]], step: int) -> Scal
 
 
 def names_of(variant: Variant) -> list[str]:
-    """What each plane is called in ``optimizer.state``, in the order of :meth:`Trial.run`."""
+    """The name of each plane in ``optimizer.state``, in the order of :meth:`Trial.run`."""
     names = ["", *(state.name for state in variant.rule.states)]
     pairs = zip(variant.formats, names, strict=True)
     return [plane or "weight" for each, name in pairs for plane in each.plane_names(name)]
@@ -231,28 +234,28 @@ def names_of(variant: Variant) -> list[str]:
 def settled(
     formats: Sequence[Format], planes: Sequence[Sequence[Sequence[np.ndarray]]]
 ) -> list[list[np.ndarray]]:
-    """Each plane of all tensors, with one NaN for all, and zeros where nothing is promised.
+    """Join each plane of all tensors, with one bit pattern for NaN and zeros for unspecified bits.
 
     Args:
-        formats: of the numbers.
+        formats: the formats of the weights and states.
         planes: for each tensor, for each format, its planes; floats as unsigned integers.
     """
-    found: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
+    joined: list[list[np.ndarray]] = [[] for each in formats for _ in each.planes]
     for numbers in planes:
-        columns = iter(found)
+        columns = iter(joined)
         for each, number in zip(formats, numbers, strict=True):
             for plane, bits in zip(each.planes, number, strict=True):
                 if plane.suffix in each.remainders:
-                    # What a weight lacks that is NaN depends on which NaN it is.
+                    # The remainder of a NaN depends on which NaN it is.
                     bits = np.where(_is_nan(number[0]), bits.dtype.type(0), bits)
                 elif plane.dtype.is_floating_point:
                     bits = np.where(_is_nan(bits), bits.dtype.type(_NAN[bits.dtype.type]), bits)
                 next(columns).append(bits)
-    return found
+    return joined
 
 
 def digests_of(planes: Sequence[Sequence[np.ndarray]]) -> list[str]:
-    """Of each plane of all tensors, eight bytes in hexadecimal digits."""
+    """The digest of each plane over all tensors: eight bytes in hexadecimal digits."""
     return [
         hashlib.blake2b(b"".join(each.tobytes() for each in plane), digest_size=8).hexdigest()
         for plane in planes
@@ -271,19 +274,19 @@ def _raw(source: np.random.PCG64, n: int) -> np.ndarray:
 
 
 def _numbers(source: np.random.PCG64, role: str, place: int, size: int) -> np.ndarray:
-    """The bits of fp32 numbers whose size suits their role, with some special ones."""
+    """The bits of fp32 numbers of a size that suits their role, with some special numbers."""
     lowest, span = _EXPONENTS[role]
     raw = _raw(source, size)
     exponent = np.uint32(lowest) + (raw >> np.uint32(23)) % np.uint32(span)
     x = raw & np.uint32(0x807FFFFF) | exponent << np.uint32(23)
     if size > 64:
-        # At a distance of their own for each number, so that they meet and miss one another.
+        # Spaced differently for each number, so that special numbers meet some others but not all.
         x[np.arange(len(_SPECIAL)) * (place + 2)] = np.roll(_SPECIAL, place)
     return x & _MAGNITUDE if role in _UNSIGNED else x
 
 
 def _planes(source: np.random.PCG64, format_: Format, x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Planes of which the first, if it is a float, is ``x``; the others have any bits."""
+    """Planes for a number: the first, if it is a float, is ``x``; the others have random bits."""
     planes = []
     for number, plane in enumerate(format_.planes):
         bits = _raw(source, len(x) // plane.block)
@@ -293,7 +296,7 @@ def _planes(source: np.random.PCG64, format_: Format, x: np.ndarray) -> tuple[np
             bits = np.uint32(118 << 23) + bits % np.uint32(8 << 23)
             bits[1:3] = np.array([_NAN[np.uint32], 0], np.uint32)[: len(bits) - 1]
         elif plane.dtype == torch.float32 and number:
-            # A master lies close to its visible half, but not where something else wrote that.
+            # A master lies close to its bf16 weight, unless something else wrote the weight.
             written = np.arange(len(x)) % 7 == 3
             bits = np.where(written, bits, x & _UPPER | bits & np.uint32(0x7FFF))
         elif plane.dtype == torch.float32:

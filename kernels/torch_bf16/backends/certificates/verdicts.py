@@ -1,8 +1,8 @@
-"""Verdicts on disk, so that each machine tries a kernel once and is killed by it once.
+"""Verdicts on disk: a kernel is tried once on each machine, even if the trial kills its process.
 
-What ends a process while it still compiles blames nobody: that takes seconds, a trial milliseconds.
-Of several ranks one may be killed twice: launchers end all of them when one has failed, so that
-one death blames nobody.
+A process that dies while it still compiles does not count against the kernel: compiling takes
+seconds, a trial milliseconds. With several ranks it takes two deaths, because launchers kill all
+ranks when one has failed, and so a single death proves nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 try:
     import fcntl
 except ImportError:
-    # Without locks an attempt that is under way cannot be told from one that was killed.
+    # Without locks, an attempt that is under way looks like one that was killed.
     fcntl = None
 
 __all__ = ["all_verdicts", "file_of", "folder", "verdict"]
@@ -27,9 +27,9 @@ _ATTEMPT = b"under way\n"
 
 
 def folder() -> Path | None:
-    """Where verdicts are kept: ``$TORCH_BF16_CACHE``, else below the user's cache; None if nowhere.
+    """The folder of verdicts: ``$TORCH_BF16_CACHE``, or else one in the user's cache folder.
 
-    None where it cannot be written.
+    None if it cannot be written.
     """
     try:
         if chosen := os.environ.get("TORCH_BF16_CACHE"):
@@ -43,21 +43,21 @@ def folder() -> Path | None:
 
 
 def file_of(key: Sequence[str]) -> Path | None:
-    """Where the verdict on a key is kept; None if nowhere."""
+    """The file for the verdict on a key; None if there is no folder for it."""
     place = folder()
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
     return None if place is None else place / f"{name}.json"
 
 
 def verdict(key: Sequence[str], load: Callable[[], Callable[[], str | None]]) -> str | None:
-    """The fault that an attempt found once on this machine, or None where there was none.
+    """The fault that an attempt found on this machine, now or earlier; None if it found none.
 
-    Two processes that attempt the same at once both do, and neither waits.
+    Two processes that attempt the same key at once both run it, and neither waits.
 
     Args:
-        key: all that the verdict depends on.
-        load: compiles what is to be tried and gives the attempt, which finds the fault and may end
-            the process. What either raises is not a verdict.
+        key: everything that the verdict depends on.
+        load: compiles the kernels and returns the attempt, a function that returns the fault and
+            may kill the process. An exception from either is not a verdict.
     """
     path = file_of(key)
     if path is None:
@@ -79,18 +79,18 @@ def verdict(key: Sequence[str], load: Callable[[], Callable[[], str | None]]) ->
 
 
 def all_verdicts() -> list[tuple[list[str], str | None]]:
-    """All verdicts of this machine: what each depends on, backend and variant first, and its fault.
+    """All verdicts of this machine, each as its key (backend and variant first) and its fault.
 
-    Those of other versions are among them.
+    Verdicts of other versions are included.
     """
-    place, found = folder(), []
+    place, entries = folder(), []
     for path in sorted(place.glob("*.json")) if place else ():
         try:
             entry = json.loads(path.read_text())
-            found.append((list(entry["key"]), entry["fault"]))
+            entries.append((list(entry["key"]), entry["fault"]))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, and made again when it is needed
-    return found
+            continue  # damaged; rewritten when it is needed
+    return entries
 
 
 def _read(path: Path) -> tuple[bool, str | None]:
@@ -110,15 +110,15 @@ def _write(path: Path, key: Sequence[str], fault: str | None) -> None:
 
 
 def _deaths() -> int:
-    """How many processes have to be killed in an attempt before what they tried is blamed."""
+    """How many processes must be killed during an attempt before the kernel is blamed."""
     return 2 if os.environ.get("WORLD_SIZE", "1") != "1" else 1
 
 
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
-    """Leave a line behind should the process be killed; whether enough of those were that left one.
+    """Leave a line in a file if the process is killed; yield whether the lines are enough to blame.
 
-    A lock tells them from attempts that are under way: it ends with the process that holds it.
+    A lock tells killed attempts from those under way: it ends with the process that holds it.
     """
     with contextlib.ExitStack() as stack:
         file, killed = None, False
@@ -134,7 +134,7 @@ def _claim(path: Path) -> Iterator[bool]:
             yield killed
         finally:
             if file is not None:
-                # Emptied first: another process may have opened it, and locks it next.
+                # Emptied first: another process may have opened the file, and locks it next.
                 with contextlib.suppress(OSError):
                     file.truncate(0)
                     path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from torch_bf16.backends.host_scalars import HostScalars
 __all__ = ["PROCESS", "CpuBackend"]
 
 PROCESS = os.getpid()
-"""The process that imported this package: another one is forked from it."""
+"""The process that imported this package: one with another id was forked from it."""
 
 
 @functools.cache
@@ -47,13 +47,13 @@ class CpuBackend:
     scalars = HostScalars
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why this backend cannot run on ``device``, or None where it can."""
+        """Why this backend cannot run on ``device``, or None if it can."""
         if device.type != "cpu":
             return f"it updates tensors in the CPU's memory, not on {device.type}"
         return _missing()
 
     def fingerprint(self, device: torch.device) -> list[str]:
-        """Compiler and processor."""
+        """Version of the compiler, and the processor."""
         import llvmlite.binding
         import numba
 
@@ -62,7 +62,7 @@ class CpuBackend:
         return [numba.__version__, llvmlite.binding.get_host_cpu_name(), *map(str, target)]
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket, not compiled or read from Numba's cache yet."""
+        """Make the kernel for a bucket, without compiling it or reading it from Numba's cache."""
         from .launch import CpuKernel
 
         return CpuKernel(bucket)

@@ -41,16 +41,16 @@ inlined: Any = functools.partial(
     # IEEE division: Python's raises on zero, and that branch would keep a loop from vectorising.
     error_model="numpy",
     nogil=True,
-    # A function that is not inlined is linked by its symbol: in the process that compiles it, that
-    # is code optimised without its caller, which may be scalar.
+    # A function that is not inlined is linked by its symbol: in the process that compiles it, this
+    # is code that was optimised without its caller, and may be scalar.
     forceinline=True,
-    # Wrappers for Python and C would make compiling half as long again, and counts of references
-    # to arrays, which nothing here owns, a fifth.
+    # Wrappers for Python and C would make compiling take half as long again, and counting
+    # references to arrays, which nothing here owns, a fifth.
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
     _nrt=False,
 )
-"""Decorator of a part of a kernel, which becomes code of the kernel itself."""
+"""Decorator for a part of a kernel, which is inlined into the kernel."""
 
 
 @inlined

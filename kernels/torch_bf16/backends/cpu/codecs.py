@@ -1,9 +1,10 @@
 """The storage formats in Numba's dialect: how one number is decoded to fp32 and encoded back.
 
-``decode(values)`` gives fp32; ``encode(x, r)`` gives the values, in the order of ``Format.planes``,
-with ``r`` 16 random bits. A value is an element of a plane as :mod:`.loads_stores` loads it: uint32
-with two bytes in its upper half or one in its top byte, or float32. ``x`` is the result of an
-operation, so a NaN is quiet and is still one when its lower half is dropped.
+``decode(values)`` returns fp32; ``encode(x, r)`` returns the values, in the order of
+``Format.planes``, where ``r`` is 16 random bits. A value is an element of a plane as
+:mod:`.loads_stores` loads it: uint32 with two bytes in its upper half or one in its top byte, or
+float32. ``x`` is the result of an operation, so a NaN is quiet and stays one when its lower half is
+dropped.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def word(k0, k1, index):
 def word_pair(k0, k1, index, near):
     """The words of an even ``index`` and the next; ``near`` is in the same block of 2**17.
 
-    The first shift has the same result for all of a block, so a loop computes it once, of ``near``.
+    The first shift has the same result for a whole block, so a loop computes it once, from
+    ``near``.
     """
     x = xor32(index, xor32(k0, shr32(xor32(near, k0), _S17)))
     return _mixed(x, k1), _mixed(xor32(x, _ONE), k1)
@@ -85,7 +87,7 @@ def _stochastic(x, r):
 
 @inlined
 def _visible(x, bits):
-    """The bf16 of a number in two planes: rounded to nearest, ties away from zero."""
+    """The bf16 of a number stored in two planes: rounded to nearest, ties away from zero."""
     return add32(bits, _HALF if x == x else _u32(0))
 
 
@@ -120,7 +122,7 @@ def decode_bf16_plus_16(values):
     magnitude = and32(high, _MAGNITUDE)
     # Beside a zero the top bit of the low half is stale, and subtracting it would give a NaN.
     low = and32(low, _u32(0x7FFF)) if magnitude == _u32(0) else low
-    # Sign-extending the low half is subtracting 0x10000 where its top bit is set.
+    # Sign-extending the low half means subtracting 0x10000 if its top bit is set.
     signed = sub32(add32(high, low), shl32(and32(low, _HALF), _ONE))
     return float_from_bits(or32(high, low) if magnitude > _INFINITY else signed)
 
@@ -152,7 +154,7 @@ def encode_bf16_plus_8(x, r):
 @inlined
 def decode_bf16_plus_fp32(values):
     visible, master = values
-    # A weight that something else has written is not the rounded master: then the weight counts.
+    # A weight that differs from the rounded master was written by something else, and counts.
     rounded = or32(_nearest(master), _QUIET if master != master else _u32(0))
     return master if and32(rounded, _HIGH) == visible else float_from_bits(visible)
 

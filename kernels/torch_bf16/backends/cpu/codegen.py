@@ -40,7 +40,7 @@ def scratch_offsets(formats):
     sizes = [size_in_scratch(each) for each in formats]
     if sum(sizes) > SCRATCH:
         raise NotImplementedError(
-            f"a rule's numbers in blocks take {sum(sizes)} floats of scratch, and there are "
+            f"a rule's numbers in blocks take {sum(sizes)} floats of scratch, but there are only "
             f"{SCRATCH}; keep one of its states in another format"
         )
     return [0, *accumulate(sizes)][:-1]
@@ -49,7 +49,7 @@ def scratch_offsets(formats):
 def words(compiler: Compiler, n: int):
     """``one(keys, index)`` and ``two(keys, index, near)``: random words of elements as tuples.
 
-    There are ``n`` for an element, and two keys for each.
+    There are ``n`` words for an element, and two keys for each word.
     """
     if not n:
         return no_values, no_values_of_two
@@ -169,9 +169,9 @@ def _writes_to_scratch(compiler, at, draw, two_rest, stochastic):
 
     def put_with_noise(scratch, place, x, words):
         scratch[place] = x
-        # Not of the magnitude: this is the root that the rule has taken, so it is taken once.
+        # No magnitude: this is the root that the rule takes, too, so it is computed once.
         scratch[place + np.uintp(ROOTS)] = np.sqrt(x)
-        # Now, because the word is here: another number may be rounded with bits of it.
+        # Now, while the word is at hand: another number may be rounded with other bits of it.
         scratch[place + np.uintp(NOISE)] = threshold(draw(words))
 
     put = compiler.compile(put_with_noise if stochastic else put)
@@ -188,8 +188,9 @@ def _writes_to_scratch(compiler, at, draw, two_rest, stochastic):
 def blocks(compiler: Compiler, formats: list[Format], offsets):
     """``load(planes, first, n, scratch)``, ``scale`` of the same arguments, and ``two``.
 
-    Before the update of the ``n`` elements from ``first`` on, ``load`` brings their scales into
-    scratch; after it, ``scale`` makes new ones, and ``two(planes, i, scratch, j)`` encodes a pair.
+    Before the update of the ``n`` elements from ``first`` on, ``load`` copies their scales into
+    scratch; after it, ``scale`` computes new scales, and ``two(planes, i, scratch, j)`` encodes a
+    pair.
     """
     numbers = [number for number, each in enumerate(formats) if each.block > 1]
     if not numbers:

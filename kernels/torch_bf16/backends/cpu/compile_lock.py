@@ -1,6 +1,6 @@
-"""Processes that need one kernel at once: the first compiles it, the others read what it has left.
+"""A lock for processes that need a kernel at once: one compiles it, the others read it from disk.
 
-Ranks on one machine come to their first step together, and would each compile everything.
+Ranks on one machine reach their first step together, and would each compile everything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ except ImportError:
 
 __all__ = ["compile_lock"]
 
-# Seconds. A kernel takes two to five; who waits longer compiles as well.
+# Seconds. A kernel takes two to five; a process that has waited longer compiles it, too.
 _LONGEST, _PAUSE = 20.0, 0.02
-# Enough that few kernels of different names share one.
+# Enough that few kernels of different names share a file.
 _FILES = 64
 
 
@@ -31,7 +31,7 @@ _FILES = 64
 def compile_lock(name: str) -> Iterator[None]:
     """Keep other processes of this user from compiling a kernel of this name, or wait for one.
 
-    It ends with the process that holds it. Where nothing can be locked, nobody waits.
+    The lock ends with the process that holds it. If files cannot be locked, no process waits.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

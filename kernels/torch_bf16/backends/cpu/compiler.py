@@ -1,4 +1,4 @@
-"""Compiling the parts of a variant's kernel, and generating those that only see planes."""
+"""Compiling the parts of a variant's kernel, under names that depend on the sources."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ ARITHMETIC = {
 class Compiler:
     """Compiles the parts of one kernel, each under a symbol of its own.
 
-    Should a part not be inlined, a kernel from the cache is linked to it by its symbol. Numba
-    numbers symbols per process, so two kernels compiled in two processes could share one.
+    If a part is not inlined, a kernel from the cache is linked to it by its symbol. Numba numbers
+    symbols per process, so kernels compiled in two processes could otherwise share a symbol.
 
     Args:
-        kernel: its name, which is part of the symbols.
+        kernel: the kernel's name, which becomes part of the symbols.
     """
 
     def __init__(self, kernel: str) -> None:
@@ -60,7 +60,7 @@ class Compiler:
         self._numbers = count()
 
     def compile(self, function) -> Any:
-        """``function`` as a part of the kernel."""
+        """Compile ``function`` as a part of the kernel."""
         function.__qualname__ = f"{function.__name__}_{next(self._numbers)}_{self._suffix}"
         return inlined(function)
 
@@ -70,12 +70,12 @@ class Compiler:
 
 
 def named_by_sources(name: str) -> str:
-    """A name that no kernel from other sources had, for what is kept on disk."""
+    """The name under which a kernel is kept on disk: other sources have other names."""
     return f"{name}_{source_hash('triton', 'certificates')}"
 
 
 def with_parts(parts: ModuleType, function: FunctionType) -> FunctionType:
-    """``function`` with these in place of its module's ``parts``."""
+    """``function`` with other ``parts`` than those of its module."""
     return FunctionType(
         function.__code__, {**function.__globals__, "parts": parts}, function.__name__
     )

@@ -1,9 +1,9 @@
-"""What threads share of one call: a counter that hands out the work, and the arrays.
+"""Jobs: what threads share in one call, namely a counter that hands out the work, and the arrays.
 
 A compiled function takes the address of a job and nothing else, so that OpenMP can call it. Each
-thread that does takes pieces until none is left: many in a row at first and few at the end, so that
-a thread on a busy core leaves the rest to the others, and all end together. Where one thread's
-pieces end and another's begin, both wait for lines that the other has just fetched.
+thread takes pieces until none is left: many in a row at first, because at the border between two
+threads' pieces both wait for cache lines that the other has just fetched; few at the end, so that a
+thread on a busy core leaves the rest to the other threads, and all end together.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Work = Callable[[int], None]
 Kinds = tuple[tuple[Any, int], ...]
 """Dtype and number of dimensions of each array of a job."""
 
-# Where the first array is in a job of int64, and what each takes: its address and up to 3 sizes.
+# In a job of int64: index of the first array, and entries per array, its address and up to 3 sizes.
 _ARRAYS, _EACH = 24, 4
-# What threads write lies in cache lines of its own.
+# The numbers that threads write lie in cache lines of their own.
 _NEXT, _FINISHED, _COUNT, _PARTS = 0, 8, 16, 17
 
 _I64 = ir.IntType(64)
@@ -58,9 +58,9 @@ def new_job(kinds: Kinds, arrays: Sequence[np.ndarray], count: int) -> np.ndarra
     """A job over ``count`` pieces, for one thread until :func:`share`: int64.
 
     Args:
-        kinds: of the arrays, as :func:`unpack` gives them to the function.
+        kinds: the kinds of the arrays, as for :func:`unpack`.
         arrays: contiguous; they must outlive the job.
-        count: of pieces.
+        count: number of pieces.
 
     Raises:
         TypeError: an array is not of its kind.
@@ -103,7 +103,7 @@ def unpack(kinds: Kinds) -> Any:
 
 
 def share(job: np.ndarray, threads: int) -> None:
-    """Say how many threads will take pieces of a job: each takes half its share of what is left."""
+    """Set how many threads take pieces of a job: each takes half its share of the rest at once."""
     job[_PARTS] = 1 if threads <= 1 else 2 * threads
 
 
@@ -113,40 +113,40 @@ def finished(job: np.ndarray) -> bool:
 
 
 def compile_job(function: Any, name: str, **options: Any) -> Work:
-    """A function of a job, compiled once on a machine, then read from Numba's cache.
+    """Compile a function of a job once per machine; later read it from Numba's cache.
 
     Args:
-        function: of a job's address; it calls :func:`take` until nothing is left, and
-            :func:`finish` after each piece that it took.
-        name: of the function. Numba's cache is keyed by it and its source file's age. It sees
-            neither the parts that reach the function as globals nor their sources, so this name and
-            the hash of the sources stand for both.
-        **options: of Numba's compiler.
+        function: takes a job's address; it calls :func:`take` until nothing is left, and
+            :func:`finish` after the pieces of each call.
+        name: the function's name. Numba's cache is keyed by it and the age of the source file. The
+            cache knows neither the parts that reach the function as globals nor their sources, so
+            this name and the hash of the sources stand for both.
+        **options: options of Numba's compiler.
     """
     function.__qualname__ = named_by_sources(name)
-    # By way of `numba.cfunc` all would be optimised twice.
+    # `numba.cfunc` would optimise everything twice.
     options = {"no_cpython_wrapper": True, "_nrt": False, **options}
     jit: Any = functools.partial(numba.njit, _SIGNATURE, **options)
     try:
         with compile_lock(function.__qualname__):
             dispatcher = jit(cache=True)(function)
     except Exception:
-        # No directory for a cache can be written, or what is there is damaged, by a full disk, say,
-        # and raises anything: forget that. What cannot be compiled raises once more.
+        # No directory can be written to for a cache, or the cache is damaged, by a full disk, say,
+        # and raises anything: clear it. A function that cannot be compiled raises once more.
         with contextlib.suppress(Exception):
             FunctionCache(function).flush()
         dispatcher = jit()(function)
     (compiled,) = dispatcher.overloads.values()
     symbol = compiled.fndesc.llvm_cfunc_wrapper_name
     work = _WORK(compiled.library.get_pointer_to_function(symbol))
-    # The code lives as long as what was compiled.
+    # The machine code lives as long as the dispatcher.
     work.compiled = dispatcher
     return work
 
 
 @intrinsic
 def fetch_add(typingctx, numbers, place, n):
-    """Add ``n`` to a number, in one piece with what other threads add: what it was."""
+    """Add ``n`` to a number atomically; returns its previous value."""
 
     def codegen(context, builder, signature, arguments):
         numbers, place, n = arguments
@@ -158,7 +158,7 @@ def fetch_add(typingctx, numbers, place, n):
 
 @intrinsic
 def _exchange(typingctx, numbers, place, expected, new):
-    """Replace a number if it is the expected one, in one piece: what it was."""
+    """Replace a number atomically if it is the expected one; returns its previous value."""
 
     def codegen(context, builder, signature, arguments):
         numbers, place, expected, new = arguments
@@ -172,7 +172,7 @@ def _exchange(typingctx, numbers, place, expected, new):
 
 @inlined
 def take(numbers):
-    """The next pieces of a job: the first, and the one after the last. Equal at its end."""
+    """Take the next pieces of a job: the first, and the one after the last; equal at its end."""
     count = numbers[_COUNT]
     first = numbers[_NEXT]
     while first < count:
@@ -186,5 +186,5 @@ def take(numbers):
 
 @inlined
 def finish(numbers, count):
-    """Say that so many of a job's pieces are done."""
+    """Add ``count`` to the pieces of a job that are done."""
     fetch_add(numbers, _FINISHED, count)

@@ -34,12 +34,12 @@ KINDS = (
     *((np.int64, 2), (np.int64, 2), (np.int64, 1), (np.int64, 2)),
     *((np.uint32, 3), (np.int64, 1), (np.int64, 1), (np.float32, 2)),
 )
-"""Of chunks, addresses, numels, runs, bases, steps, rows and scalars."""
+"""The kinds of chunks, addresses, numels, runs, bases, steps, rows and scalars."""
 _unpack = unpack(KINDS)
 
 # Elements that are prefetched together, and how far ahead: a processor's own prefetching ends with
-# each page of memory, which is 2048 numbers in bf16. More at a time is more than it fetches beside
-# the update; fewer are not a loop of vectors everywhere.
+# each page of memory, which is 2048 numbers in bf16. A larger strip is more than it can fetch
+# beside the update; the loop over a smaller one is not vectorised everywhere.
 _STRIP, _AHEAD = 64, 512
 
 _u32 = np.uint32
@@ -77,7 +77,7 @@ def _keys(compiler, streams):
     return compiler.compile(keys)
 
 
-# Stands for the parts of a variant; each kernel gets a module of its own in its place.
+# A placeholder for the parts of a variant: each kernel gets a module of its own instead.
 parts = ModuleType("parts")
 
 
@@ -92,7 +92,7 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
     wide_vectors()
     scratch = scratch_on_stack()
     size = planes[0][0].shape[0]
-    # A pair starts at an even global index; an element left over at either end goes alone.
+    # A pair starts at an even global index; an element left over at either end is updated alone.
     ahead = np.int64(and32(index, _ONE))
     behind = (size - ahead) % 2
     for first in range(ahead, size - 1, parts.tile):
@@ -103,7 +103,7 @@ def _update_slice(planes, scalars, keys, index, addresses, start, numel):
                 parts.fetch(addresses, start + first + strip + _AHEAD)
             element = add32(index, low32(first + strip))
             for pair in range(min(_STRIP, n - strip) // 2):
-                # Unsigned: a loop is not vectorised where an index might be negative.
+                # Unsigned: a loop is not vectorised if an index might be negative.
                 j = np.uintp(pair)
                 i = np.uintp(first + strip) + j + j
                 j = np.uintp(strip // 2) + j
@@ -131,7 +131,7 @@ def _run(job):
             break
         for chunk in range(first, last):
             tensor, start = chunks[chunk, 0], chunks[chunk, 1]
-            # Column 0 is the gradient's: 0 where there is none, and then nothing is to be done.
+            # Column 0 is the gradient's address: 0 if there is none, and then nothing is done.
             stop = min(start + CHUNK, numels[tensor]) if addresses[tensor, 0] else start
             while start < stop:
                 offset, width, pitch = runs[tensor]
@@ -156,17 +156,17 @@ def _run(job):
 
 @functools.cache
 def compile_step(variant: Variant, n_scalars: int) -> Work:
-    """The kernel of a variant, whose rule takes ``n_scalars`` scalars.
+    """Compile the kernel of a variant whose rule takes ``n_scalars`` scalars.
 
-    Compiled once on a machine, then read from Numba's cache.
+    It is compiled once per machine, and later read from Numba's cache.
 
     Returns:
-        What takes a job of chunks over arrays and updates the chunks in place: ``chunks``, int64
-        ``[chunks, 2]`` of (tensor, first element); ``addresses``, int64 ``[n, columns]``, of the
-        gradient, the weight's planes and each state's planes, and without a gradient, 0, nothing
-        is updated; ``numels``; ``runs``, int64 ``[n, 3]``, offset, width and pitch; ``bases``;
-        ``steps``, ``rows`` and ``scalars``, as in ``Bucket`` and ``ScalarRows``. It allocates
-        nothing that grows with the tensors.
+        A function that takes a job of chunks over arrays and updates the chunks in place:
+        ``chunks``, int64 ``[chunks, 2]`` of (tensor, first element); ``addresses``, int64
+        ``[n, columns]``, of the gradient (0 if there is none: nothing is updated), the weight's
+        planes and each state's planes; ``numels``; ``runs``, int64 ``[n, 3]``, offset, width and
+        pitch; ``bases``; ``steps``, ``rows`` and ``scalars``, as in ``Bucket`` and ``ScalarRows``.
+        It allocates nothing that grows with the tensors.
     """
     name = f"run_{variant.name}"
     compiler = Compiler(name)

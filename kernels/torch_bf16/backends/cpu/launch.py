@@ -24,7 +24,7 @@ from .statistic import compile_statistic
 
 __all__ = ["CpuKernel", "squares"]
 
-# Elements: waking a thread takes as long as updating so many, a few tenths of a millisecond.
+# Elements. Waking a thread takes as long as updating this many: a few tenths of a millisecond.
 _WORTH_A_THREAD = 1 << 18
 
 
@@ -34,7 +34,7 @@ class CpuKernel:
     A call returns when all threads are done.
 
     Args:
-        bucket: what it updates.
+        bucket: the tensors to update.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -89,10 +89,10 @@ class CpuKernel:
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`."""
-    found, size = places(tensors), sums_of_squares.PIECE
-    if found is None:
+    rows, size = places(tensors), sums_of_squares.PIECE
+    if rows is None:
         return None
-    addresses, numels = found.T
+    addresses, numels = rows.T
     which, starts = cut(numels, size)
     places_of_pieces = addresses[which] + starts * tensors[0].itemsize
     table = np.stack([places_of_pieces, np.minimum(numels[which] - starts, size)], axis=1)

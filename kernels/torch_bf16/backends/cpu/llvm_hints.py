@@ -17,9 +17,9 @@ __all__ = [
     "wide_vectors",
 ]
 
-# Elements per tile: a tile of the formats in blocks is encoded at a time.
+# Elements per tile: formats in blocks are encoded one tile at a time.
 TILE = 256
-# Floats of scratch: a tile of three numbers in the format that takes the most.
+# Floats of scratch: a tile of three numbers in the format that takes most.
 SCRATCH = 12 * TILE
 # Bytes of a cache line.
 LINE = 64
@@ -29,7 +29,7 @@ _I32 = ir.IntType(32)
 
 @intrinsic
 def wide_vectors(typingctx):
-    """Let LLVM use 512-bit vectors in the calling function where the processor has them."""
+    """Let LLVM use 512-bit vectors in the calling function if the processor has them."""
 
     def codegen(context, builder, signature, arguments):
         # llvmlite's own `add` refuses names that are not on its list.
@@ -41,7 +41,7 @@ def wide_vectors(typingctx):
 
 @intrinsic
 def no_alias(typingctx):
-    """Promise LLVM that the calling function's arrays do not overlap, so that it checks no loop.
+    """Promise LLVM that the calling function's arrays do not overlap, so that loops need no checks.
 
     Gradient and weight may still be the same memory: both are read before anything is stored.
     """
@@ -59,7 +59,7 @@ def no_alias(typingctx):
 def emit_prefetch(builder, address):
     """Prefetch the cache line at an address for writing, in code that is being generated.
 
-    An address that is not valid does no harm.
+    An invalid address does no harm.
     """
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kinds = [pointer.type, _I32, _I32, _I32]

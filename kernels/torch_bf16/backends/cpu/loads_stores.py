@@ -2,7 +2,7 @@
 
 In registers an element of two bytes is the upper half of a uint32, one of a single byte its top
 byte; a store drops the bits below. Two bf16 neighbours are one load of 32 bits, which a shift and a
-mask take apart, so that a vector of them needs no shuffle: on little-endian processors alone.
+mask take apart, so that a vector of them needs no shuffle. This assumes a little-endian processor.
 """
 
 from __future__ import annotations
@@ -110,4 +110,4 @@ LOADS = {dtype: loads for dtype, (loads, _) in _ACCESS.items()}
 """``load(plane, i)`` of one element and of ``i`` and ``i + 1``, by the array's dtype."""
 
 STORES = {dtype: stores for dtype, (_, stores) in _ACCESS.items()}
-"""``store(plane, i, x)`` and ``store(plane, i, first, second)``, likewise."""
+"""``store(plane, i, x)`` and ``store(plane, i, first, second)``, by the array's dtype."""

@@ -1,7 +1,7 @@
 """What a kernel sees of planes: arrays over their memory, and prefetches.
 
-Made of LLVM's instructions: of Python's each array and each line would be a function of its own,
-which Numba takes 50 ms to compile.
+Written in LLVM's instructions: in Python each array and each cache line would be a function of its
+own, which Numba takes 50 ms to compile.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def array_type(dtype: Any, ndim: int = 1) -> types.Array:
 def array_at(context, builder, kind, address, sizes):
     """An array of a type at a ``void*``, in code that is being generated."""
     shape = types.UniTuple(types.intp, kind.ndim)
-    given = address, context.make_tuple(builder, shape, sizes)
-    return np_cfarray(context, builder, kind(types.voidptr, shape), given)
+    arguments = address, context.make_tuple(builder, shape, sizes)
+    return np_cfarray(context, builder, kind(types.voidptr, shape), arguments)
 
 
 @intrinsic
@@ -53,7 +53,7 @@ def scratch_on_stack(typingctx):
 
     def codegen(context, builder, signature, arguments):
         # In the entry block, or each turn of a loop would take more of the stack. Numba's own
-        # way fills it with zeros.
+        # arrays are filled with zeros.
         with builder.goto_entry_block():
             scratch = builder.alloca(ir.ArrayType(ir.FloatType(), SCRATCH))
         scratch.align = 64
@@ -64,7 +64,7 @@ def scratch_on_stack(typingctx):
 
 
 def array_over(dtype: Any) -> Any:
-    """``array(address, n)``: of ``n`` numbers in memory at an int64 address."""
+    """``array(address, n)``: an array over ``n`` numbers in memory at an int64 address."""
     kind = array_type(dtype)
 
     @intrinsic
@@ -81,8 +81,8 @@ def array_over(dtype: Any) -> Any:
 def views(formats: Sequence[Format]) -> Any:
     """``view(addresses, start, n)``: for each number a tuple of arrays, over its planes.
 
-    ``addresses`` has a number for each plane of all; each array begins at element ``start``, and
-    has ``n`` elements or, of a plane with one number for a block, as many as there are blocks.
+    ``addresses`` has the address of each plane of all numbers; each array begins at element
+    ``start``, and has ``n`` elements or, for a plane with one element per block, one per block.
     """
     kinds = [
         types.Tuple([array_type(ELEMENTS[plane.dtype]) for plane in each.planes])
@@ -129,12 +129,12 @@ def fetch(planes: Sequence[Plane], n: int) -> Any:
 
 
 def _data(context, builder, signature, arguments):
-    """Where the first argument's numbers are."""
+    """The pointer to the first argument's data."""
     return context.make_array(signature.args[0])(context, builder, arguments[0]).data
 
 
 def _address(builder, first, column, plane, start):
-    """That of element ``start`` of a plane, whose own is in the ``column`` of a row."""
+    """The address of element ``start`` of a plane, whose own address is in ``column`` of a row."""
     address = builder.load(builder.gep(first, [_I64(column)]))
     block = builder.udiv(start, _I64(plane.block))
     return builder.add(address, builder.mul(block, _I64(plane.dtype.itemsize)))

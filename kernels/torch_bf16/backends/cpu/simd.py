@@ -1,7 +1,7 @@
 """Operations on whole blocks in explicit vectors.
 
-Of a short loop over a block LLVM's vectoriser makes a long one over blocks, with a gather for each
-element.
+LLVM's vectoriser would turn a short loop over a block into a long one over blocks, with a gather
+for each element.
 """
 
 from __future__ import annotations

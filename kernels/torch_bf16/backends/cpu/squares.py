@@ -1,4 +1,4 @@
-"""Sums of squares in fp64, piece by piece, so that threads do not change their bits."""
+"""Sums of squares in fp64, piece by piece, so that threads do not change the bits."""
 
 # Numba compiles what a type checker takes for Python.
 # pyright: reportCallIssue=false
@@ -25,10 +25,10 @@ PIECE = 1 << 16
 """Elements per piece."""
 
 KINDS = ((np.int64, 2), (np.float64, 1))
-"""Of the arrays of a job."""
+"""The kinds of a job's arrays."""
 _unpack = unpack(KINDS)
 
-# Stands for the parts of a dtype; each kernel gets a module of its own in its place.
+# A placeholder for the parts of a dtype: each kernel gets a module of its own instead.
 parts = ModuleType("parts")
 
 _HALF = np.uint32(16)
@@ -66,7 +66,7 @@ def _run(job):
                 for line in range(0, _STRIP * elements.itemsize, LINE):
                     prefetch(ahead + line)
                 for i in range(min(_STRIP, size - strip)):
-                    # Unsigned: a loop is not vectorised where an index might be negative.
+                    # Unsigned: a loop is not vectorised if an index might be negative.
                     x = np.float64(parts.decode(elements[np.uintp(strip) + np.uintp(i)]))
                     total += x * x
             sums[piece] = total
@@ -75,18 +75,18 @@ def _run(job):
 
 @functools.cache
 def compile_squares(dtype: torch.dtype) -> Work:
-    """Writes the sum of the squares of each piece.
-
-    Returns:
-        What takes a job of pieces over ``table``, int64 ``[n, 2]``, address and number of elements
-        of each piece, and ``sums``, fp64 ``[n]``, which is written.
+    """Compile the kernel that computes the sum of the squares of each piece.
 
     Args:
-        dtype: of the elements, bfloat16 or float32.
+        dtype: the dtype of the elements, bfloat16 or float32.
+
+    Returns:
+        A function that takes a job of pieces over ``table``, int64 ``[n, 2]``, address and number
+        of elements of each piece, and ``sums``, fp64 ``[n]``, to which it writes.
     """
     name = f"squares_{str(dtype).removeprefix('torch.')}"
     built: Any = ModuleType("parts")
     built.array, built.decode = array_over(ELEMENTS[dtype]), _DECODE[dtype]
-    # Several sums at a time; an fp64 square of an fp32 number is exact.
+    # Allows several partial sums at a time; an fp64 square of an fp32 number is exact.
     fast: Any = {"reassoc", "contract"}
     return compile_job(with_parts(built, _run), name, fastmath=fast)

@@ -1,6 +1,6 @@
 """Sums of a rule's statistic: one compiled kernel per variant, beside that of the step.
 
-They are integers, so that neither threads nor the width of vectors change their bits.
+The sums are integers, so that neither threads nor the width of vectors change their bits.
 """
 
 # Numba compiles what a type checker takes for Python.
@@ -33,19 +33,19 @@ KINDS = (
     *((np.int64, 2), (np.int64, 2), (np.int64, 1)),
     *((np.int64, 1), (np.float32, 2), (np.int64, 1)),
 )
-"""Of chunks, addresses, numels, rows, scalars and sums."""
+"""The kinds of chunks, addresses, numels, rows, scalars and sums."""
 _unpack = unpack(KINDS)
 
 _LARGEST, _UNIT = np.float32(LARGEST_STATISTIC), np.float32(STATISTIC_UNIT)
 _LOW, _S16 = np.uint32(0xFFFF), np.uint32(16)
 
-# Stands for the parts of a variant; each kernel gets a module of its own in its place.
+# A placeholder for the parts of a variant: each kernel gets a module of its own instead.
 parts = ModuleType("parts")
 
 
 @inlined
 def _units(x):
-    # A NaN is not below the largest.
+    # A NaN is not below _LARGEST, so it becomes _LARGEST.
     bounded = x if x < _LARGEST else _LARGEST
     return low32(np.int64(np.int32(bounded * _UNIT)))
 
@@ -59,10 +59,10 @@ def _sum_slice(planes, scalars):
     for first in range(0, size - 1, TILE):
         n = min(TILE, size - first) // 2 * 2
         parts.load(planes, first, n, scratch)
-        # Of a tile's units, which 32 bits do not hold the sum of: with 64 vectors are half as wide.
+        # Summed as two halves: a tile's sum exceeds 32 bits, and with 64 vectors hold half as many.
         low = high = np.uint32(0)
         for pair in range(n // 2):
-            # Unsigned: a loop is not vectorised where an index might be negative.
+            # Unsigned: a loop is not vectorised if an index might be negative.
             j = np.uintp(pair)
             one, two = parts.read_two(planes, np.uintp(first) + j + j, scratch, j)
             units = _units(parts.statistic(one[1], one[0], one[2:], scalars))
@@ -93,7 +93,7 @@ def _run(job):
             break
         for chunk in range(first, last):
             tensor, start = chunks[chunk, 0], chunks[chunk, 1]
-            # Column 0 is the gradient's: 0 where there is none.
+            # Column 0 is the gradient's address: 0 if there is none.
             if addresses[tensor, 0]:
                 total = parts.sum_slice(
                     parts.arrays(addresses[tensor], start, min(CHUNK, numels[tensor] - start)),
@@ -105,13 +105,13 @@ def _run(job):
 
 @functools.cache
 def compile_statistic(variant: Variant, n_scalars: int) -> Work:
-    """The sums of a variant's statistic, which takes ``n_scalars`` scalars.
+    """Compile the kernel that sums a variant's statistic, which takes ``n_scalars`` scalars.
 
-    Compiled once on a machine, then read from Numba's cache.
+    It is compiled once per machine, and later read from Numba's cache.
 
     Returns:
-        What takes a job of chunks over arrays: those of :func:`.kernel.compile_step` of the same
-        names, and ``sums``, int64 ``[n]``, to which each tensor's are added.
+        A function that takes a job of chunks over arrays: those of :func:`.kernel.compile_step` of
+        the same names, and ``sums``, int64 ``[n]``, to which it adds the sum of each tensor.
     """
     name = f"statistic_{variant.name}"
     compiler = Compiler(name)

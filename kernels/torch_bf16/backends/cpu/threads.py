@@ -1,9 +1,10 @@
-"""Running a job on as many threads as torch uses: those that torch has, where they can be had.
+"""Running a job on as many threads as torch uses: on torch's own threads, if possible.
 
-Torch's operations run on a team of OpenMP's threads, which spin for a while after each. A second
-team would wait for them, and so a job runs on the same: ``GOMP_parallel`` is what GCC makes of
-``#pragma omp parallel``, and LLVM's and Intel's libraries have it, too. Elsewhere, and in a forked
-child, where GNU's library waits forever for the threads of its parent, the threads are Python's.
+Torch's operations run on a team of OpenMP threads, which spin for a while after each operation. A
+second team would have to wait for them, so a job runs on the same team: ``GOMP_parallel`` is what
+GCC compiles ``#pragma omp parallel`` to, and LLVM's and Intel's libraries have it, too. Elsewhere,
+and in a forked child, where GNU's library waits forever for the threads of its parent, a job runs
+on Python's threads.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ __all__ = ["run"]
 
 
 def run(work: Work, job: np.ndarray, max_threads: int) -> None:
-    """Do all of a job; return when every thread is done with it.
+    """Do a whole job; return when every thread is done with it.
 
     Args:
-        work: what each thread calls.
-        job: what it is called with.
-        max_threads: the calling one included; never more than ``torch.get_num_threads()``.
+        work: the function that each thread calls.
+        job: its argument.
+        max_threads: the calling thread included; at most ``torch.get_num_threads()`` are used.
 
     Raises:
-        RuntimeError: some of it failed; the reason was printed.
+        RuntimeError: part of the job failed; the reason was printed.
     """
     threads = min(torch.get_num_threads(), max_threads)
     share(job, threads)
@@ -54,18 +55,18 @@ def run(work: Work, job: np.ndarray, max_threads: int) -> None:
 @functools.cache
 def _torchs_team() -> Callable[..., None] | None:
     """``GOMP_parallel(function, argument, threads, flags)`` of the library that torch runs on."""
-    # Only tried on Linux.
+    # Tested on Linux only.
     if sys.platform != "linux" or not torch.backends.openmp.is_available():
         return None
-    # The order in which torch itself finds it: what was preloaded, then what it is linked to.
+    # The order in which torch itself finds it: preloaded libraries, then those it is linked to.
     for library in (None, torch._C.__file__):
         try:
-            found: Any = ctypes.CDLL(library).GOMP_parallel
+            parallel: Any = ctypes.CDLL(library).GOMP_parallel
         except (AttributeError, OSError, TypeError):
             continue
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-        return found
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel
     return None
 
 
@@ -84,5 +85,5 @@ def _run_on_pool(work: Work, job: int, threads: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _pool(process_id: int) -> ThreadPoolExecutor:
-    """One pool for a process; keyed by its id, because a forked child inherits no threads."""
+    """The pool of a process; keyed by its id, because a forked child inherits no threads."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="torch_bf16")

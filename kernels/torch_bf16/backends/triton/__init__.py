@@ -1,8 +1,8 @@
 """The Triton backend: one launch per bucket, on CUDA and ROCm devices.
 
-Triton is imported when the first step is planned, never by ``import torch_bf16``. With
-``TRITON_INTERPRET=1`` in the environment before that, Triton's interpreter runs the same kernels on
-CPU tensors, slowly: so they can be tested without a GPU.
+Triton is imported when the first step is planned, never by ``import torch_bf16``. If
+``TRITON_INTERPRET=1`` is in the environment before that, Triton's interpreter runs the same kernels
+on CPU tensors, slowly, so that they can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch_bf16.errors import version_numbers
 
 __all__ = ["TritonBackend"]
 
-# Second moments become subnormal. 3.5 flushes their roots on NVIDIA's GPUs (triton#8557), where
-# `ieee` has PTX instead; 3.6 makes NaN of them on AMD's (triton#8697).
+# Second moments become subnormal. Triton 3.5 flushes their roots on NVIDIA's GPUs (triton#8557), so
+# `ieee` uses PTX there; 3.6 turns them into NaN on AMD's (triton#8697).
 _NEEDED, _NEEDED_ON_ROCM = (3, 5), (3, 7)
 
 
 @functools.cache
 def _missing() -> str | None:
-    # torch pins its Triton: to install another one would replace torch itself.
+    # torch pins its Triton: installing another one would replace torch itself.
     advice = "it comes with torch 2.9 (ROCm: 2.12) or newer, in its builds for GPUs"
     try:
         import triton
@@ -39,16 +39,16 @@ def _missing() -> str | None:
     wanted = _NEEDED_ON_ROCM if torch.version.hip else _NEEDED
     if version_numbers(triton.__version__) < wanted:
         needed = ".".join(map(str, wanted))
-        return f"Triton {triton.__version__} was found and {needed} is needed; {advice}"
+        return f"Triton {triton.__version__} was found, but {needed} is needed; {advice}"
     return None
 
 
 @functools.cache
 def _driver() -> str:
-    """Version of the GPU's driver, as far as it is said without asking the device."""
-    for place in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+    """Version of the GPU's driver, if it can be read without querying the device."""
+    for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with contextlib.suppress(OSError):
-            return Path(place).read_text().partition("\n")[0]
+            return Path(path).read_text().partition("\n")[0]
     return "unknown"
 
 
@@ -60,7 +60,7 @@ class TritonBackend:
     by_address = True
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why this backend cannot run on ``device``, or None where it can."""
+        """Why this backend cannot run on ``device``, or None if it can."""
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "it updates tensors on GPUs, and on a CPU only under TRITON_INTERPRET=1"
         if device.type not in ("cpu", "cuda"):
@@ -68,18 +68,18 @@ class TritonBackend:
         return _missing()
 
     def fingerprint(self, device: torch.device) -> list[str]:
-        """Compiler, driver and device."""
+        """Versions of the compiler and the driver, and the device."""
         import triton
 
         if device.type == "cpu":
             return [triton.__version__, "interpreter"]
-        found = torch.cuda.get_device_properties(device)
-        # Builds for CUDA have the first attribute, too: it is the name.
-        chip = found.gcnArchName if torch.version.hip else f"sm_{found.major}{found.minor}"
-        return [triton.__version__, found.name, chip, _driver()]
+        gpu = torch.cuda.get_device_properties(device)
+        # Builds for CUDA have `gcnArchName`, too, but there it is the device's name.
+        chip = gpu.gcnArchName if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
+        return [triton.__version__, gpu.name, chip, _driver()]
 
     def load(self, bucket: Bucket) -> Kernel:
-        """The kernel for a bucket, whose tables go up to the device now."""
+        """Make the kernel for a bucket, and upload the bucket's tables to the device."""
         from .launch import TritonKernel
 
         return TritonKernel(bucket)
@@ -91,7 +91,7 @@ class TritonBackend:
         return DeviceScalars(*arguments, **named)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The sum of the squares of all elements: one launch, and one reduction of what it made."""
+        """The sum of the squares of all elements: one launch, and a reduction of its results."""
         from .squares import squares
 
         return squares(tensors)

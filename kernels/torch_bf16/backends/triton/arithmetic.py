@@ -1,7 +1,7 @@
 """The arithmetic of rules in Triton's dialect: fp32 for ``update``, fp64 for ``scalars``.
 
-``power``, ``exp`` and ``log`` go step by step as :mod:`torch_bf16.rules.arithmetic` does, which
-says why. A literal next to an fp64 number is one; alone it would be fp32, hence ``_f64``.
+``power``, ``exp`` and ``log`` follow :mod:`torch_bf16.rules.arithmetic` step by step; it explains
+why. A literal next to an fp64 number is fp64; alone it would be fp32, hence ``_f64``.
 """
 
 # Device code is Triton's language, which a type checker takes for Python.
@@ -72,7 +72,7 @@ def _f64(x):
 
 @triton.jit
 def _sqrt(x):
-    # In fp64 there is no approximate one.
+    # Only the fp32 root is approximate.
     return tl.sqrt(_f64(x))
 
 
@@ -149,23 +149,23 @@ _FP64 = {
 
 @functools.cache
 def lift_update(rule: Rule, together: bool = False) -> Any:
-    """A rule's ``update`` as a function of Triton's, with division and root of :mod:`.ieee`."""
+    """Lift a rule's ``update`` to Triton, with division and square root from :mod:`.ieee`."""
     return lift(rule.update, _TOGETHER if together else _FP32, triton.jit, tl=tl)
 
 
 @functools.cache
 def lift_statistic(rule: Rule, together: bool = False) -> Any:
-    """A rule's ``statistic``, likewise."""
+    """Lift a rule's ``statistic`` to Triton, as :func:`lift_update` does."""
     return lift(rule.statistic, _TOGETHER if together else _FP32, triton.jit, tl=tl)
 
 
 @functools.cache
 def lift_factor(rule: Rule) -> Any:
-    """A rule's ``factor`` as a function of Triton's, in fp64."""
+    """Lift a rule's ``factor`` to Triton, in fp64."""
     return lift(rule.factor, _FP64, triton.jit, tl=tl)
 
 
 @functools.cache
 def lift_scalars(rule: Rule) -> Any:
-    """A rule's ``scalars`` as a function of Triton's, in fp64."""
+    """Lift a rule's ``scalars`` to Triton, in fp64."""
     return lift(rule.scalars, _FP64, triton.jit, tl=tl)

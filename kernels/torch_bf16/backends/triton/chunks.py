@@ -1,6 +1,6 @@
-"""What every kernel over chunks does: find its chunk in the tables, load and store planes.
+"""What all kernels over chunks share: find a chunk in the tables, load and store planes.
 
-The tables are those of ``launch.py``.
+``launch.py`` describes the tables.
 """
 
 # Device code is Triton's language, which a type checker takes for Python.
@@ -29,11 +29,11 @@ def find_chunk(
     N_COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The chunk that a program takes.
+    """Look up the chunk that this program works on.
 
-    Returns its tensor's row, the chunk's first element, the scalars, the number of the step, for
-    each number the addresses of the first element in its planes, all addresses of the tensor by
-    bitwise or, and how many elements there are to update.
+    Returns the tensor's row, the index of the chunk's first element, the scalars, the number of the
+    step, for each number the addresses of the chunk's first element in its planes, the bitwise or
+    of all addresses of the tensor, and the number of elements to update.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
@@ -57,7 +57,7 @@ def find_chunk(
             planes = planes + (address + first // SHARED[i][j] * SIZES[i][j],)
         addresses = addresses + (planes,)
 
-    # Nothing is at address 0: the tensor has no gradient in this step.
+    # Address 0 means that the tensor has no gradient in this step.
     idle = skipped | (gradient == 0)
     n_elements = tl.where(idle, 0, tl.minimum(tl.load(row) - first, CHUNK).to(tl.int32))
     return row, first, scalars, step_number, addresses, address_bits, n_elements
@@ -96,7 +96,7 @@ def _dtype(size):
 @triton.jit
 def _pointer(address, DTYPE: tl.constexpr, WHOLE: tl.constexpr):
     pointer = address.to(tl.pointer_type(DTYPE))
-    # After the cast; a hint on the integer is lost, and each access as narrow as an element.
+    # After the cast: a hint on the integer is lost, and accesses are as narrow as an element.
     return tl.multiple_of(pointer, 16) if WHOLE else pointer
 
 
@@ -110,7 +110,7 @@ def load_plane(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Elements ``start .. start + BLOCK - 1`` of a plane, as the codecs take them."""
+    """Elements ``start .. start + BLOCK - 1`` of a plane, in the layout that codecs expect."""
     if SHARED > 1:
         return load_plane(address, start // SHARED, stop // SHARED, SIZE, 1, BLOCK // SHARED, WHOLE)
     elif WHOLE and SIZE == 2:

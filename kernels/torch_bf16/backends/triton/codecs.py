@@ -1,13 +1,13 @@
 """The storage formats in Triton's dialect: how numbers are decoded to fp32 and encoded back.
 
-``decode(FORMAT, planes)`` gives fp32; ``encode(FORMAT, x, words, WORD, SHIFT, TOGETHER)``, for an
-``x`` that is the result of an operation, gives the planes, in the order of ``Format.planes``. A
-plane of four-byte elements is float32. One of two bytes is uint32 with these in its upper half,
-where fp32 has the bits of a bf16; one of single bytes has them in the top byte. The bits below are
-dropped when they are stored. A plane of scales has one for each 64 elements. Triton's bf16 type is
+``decode(FORMAT, planes)`` returns fp32; ``encode(FORMAT, x, words, WORD, SHIFT, TOGETHER)``, for an
+``x`` that is the result of an operation, returns the planes, in the order of ``Format.planes``. A
+plane of four-byte elements is float32. A plane of two-byte elements is uint32 with the element in
+the upper half, where fp32 has the bits of a bf16; a plane of single bytes has them in the top byte.
+Storing drops the bits below. A plane of scales has one for each 64 elements. Triton's bf16 type is
 not used, because its conversion truncates in the interpreter. ``words`` are random words; a
-stochastic format takes number ``WORD``, and of that the 16 bits from ``SHIFT`` on. ``TOGETHER`` is
-for roots, see :mod:`.ieee`. The format's name is a compile-time constant, so only its branch is
+stochastic format takes the 16 bits from ``SHIFT`` on of word number ``WORD``. ``TOGETHER`` is for
+square roots, see :mod:`.ieee`. The format's name is a compile-time constant, so only its branch is
 compiled.
 """
 
@@ -33,16 +33,16 @@ def _mix32(x):
 
 @triton.jit
 def key_pair(t0, t1, step, index_hi):
-    """``counter_rng.block_keys``."""
+    """Compute the keys of a block, as ``counter_rng.block_keys`` does."""
     k0 = _mix32((t0 ^ (index_hi * 0x85EBCA6B)) + step * 0x9E3779B9)
     return k0, _mix32(t1 ^ k0)
 
 
 @triton.jit
 def noise_word(k0, k1, index, OF_EIGHT: tl.constexpr):
-    """``counter_rng``'s word of each element, without its last exclusive or: see ``_draw16``.
+    """``counter_rng``'s word for each element, without its last exclusive or: see ``_draw16``.
 
-    Where ``OF_EIGHT``, ``index`` has only the multiples of eight and the result is eight times as
+    With ``OF_EIGHT``, ``index`` has only the multiples of eight and the result is eight times as
     long: the first shift drops the lowest three bits, so that eight elements share its cost.
     """
     x = index ^ k0
@@ -80,7 +80,7 @@ def _quiet(x, bits):
 
 @triton.jit
 def _nearest(x):
-    # Whatever NaN an operation gives has its quiet bit set.
+    # Every NaN that an operation returns has its quiet bit set.
     bits = _bits(x)
     return tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
 
@@ -124,7 +124,7 @@ def _join8(high, byte):
 
 @triton.jit
 def _in_blocks(x):
-    """Each 64 neighbours are a row."""
+    """``x`` as a matrix, with a row for each 64 neighbours."""
     return x.reshape(x.shape[0] // 64, 64)
 
 
@@ -157,10 +157,10 @@ def _per_scale(scale, TOP: tl.constexpr):
 def _int8(x, TOGETHER: tl.constexpr):
     scale = _scales(x)
     root = _times(sqrt(tl.abs(x), TOGETHER), sqrt(_per_scale(scale, 16129.0), False))
-    # There is no code for NaN: 0.
+    # NaN has no code: it becomes 0.
     root = tl.where(root > 0, root, 0.0)
     signed = _float(_bits(root) | (_bits(x) & 0x80000000))
-    # Beside 1.5 * 2**23 the last bits count ones.
+    # Adding 1.5 * 2**23 rounds to an integer and leaves it in the lowest bits.
     return _bits(signed + 12582912.0) << 24, scale
 
 
@@ -171,7 +171,7 @@ def _uint8(x, r, TOGETHER: tl.constexpr):
     # Two roots and a product, so that a rule that takes the root of its second moment shares it.
     root = _times(sqrt(x, TOGETHER), sqrt(per_scale, False))
     root = tl.where(root > 1.25, root, 1.25)
-    # Rounded down; a whole number may become the one below, as a tie goes. The draw may add one.
+    # Rounds down; an integer is a tie, and may become the one below. The draw may add one.
     bits = _bits(root + 8388607.5)
     code = _float(bits) - 8388608.0
     threshold = _float((((r & 0xFFFC) | 2) << 7) | 0x40000000) - 2.0
@@ -198,7 +198,7 @@ def decode(FORMAT: tl.constexpr, planes):
         code = _float((planes[0] >> 24) | 0x4B000000) - 8388608.0
         return _from_codes(code, planes[1], 1 / 65025)
     elif FORMAT == "bf16+fp32":
-        # A weight that something else has written is not the rounded master: then it counts.
+        # A weight that differs from the rounded master was written by something else, and counts.
         kept = (_quiet(planes[1], _nearest(planes[1])) & 0xFFFF0000) == planes[0]
         return tl.where(kept, planes[1], _float(planes[0]))
     else:

@@ -1,10 +1,10 @@
-"""Correctly rounded division and square root in fp32, where Triton's own do not serve.
+"""Correctly rounded division and square root in fp32, where Triton's own are slow or wrong.
 
-Triton's take the short way that the assembler knows for usual numbers, and branch off to a slow one
-for each single number that is out of its range. With ``TOGETHER``, for GPUs that have packed fp32
-arithmetic, the same short way is taken for the eight numbers of a thread at once, and one branch
-asks whether any of them is out of range; then all eight are taken as Triton does. That the bits are
-the same is shown by ``tests/proofs/quotients.py`` and ``tests/backends/test_triton_ieee.py``.
+Triton's own take the assembler's fast path for usual numbers, and branch to a slow path for every
+number outside its range. With ``TOGETHER``, for GPUs that have packed fp32 arithmetic, the eight
+numbers of a thread take the same fast path at once, and one branch checks whether any of them is
+out of range; if so, all eight are computed as Triton does. ``tests/proofs/quotients.py`` and
+``tests/backends/test_triton_ieee.py`` show that the bits are the same.
 """
 
 # Device code is Triton's language, which a type checker takes for Python.
@@ -24,8 +24,8 @@ __all__ = ["div", "sqrt", "together"]
 _EIGHT = range(8)
 _PAIRS = range(0, 8, 2)
 
-# In [2**-101, 2**128), where Newton's step from the approximation rounds right: the assembler's own
-# range, as a difference of bits that the largest of all eight must not exceed.
+# The fast path serves [2**-101, 2**128), the assembler's own range, where Newton's step from the
+# approximation rounds correctly. The largest difference of bits of all eight numbers checks it.
 SQRT_PTX = "\n".join(
     [
         "{ .reg .pred usual; .reg .b32 largest, above<8>; .reg .f32 r<8>, s<8>, n<8>;",
@@ -50,8 +50,8 @@ SQRT_PTX = "\n".join(
 )
 
 # The dividend is at least 2**-98, so that the remainder is exact, and the quotient at least
-# 2**-125. All else that is out of range makes it zero or NaN: a divisor below 2**-126 or above
-# 2**126, whose reciprocal is flushed, Inf, NaN, and a quotient that overflows on the way.
+# 2**-125. Anything else out of range makes the quotient zero or NaN: a divisor below 2**-126 or
+# above 2**126, whose reciprocal is flushed, Inf, NaN, and a quotient that overflows on the way.
 DIV_PTX = "\n".join(
     [
         "{ .reg .pred usual; .reg .f32 y<8>, n<8>, a<8>, q<8>;",
@@ -80,8 +80,8 @@ DIV_PTX = "\n".join(
 _SQRT, _DIV = tl.constexpr(SQRT_PTX), tl.constexpr(DIV_PTX)
 _ONE_ARGUMENT = tl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 _TWO_ARGUMENTS = tl.constexpr(",".join(["=&f"] * 8 + ["f"] * 16))
-# Triton 3.5 flushes subnormals in sqrt_rn and div_rn on NVIDIA's GPUs (its issue 8557). Inline PTX
-# does not run in its interpreter, where NumPy does both.
+# Triton 3.5 flushes subnormals in sqrt_rn and div_rn on NVIDIA's GPUs (triton#8557). Inline PTX
+# does not run in its interpreter, where NumPy computes both.
 _FLUSHES = tl.constexpr(
     version_numbers(triton.__version__) < (3, 6)
     and torch.version.hip is None
@@ -90,12 +90,12 @@ _FLUSHES = tl.constexpr(
 
 
 def together(architecture: int | str) -> bool:
-    """Whether the eight numbers of a thread are taken together.
+    """Whether the eight numbers of a thread are computed together.
 
     Args:
-        architecture: as Triton has it: 100 for sm_100, "gfx942"; 0 for its interpreter.
+        architecture: Triton's name for it: 100 for sm_100, "gfx942"; 0 for its interpreter.
     """
-    # They have packed fp32 arithmetic, and would need most of their issue slots without it.
+    # These GPUs have packed fp32 arithmetic, and would need most of their issue slots without it.
     return isinstance(architecture, int) and 100 <= architecture < 110
 
 
@@ -112,7 +112,7 @@ def sqrt(x, TOGETHER: tl.constexpr):
 
 @triton.jit
 def div(a, b, TOGETHER: tl.constexpr):
-    """The quotient of each two elements."""
+    """The quotient of each pair of elements."""
     if TOGETHER and a.numel >= 1024:
         return tl.inline_asm_elementwise(_DIV, _TWO_ARGUMENTS, [a, b], tl.float32, True, 8)
     elif _FLUSHES:

@@ -1,8 +1,8 @@
 """One kernel for every variant: decode -> rule -> encode over all tensors of a bucket.
 
-A program takes one chunk of one tensor, and reads from tables which one and where the tensor's
-planes are. The kernel's arguments are four addresses and no number, so that nothing that changes
-between steps makes Triton compile again.
+A program updates one chunk of one tensor, and reads from tables which chunk it is and where the
+tensor's planes are. The kernel's arguments are four addresses and no number, so that nothing that
+changes between steps makes Triton recompile.
 """
 
 # Device code is Triton's language, which a type checker takes for Python.
@@ -29,10 +29,10 @@ __all__ = ["BLOCK", "CHUNK", "constants", "options", "step"]
 
 # Elements per turn of a program: eight for each of 128 threads, one access of 16 bytes in bf16.
 BLOCK = 1024
-# Elements per turn where a mask is needed: few, so that the tail takes no more registers.
+# Elements per turn if a mask is needed: few, so that the tail takes no more registers.
 TAIL = 256
 UNIT = tl.constexpr(STATISTIC_UNIT)
-# Elements per program: enough turns that the look-ups before them cost little.
+# Elements per program: enough turns that the initial look-ups cost little.
 CHUNK = 8 * BLOCK
 
 
@@ -58,19 +58,19 @@ def _block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """A block of a chunk, from the chunk's element ``start`` on.
+    """Update one block of a chunk, from the chunk's element ``start`` on.
 
     ``addresses`` are those of the chunk's first element, ``index`` the lower half of its global
     index. ``WHOLE``: no element is missing, planes are aligned to 16 bytes, the index to eight
-    elements, and ``keys`` hold for all. Else elements from ``stop`` on are masked, and those whose
-    index has wrapped around take ``next_keys``.
+    elements, and ``keys`` hold for all elements. Otherwise elements from ``stop`` on are masked,
+    and those whose index has wrapped around take ``next_keys``.
 
     ``STRIDED``: the elements are runs of the whole tensor. ``run`` is (elements of the chunk's
     first run that lie before the chunk, elements per run, indices from one run to the next),
-    ``index`` the full index of that run's first element, and where not ``WHOLE`` keys are made of
-    ``bases``.
+    ``index`` the full index of that run's first element, and unless ``WHOLE``, keys are computed
+    from ``bases``.
 
-    Reads: each plane of each number, the gradient's among them, once.
+    Reads: each plane of each number, including the gradient, once.
     Writes: each plane but the gradient's, once and in place.
     Numerics: fp32, no operation fused; one rounding of each number that is stored.
     Launch: inlined into ``step``.
@@ -136,7 +136,7 @@ def step(
     TAIL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One optimizer step for every chunk of a bucket; the tables are those of ``launch.py``.
+    """Take one optimizer step for every chunk of a bucket; ``launch.py`` describes the tables.
 
     Reads: the tables, and each plane of each number once.
     Writes: each plane but the gradient's, once and in place; no two programs write one element.
@@ -150,7 +150,7 @@ def step(
     )  # fmt: skip
     start_index = tl.load(row + 1) + first
     if TOTALS > 0:
-        # Of the whole tensor; see statistic.py.
+        # The mean over the whole tensor; see statistic.py.
         total = tl.load(tl.load(row + TOTALS).to(tl.pointer_type(tl.int64)))
         mean = total.to(tl.float64) / (tl.load(row + TOTALS + 1).to(tl.float64) * UNIT)
         scalars = scalars + (FACTOR(mean).to(tl.float32),)
@@ -181,7 +181,7 @@ def step(
         aligned = ((address_bits & 15) | (start_index & 7)) == 0
         crosses = (start_index & 0xFFFFFFFF) + CHUNK > 4294967296
     n_whole = tl.where(aligned & (not crosses), n_elements // BLOCK, 0)
-    # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
+    # `while`, because Triton 3.6's interpreter takes no `range` whose end is a tensor.
     turn = 0
     while turn < n_whole:
         _block(
@@ -201,13 +201,12 @@ def step(
 
 
 def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
-    """How ``step`` is compiled for a variant.
+    """The compiler options of ``step`` for a variant.
 
     Args:
-        variant: what it updates.
-        n_scalars: how many its rule's ``update`` takes.
-        architecture: of the device, as Triton has it: 90 for sm_90, "gfx942"; 0 for its
-            interpreter.
+        variant: the variant to compile.
+        n_scalars: number of scalars that the rule's ``update`` takes.
+        architecture: Triton's name for the device's: 90 for sm_90, "gfx942"; 0 for its interpreter.
     """
     # Always explicit: the default changes in Triton 3.10, and a fused multiply-add rounds once.
     exact = {"enable_fp_fusion": False}
@@ -216,12 +215,12 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
         return {**exact, "num_warps": 2 if architecture.startswith("gfx9") else 4}
     sizes = {plane.dtype.itemsize for each in variant.formats for plane in each.planes}
     in_blocks = any(each.block > 1 for each in variant.formats)
-    # Eight elements of each number take registers, most where planes of two sizes meet; from
-    # sm_100 on the assembler takes more of them.
+    # Eight elements of each number take registers, most if planes have two sizes; from sm_100 on
+    # the assembler uses more of them.
     numbers = len(variant.formats) + (architecture >= 100)
     mixed = numbers if {2, 4} <= sizes else 0
-    # With 80 registers six programs share a multiprocessor. What packs bytes or holds much at once
-    # would spill, so it gets more, and five, four or, with blocks, three do.
+    # With 80 registers six programs share a multiprocessor. Variants that pack bytes or hold much
+    # at once would spill: with more registers five, four or, with blocks, three programs share it.
     holds_more = n_scalars > 9 or variant.rule.statistic is not None
     large = 1 in sizes or mixed > 3 or numbers > 4 or holds_more
     registers = 160 if in_blocks else 128 if mixed > 4 else 96 if large else 80
@@ -230,12 +229,11 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
 
 @functools.cache
 def constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
-    """What ``step`` is compiled for: its arguments in capitals.
+    """The compile-time arguments of ``step``, those in capitals.
 
-    ``FORMATS``, ``SIZES`` (bytes of each plane), ``SHARED`` (how many elements share one of its
-    numbers) and ``DRAWS`` (number of the noise word, shift, the
-    first plane's column in the table of tensors) begin with the gradient, then come the weights,
-    then the states.
+    ``FORMATS``, ``SIZES`` (bytes per element of each plane), ``SHARED`` (how many numbers share an
+    element of the plane) and ``DRAWS`` (number of the noise word, shift, the first plane's column
+    in the table of tensors) have an entry for the gradient, then the weights, then each state.
     """
     gradient = "fp32" if variant.gradient_dtype == torch.float32 else "bf16_nearest"
     streams = variant.streams

@@ -2,11 +2,11 @@
 
 ``chunks``, int32 ``[chunks, 2]``, has the tensor of each chunk and the chunk's number in it.
 ``tensors``, int64, has a row for each tensor: number of elements, global index of the first one,
-two words for each noise stream in use, the addresses of the planes of each number, where the rule
-has a statistic, the address of its sum and the elements of the whole tensor, and where the variant
-is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
-gradient's address, 0 where there is none, and the row of its scalars in ``ScalarRows.table``. The
-first two are uploaded once, the third where it has changed.
+two words for each noise stream in use, the addresses of the planes of each number, if the rule has
+a statistic, the address of its sum and the number of elements of the whole tensor, and if the
+variant is strided, width and pitch. ``gradients``, int64 ``[n, 2]``, has for each tensor the
+gradient's address, or 0 if there is none, and the row of the tensor's scalars in
+``ScalarRows.table``. The first two tables are uploaded once, the third when it has changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TritonKernel:
     """The compiled kernel of a variant, bound to a bucket. A call does not wait for the device.
 
     Args:
-        bucket: what it updates.
+        bucket: the tensors to update.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -62,9 +62,9 @@ class TritonKernel:
         self.launch_measure()
 
     def bring(self, inputs: KernelInputs) -> None:
-        """Have the device know what :meth:`launch` is to work on.
+        """Upload the inputs of the next :meth:`launch`.
 
-        A CUDA graph of a launch alone works on what was brought last, at each of its replays.
+        A CUDA graph that holds only the launch uses, at each replay, the inputs uploaded last.
         """
         if self._programs == 0:
             return
@@ -79,13 +79,13 @@ class TritonKernel:
         self._tables = self._chunks, tensors, gradients, table
 
     def launch(self) -> None:
-        """Update every tensor of the bucket by the tables that are on the device."""
+        """Update every tensor of the bucket, using the tables on the device."""
         if self._launch is not None:
             with on(self._device):
                 self._launch(*self._tables)
 
     def launch_measure(self) -> None:
-        """Add the statistic of each tensor to the sums, by the tables that are on the device."""
+        """Add each tensor's statistic to the sums, using the tables on the device."""
         if self._sum is not None:
             with on(self._device):
                 self._sum(*self._tables)
@@ -106,7 +106,7 @@ class TritonKernel:
         self._launch = launcher(step, tables, programs, fixed, how, self._device)
 
     def _gradient_table(self, addresses: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The table ``gradients``: the same array for the same two."""
+        """The table ``gradients``; the same array as last time for the same two arrays."""
         if (
             self._made_from is None
             or self._made_from[0] is not addresses
@@ -118,14 +118,14 @@ class TritonKernel:
         return self._gradient_rows
 
     def _tensors_of(self, bases: np.ndarray) -> Tensor:
-        """The table ``tensors`` with other words of noise."""
+        """The table ``tensors`` with the noise words of other bases."""
         words = _words(bases)
         changed = self._rows.copy()
         changed[:, 2 : 2 + words.shape[1]] = words
         return self._tensors_with_bases.of(changed)
 
     def _upload_scalars(self, scalars: ScalarRows, table: np.ndarray) -> Tensor:
-        """The host's scalars in the layout of the device's."""
+        """Upload the host's scalars in the layout that the device uses."""
         steps = np.asarray(scalars.steps)
         columns = [table[scalars.rows], steps[:, None], np.zeros((len(steps), 1))]
         return upload(np.concatenate(columns, axis=1).astype(np.float32), self._device)

@@ -1,4 +1,4 @@
-"""What launches a kernel again and again, given its tables alone."""
+"""Fast repeated launches of a compiled kernel, whose only arguments are its tables."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def launcher(
     """Compile a kernel, or read it from Triton's cache, and load it onto a device.
 
     Args:
-        kernel: its arguments are tables, then ``constants``.
-        tables: dtypes of what they hold.
-        programs: how many a launch has, at least one.
-        constants: what it is compiled for, in the order of its arguments.
-        options: how.
-        device: where.
+        kernel: a Triton kernel whose arguments are tables, then ``constants``.
+        tables: the dtype of each table.
+        programs: number of programs of a launch, at least one.
+        constants: the compile-time arguments, in the order of the kernel's signature.
+        options: compiler options.
+        device: the device that it runs on.
 
     Returns:
-        What is called with the tables, within :func:`on` the device.
+        A function that launches the kernel on the tables; to be called within :func:`on`.
     """
     # Triton's interpreter has nothing to compile.
     if not isinstance(kernel, triton.JITFunction):
-        return lambda *given: kernel[(programs,)](*given, **constants, **options)
+        return lambda *tensors: kernel[(programs,)](*tensors, **constants, **options)
     with on(device):
         compiled = kernel.warmup(*tables, grid=(1,), **constants, **options)
-        # Past the look-up by types of arguments, which takes as long as the launch itself.
+        # Skips the look-up by types of arguments, which takes as long as the launch itself.
         launch = compiled[(programs, 1, 1)]
     values = tuple(constants.values())
-    return lambda *given: launch(*given, *values)
+    return lambda *tensors: launch(*tensors, *values)

@@ -2,9 +2,9 @@
 
 One launch of ``prepare`` for all tensors of a rule evaluates the rule's ``scalars`` in fp64, counts
 the step, and decides whether it is skipped. It reads a table of *values*, int64
-``[3 + groups * (options + 1), 2]``: for each its address on the device or 0, and its fp64 bits
-where that is 0. The first three are the clip coefficient, GradScaler's scale and found_inf; then
-come, for each parameter group, the rule's options and the gradient's sign.
+``[3 + groups * (options + 1), 2]``: for each value its address on the device, or 0 and its fp64
+bits. The first three are the clip coefficient, GradScaler's scale and found_inf; then come, for
+each parameter group, the rule's options and the gradient's sign.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -31,10 +31,10 @@ from .tables import Table, on, upload
 
 __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 
-# The low two bits of an address say what is there; 0 is for a value that is not on the device.
+# The low two bits of an address give the dtype there; 0: the value is not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
 _OF_STEP = 3
-# A row of the values.
+# A row of the table of values.
 _VALUE = np.dtype([("address", np.int64), ("number", np.float64)])
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
@@ -64,12 +64,12 @@ def prepare(
 ):
     """Compute a row of scalars for each step counter, and count the step.
 
-    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, all its
-        bits inverted where the counter takes no part in the step; the values; ``steps``, fp32
+    Reads: ``rows``, int64 ``[n]``, the row of the values where each counter's group begins, with
+        all bits inverted if the counter is not part of the step; the values; ``steps``, fp32
         ``[n]``, the counters.
-    Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 where
-        it is skipped or takes no part; ``steps``, where it is neither.
-    Numerics: fp64, nothing fused, the operations of the host in their order; rounded once to fp32.
+    Writes: ``table``, fp32 ``[n, N_SCALARS + 2]``: the scalars, the number of the step, and 1 if
+        the step is skipped or the counter not part of it; ``steps``, unless that is 1.
+    Numerics: fp64, nothing fused, the host's operations in their order; rounded once to fp32.
     Launch: one program per counter, one warp.
     """
     counter = tl.program_id(0).to(tl.int64)
@@ -95,7 +95,7 @@ def prepare(
 
 
 def prepare_constants(rule: Rule, n_options: int) -> dict[str, Any]:
-    """What ``prepare`` is compiled for: its arguments in capitals."""
+    """The compile-time arguments of ``prepare``, those in capitals."""
     n_scalars = len(rule.scalars((0.5,) * n_options, 1, 1.0))
     return {"SCALARS": lift_scalars(rule), "N_OPTIONS": n_options, "N_SCALARS": n_scalars}
 
@@ -108,7 +108,7 @@ class DeviceScalars:
 
     Attributes:
         steps: views of one fp32 buffer on the device.
-        skipped: False, because only the device knows.
+        skipped: always False, because only the device knows.
     """
 
     skipped = False
@@ -122,7 +122,7 @@ class DeviceScalars:
         steps: Sequence[Tensor],
     ) -> None:
         self._rule, self._device = rule, device
-        # Tensors that were one parameter share the tensor that counts.
+        # Tensors that belong to one parameter share its step counter.
         counters = {id(step): step for step in steps}
         rows = {key: row for row, key in enumerate(counters)}
         rows_of = np.array([rows[id(step)] for step in steps], np.int64)
@@ -155,10 +155,10 @@ class DeviceScalars:
         inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
-        """The scalars of the next step, for each bucket; the launch also counts the step.
+        """Compute the scalars of the next step for each bucket; the launch also counts the step.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: no step can be computed from a group's options; nothing has been updated.
         """
         scalars = self.bring(groups, inputs, taking_part)
         self.launch()
@@ -170,9 +170,9 @@ class DeviceScalars:
         inputs: StepInputs,
         taking_part: np.ndarray | None = None,
     ) -> list[ScalarRows]:
-        """Have the device know what :meth:`launch` is to compute; as :meth:`set`.
+        """Upload the inputs of the next :meth:`launch`; otherwise as :meth:`set`.
 
-        A CUDA graph of a launch alone computes, at each replay, from what was brought last.
+        A CUDA graph that holds only the launch uses, at each replay, the inputs uploaded last.
         """
         self._select(taking_part)
         values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
@@ -181,7 +181,7 @@ class DeviceScalars:
             with naming_group(group, number):
                 values += (*self._rule.options(group), sign_of(group))
         width = (len(values) - _OF_STEP) // len(self._groups_taking_part)
-        # The same Python numbers have the same values; a tensor or an array may have been written.
+        # The same Python numbers have the same values; tensors and arrays may have been written to.
         if not all_same(values, self._inputs):
             self._encode(groups, values, width)
             constant = all(isinstance(each, float | int | None) for each in values)
@@ -191,18 +191,18 @@ class DeviceScalars:
             first = _OF_STEP + self._group_of_counter * width
             self._first_values = np.where(self._counted, first, ~first).astype(np.int64)
         first_values = self._first_values_on_device.of(self._first_values)
-        values_there = self._values_on_device.of(self._values)
-        self._tables = first_values, values_there, self._counters, table
+        values_table = self._values_on_device.of(self._values)
+        self._tables = first_values, values_table, self._counters, table
         return scalars
 
     def launch(self) -> None:
-        """Compute the scalars of what was brought, and count the step."""
+        """Compute the scalars from the uploaded inputs, and count the step."""
         if self._made is not None:
             with on(self._device):
                 self._made[1](*self._tables)
 
     def count(self, updated: np.ndarray | None = None) -> None:
-        """Do nothing, because the device has counted; but take back the steps that were not taken.
+        """Take back the steps of tensors that were not updated: the device has counted all steps.
 
         See :class:`torch_bf16.backends.ScalarSource`.
         """
@@ -210,12 +210,12 @@ class DeviceScalars:
             return
         undone = np.ones(len(self._counted), np.float32)
         undone[self._counter_of_tensor[updated]] = 0.0
-        # The last column is 1 where a counter was not raised.
+        # The last column is 1 if a counter was not raised.
         raised = 1.0 - self._made[0][:, -1]
         self._counters.sub_(raised * upload(undone, self._device))
 
     def _select(self, taking_part: np.ndarray | None) -> None:
-        """Let the counters of some tensors take part in the steps from now on."""
+        """Choose the tensors whose counters are part of the next steps."""
         if taking_part is not self._taking_part:
             self._taking_part = taking_part
             of_tensor = self._counter_of_tensor
@@ -229,15 +229,15 @@ class DeviceScalars:
     def _encode(
         self, groups: Sequence[Mapping[str, Any]], values: Sequence[Any], width: int
     ) -> None:
-        """Make the table of what the step was told and of the options of each group.
+        """Build the table of values from the inputs of the step and the options of each group.
 
         Args:
-            groups: the optimizer's.
-            values: both, options group by group, for the groups that take part.
-            width: how many each of those has.
+            groups: the optimizer's parameter groups.
+            values: the inputs of the step, then the options of each group that is part of it.
+            width: number of options per group, with the sign.
 
         Raises:
-            ValueError: no step follows from a group's options.
+            ValueError: no step can be computed from a group's options.
         """
         self._converted = []
         of_step = zip(values[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
@@ -252,19 +252,19 @@ class DeviceScalars:
         if encoded == self._encoded:
             return
         if encoded[_OF_STEP:] != self._encoded[_OF_STEP:]:
-            for number, its in options.items():
-                if not any(address for address, _ in its):
+            for number, rows in options.items():
+                if not any(address for address, _ in rows):
                     evaluate(self._rule, groups[number], number, 1)
         self._values, self._encoded = np.array(encoded, _VALUE).view((np.int64, 2)), encoded
 
     def _encode_value(self, value: Any, default: float = 0.0) -> tuple[int, float]:
-        """A row of the values: a tensor on the device by its address and kind, else the number."""
+        """A row of the values: address and kind of a tensor on the device, or else the number."""
         if value is None:
             return 0, default
         if not isinstance(value, Tensor) or (value.is_cpu and self._device.type != "cpu"):
             return 0, float(value)
         if value.numel() != 1:
-            raise ValueError(f"{value.numel()} numbers where one is needed")
+            raise ValueError(f"a tensor of {value.numel()} numbers where one number is needed")
         if value.dtype not in _KINDS or value.device != self._device:
             value = value.to(self._device, torch.float64, non_blocking=True)
             self._converted.append(value)
@@ -274,8 +274,8 @@ class DeviceScalars:
         constants = prepare_constants(self._rule, n_options)
         shape = (len(self._group_of_counter), constants["N_SCALARS"] + 2)
         table = torch.empty(shape, dtype=torch.float32, device=self._device)
-        made = [ScalarRows(None, each, table) for each in self._counters_of_bucket]
+        rows = [ScalarRows(None, each, table) for each in self._counters_of_bucket]
         tables = torch.int64, torch.int64, torch.float32, torch.float32
         launch = launcher(prepare, tables, len(table), constants, OPTIONS, self._device)
-        self._made = table, launch, made
+        self._made = table, launch, rows
         return self._made

@@ -1,8 +1,8 @@
 """Sums of squares, one launch for all tensors of a list.
 
 A program sums a piece of one tensor in fp32, in an order that is fixed when the kernel is compiled,
-and writes fp64. Squares of numbers near fp32's ends are not in its range: a piece whose largest
-number is there is read a second time and scaled by a power of two.
+and writes fp64. Squares of numbers near the ends of fp32's range are outside it: a piece whose
+largest number is that large or small is read a second time, scaled by a power of two.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -43,7 +43,7 @@ def _block(address, start, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, WH
     else:
         pointer = address.to(tl.pointer_type(tl.uint16))
     if WHOLE:
-        # After the cast; a hint on the integer is lost, and each access as narrow as an element.
+        # After the cast: a hint on the integer is lost, and accesses are as narrow as an element.
         plane = tl.load(tl.multiple_of(pointer, 16) + elements)
     else:
         plane = tl.load(pointer + elements, mask=elements < n, other=0)
@@ -54,11 +54,11 @@ def _block(address, start, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr, WH
 
 @triton.jit
 def _piece(address, n, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the squares of a piece times ``scale``, and its largest magnitude."""
+    """Scale a piece; return the sum of the squares and the largest magnitude."""
     total = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
     n_whole = tl.where((address & 15) == 0, n // BLOCK * BLOCK, 0)
-    # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
+    # `while`, because Triton 3.6's interpreter takes no `range` whose end is a tensor.
     start = 0
     while start < n_whole:
         x = _block(address, start, n, scale, SIZE, BLOCK, True)
@@ -82,7 +82,7 @@ def squares_of_pieces(
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The sum of the squares of each piece.
+    """Sum the squares of each piece.
 
     Reads: ``pieces``, int32 ``[n, 2]``, the tensor of each piece and the piece's number in it;
         ``tensors``, int64, address and number of elements of each tensor.
@@ -96,7 +96,7 @@ def squares_of_pieces(
     n = tl.minimum(tl.load(row + 1) - start, PIECE).to(tl.int32)
     total, largest = _piece(address, n, 1.0, SIZE, BLOCK)
     found = total.to(tl.float64)
-    # 2^54 and 2^-44; an infinity is one whatever it is scaled by.
+    # 2^54 and 2^-44; an infinity stays one, whatever the scale.
     large = (largest >= 1.8014398509481984e16) & (largest <= 3.4028234663852886e38)
     if large:
         total, largest = _piece(address, n, 8.271806125530277e-25, SIZE, BLOCK)  # 2^-80
@@ -109,32 +109,32 @@ def squares_of_pieces(
 
 def squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """See :meth:`torch_bf16.backends.Backend.squares`. Does not wait for the device."""
-    found = places(tensors)
-    if found is None:
+    table = places(tensors)
+    if table is None:
         return None
     dtype, device = tensors[0].dtype, tensors[0].device
     with on(device):
-        pieces, launch = _of_sizes(tuple(found[:, 1].tolist()), dtype, device, _stream(device))
+        pieces, launch = _of_sizes(tuple(table[:, 1].tolist()), dtype, device, _stream(device))
         sums = torch.empty(len(pieces), dtype=torch.float64, device=device)
         if len(pieces):
-            launch(pieces, upload(found, device), sums)
+            launch(pieces, upload(table, device), sums)
     return sums.sum()
 
 
 def squares_constants(dtype: torch.dtype) -> dict[str, Any]:
-    """What ``squares_of_pieces`` is compiled for: its arguments in capitals."""
+    """The compile-time arguments of ``squares_of_pieces``, those in capitals."""
     return {"SIZE": dtype.itemsize, "BLOCK": BLOCK, "PIECE": PIECE}
 
 
-# Only addresses change from one clip to the next. With released gradients there are as many lists
-# as parameters, of a few sizes.
+# Only addresses change from one clipping to the next. With released gradients there are as many
+# lists of tensors as parameters, but only a few different sizes.
 @functools.lru_cache(maxsize=64)
 def _of_sizes(
     numels: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int
 ) -> tuple[Tensor, Callable[..., None]]:
-    """The pieces of tensors of these sizes, on the device, and what launches their sums.
+    """The table of pieces for tensors of these sizes, on the device, and the kernel's launcher.
 
-    For one stream, so that none reads the table before it is copied, or after it is freed.
+    One table per stream, so that no stream reads it before it is copied, or after it is freed.
     """
     tensors, starts = cut(np.array(numels, np.int64), PIECE)
     pieces = np.stack([tensors, starts // PIECE], axis=1).astype(np.int32)

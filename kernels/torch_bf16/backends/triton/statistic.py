@@ -1,8 +1,8 @@
 """Sums of a rule's statistic: one launch over all chunks of a bucket, before that of the step.
 
-The tables are those of ``launch.py``; columns ``TOTALS`` and the next of ``tensors`` have the
-address of each tensor's sum and the number of elements of the whole tensor. Programs add whole
-numbers to the sums, so their order changes nothing.
+``launch.py`` describes the tables; columns ``TOTALS`` and ``TOTALS + 1`` of ``tensors`` have the
+address of each tensor's sum and the number of elements of the whole tensor. Programs add integers
+to the sums, so their order does not matter.
 """
 
 # Device code is Triton's language, which a type checker takes for Python.
@@ -42,10 +42,10 @@ def _block(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The sum over a block of a chunk, int64; arguments as for the step's ``_block``."""
+    """Sum the statistic over a block of a chunk, int64; arguments as for the step's ``_block``."""
     numbers = load_numbers(addresses, start, stop, FORMATS, SIZES, SHARED, BLOCK, WHOLE)
     found = STATISTIC(numbers[1], numbers[0], numbers[2:], scalars)
-    # A NaN is not below the largest.
+    # A NaN is not below LARGEST, so it becomes LARGEST.
     bounded = tl.where(found < LARGEST, found, LARGEST)
     units = (bounded * UNIT).to(tl.int32).to(tl.int64)
     if not WHOLE:
@@ -84,7 +84,7 @@ def measure(
     )  # fmt: skip
     n_whole = tl.where((address_bits & 15) == 0, n_elements // BLOCK, 0)
     total = tl.full((), 0, tl.int64)
-    # `while`, because the interpreter of Triton 3.6 takes no `range` that ends where a tensor says.
+    # `while`, because Triton 3.6's interpreter takes no `range` whose end is a tensor.
     turn = 0
     while turn < n_whole:
         total += _block(
@@ -105,9 +105,9 @@ def measure(
 
 @functools.cache
 def measure_constants(variant: Variant, n_scalars: int, architecture: int | str) -> dict[str, Any]:
-    """What ``measure`` is compiled for: its arguments in capitals.
+    """The compile-time arguments of ``measure``, those in capitals.
 
-    ``n_scalars`` are those of the statistic; the others are as for the step.
+    ``n_scalars`` is the number that the statistic takes; the other arguments are as for the step.
     """
     of_step = constants(variant, n_scalars + 1, architecture)
     shared = "FORMATS", "SIZES", "SHARED", "DRAWS", "N_SCALARS", "N_COLUMNS", "TOTALS"

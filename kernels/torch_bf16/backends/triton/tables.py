@@ -13,25 +13,25 @@ from torch_bf16.backends import cuda_graphs
 
 __all__ = ["Table", "on", "upload"]
 
-# Captures between two ordinary steps: each keeps a pinned copy of its own, allocated before.
+# Captures allowed between two ordinary steps: each keeps its own pinned copy, allocated in advance.
 _SPARE = 8
 _NOTHING = contextlib.nullcontext()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """The device that Triton launches on, as a context."""
-    # To enter one takes longer than to ask.
+    """A context in which Triton launches on ``device``."""
+    # Entering one takes longer than checking.
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return _NOTHING if is_current else torch.cuda.device(device)
 
 
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, without waiting for it."""
+    """Copy a table to the device, without waiting for the copy."""
     return _stage(np.ascontiguousarray(table), device).to(device, non_blocking=True, copy=True)
 
 
 def _stage(table: np.ndarray, device: torch.device) -> Tensor:
-    # torch's allocator of pinned memory reuses it only when the copy to the device is done.
+    # torch's allocator of pinned memory reuses it only once the copy to the device is done.
     host = torch.from_numpy(table)
     return host.pin_memory() if device.type == "cuda" else host
 
@@ -39,8 +39,8 @@ def _stage(table: np.ndarray, device: torch.device) -> Tensor:
 class Table:
     """An int64 table on the device, copied from the host when it has changed.
 
-    A CUDA graph under capture gets a copy of its own, which later steps do not touch: each replay
-    copies it from host memory that is kept here.
+    A CUDA graph under capture gets its own copy, which later steps do not touch: each replay copies
+    it from host memory that is kept here.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Table:
         """The device's copy of ``table``, whose shape never changes.
 
         Args:
-            table: not to be written afterwards: the same array is not looked at again.
+            table: not to be written afterwards, because the same array is not compared again.
 
         Raises:
             RuntimeError: there were too many captures since the last ordinary step.
@@ -83,14 +83,14 @@ class Table:
         return copy
 
     def _write(self, copy: Tensor, table: np.ndarray) -> None:
-        """Have the device copy the table from pinned memory that none of its copies reads now."""
+        """Copy the table to the device, from pinned memory that no unfinished copy still reads."""
         if self._device.type != "cuda":
             copy.copy_(torch.from_numpy(table))
             return
         if self._ring and self._ring[0][1].query():
             host, done = self._ring.popleft()
         else:
-            # As many as the device lags behind: nothing waits for it.
+            # The ring has as many entries as the device lags behind, so nothing waits for it.
             host, done = (
                 torch.empty_like(torch.from_numpy(table), pin_memory=True),
                 torch.cuda.Event(),
@@ -106,7 +106,7 @@ class Table:
             if not self._spare:
                 raise RuntimeError(
                     f"this optimizer's step was captured in {_SPARE} CUDA graphs since its last "
-                    "ordinary step, and can be in no more; take an ordinary step in between"
+                    "ordinary step, and cannot be captured again; take an ordinary step in between"
                 )
             host = self._spare.pop().copy_(host)
         self._captured.append(host)
