@@ -62,7 +62,7 @@ FACTORY_SAID = {
     "mismatched": "Squared failed on a batch: RuntimeError",
     "no_loss": "model(batch), model(*batch) or model(**batch) must return one number",
     "not_finite": "the loss of step 1 is nan",
-    "still": "no weight is to move: every update that was looked at is exactly 0",
+    "still": "no weight would move: every update that was observed is exactly 0",
     "half": "trains weights in torch.float16",
     "released": "its gradients are released",
     "closure": "LBFGS took no step: TypeError",

@@ -208,8 +208,8 @@ def _pairs(
     if not pairs:
         first, second = (", ".join(list(names)[:3]) for names in (before.tensors, weights))
         raise CheckpointError(
-            f"{before.path} and {after.path} have no weight of the same name and shape: {first} ... "
-            f"in the first, {second} ... in the second. They are not of one run"
+            f"{before.path} and {after.path} have no weight of the same name and shape: {first}, "
+            f"... in the first, {second}, ... in the second. They are not of one run"
         )
     return pairs
 
