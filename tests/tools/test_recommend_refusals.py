@@ -64,7 +64,7 @@ FACTORY_SAID = {
     "not_finite": "the loss of step 1 is nan",
     "still": "no weight would move: every update that was observed is exactly 0",
     "half": "trains weights in torch.float16",
-    "released": "its gradients are released",
+    "released": "releases gradients: it steps inside the backward pass",
     "closure": "LBFGS took no step: TypeError",
     "refused": "no recipe trains with this optimizer",
     "lost_gradients": "hold NaN or infinities",

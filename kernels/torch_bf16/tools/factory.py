@@ -150,7 +150,7 @@ def training_of(text: str) -> Training:
         raise ValueError(f"{text}() returned {found}; it must be {CONTRACT}")
     model, batches, optimizer = (*made, None)[:3]
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{text}() returned a {type(model).__name__} first, instead of the model")
+        raise ValueError(f"{text}() returned a {type(model).__name__} as the model, its first item")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, Tensor)):
         raise ValueError(
             f"{text}() returned a {type(batches).__name__} as the batches, which must be a list, a "
