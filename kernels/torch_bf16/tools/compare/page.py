@@ -120,7 +120,7 @@ def _losses(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     known = [value for line in lines for value in line.values if value is not None]
     if not known:
         return ""
-    # What comes first is the same in all and would take most of the height.
+    # The first steps are much the same in all rows and would take most of the height.
     later = [v for line in lines for v in line.values[len(steps) // 12 :] if v is not None]
     low, high = min(known), max(later or known)
     margin = 0.04 * (high - low) or 0.1
@@ -259,14 +259,14 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
 
 
 def quiet(row: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to see: all is kept at all times, and everything moved."""
+    """Whether there is nothing to see: updates are kept at all times, and every element moved."""
     windows = [share for each in row["layers"].values() for share in each["windows"]]
     calm = all(share is None or share >= _CALM for share in windows)
     return calm and bool(windows) and (row["unmoved"] or 0.0) < 0.0005
 
 
 def layers_of(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Layers to show: where there are too many, those of one kind together, as ``blocks.*.qkv``."""
+    """Layers to show; if there are too many, those of one kind together, as ``blocks.*.qkv``."""
     if len(layers) <= _MOST_LAYERS:
         return {_short(name, layers): dict(each) for name, each in layers.items()}
     kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -286,7 +286,7 @@ def layers_of(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def _short(name: str, names: Mapping[str, object]) -> str:
-    """Without the first part, where all names begin with it."""
+    """A name without its first part, if all names begin with that."""
     first = name.partition(".")[0] + "."
     shared = len(names) > 1 and all(each.startswith(first) for each in names)
     return name[len(first) :] if shared else name
