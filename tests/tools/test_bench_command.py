@@ -148,7 +148,7 @@ def test_peaks_of_processes_are_shown(capsys, monkeypatch):
     out, err = capsys.readouterr()
     parameters = int(out.split("random: ")[1].split()[0].replace(",", ""))
     assert table_line(out, BASELINE).endswith(f" {30_000 / parameters:.2f}")
-    assert "peak memory of a process of its own measured" in err
+    assert "peak memory measured in a process of its own" in err
 
 
 def test_a_record_can_be_shown_and_drawn_without_measuring(capsys, tmp_path, monkeypatch):
