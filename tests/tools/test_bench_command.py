@@ -90,7 +90,7 @@ def test_prints_and_writes_the_same_figures(capsys, tmp_path):
         assert f" {share:.0%} " in line
         assert line.endswith("-")
     assert results[BASELINE]["ratio"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
-    assert "note: a step moves less than four times the last cache" in out
+    assert "note: a step moves less than four times the last-level cache" in out
 
 
 def test_measures_the_chosen_recipes_and_always_the_baseline(capsys):

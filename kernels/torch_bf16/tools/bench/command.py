@@ -63,7 +63,7 @@ _TOGETHER = 8
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
+    parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument(
         "--model", choices=(*MODELS, _RANDOM), help=f"parameter shapes (default: {_RANDOM})"
     )
@@ -71,10 +71,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters",
         type=count,
         metavar="N",
-        help=f"elements in random (default: {_PARAMETERS:,})",
+        help=f"elements of --model random (default: {_PARAMETERS:,})",
     )
     parser.add_argument(
-        "--tensors", type=count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
+        "--tensors",
+        type=count,
+        metavar="N",
+        help=f"tensors of --model random (default: {_TENSORS})",
     )
     parser.add_argument(
         "--rounds", type=count, metavar="N", help="interleaved rounds (default: 30)"
@@ -83,7 +86,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=count,
         metavar="N",
-        help="on a CPU (default: as many as torch uses)",
+        help="threads on a CPU (default: as many as torch uses)",
     )
     parser.add_argument(
         "--recipes",
@@ -136,7 +139,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=count,
         metavar="SECONDS",
-        help="for a compiling library's first steps (default: 600)",
+        help="time for a compiling library's first steps (default: 600)",
     )
     add_json_argument(parser)
     parser.add_argument(

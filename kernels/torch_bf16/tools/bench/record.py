@@ -107,7 +107,7 @@ def _notes(measured: Measured, baseline: str, cache: int | None) -> list[str]:
         small = [r.entry.name for r in measured.results if r.moved < 4 * cache]
         if small:
             notes.append(
-                f"a step moves less than four times the last cache of {cache / 2**20:.0f} MiB, so "
-                f"that bandwidth is partly the cache's: {', '.join(small)}"
+                f"a step moves less than four times the last-level cache of {cache / 2**20:.0f} "
+                f"MiB, so bandwidth is partly the cache's: {', '.join(small)}"
             )
     return notes

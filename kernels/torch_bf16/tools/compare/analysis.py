@@ -207,7 +207,7 @@ def _check_twins(rows: list[dict[str, Any]], reference: str) -> None:
     kind = base["options"].partition("(")[0]
     for row in rows:
         if row["options"].partition("(")[0] == kind:
-            row["unmeasured"] = f"{kind} does not look at elements one by one"
+            row["unmeasured"] = f"{kind} does not update elements one by one"
             row["survived"], row["ends"] = None, []
             for layer in row["layers"].values():
                 layer.update(windows=[], survived=None, survived_at_most=None)

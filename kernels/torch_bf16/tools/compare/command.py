@@ -52,7 +52,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="WHAT",
         help=f"module:factory or file.py:factory, {CONTRACT}; or two runs or more, [NAME=]PATH, "
-        f"each {KINDS}; or {_RECORD}, to draw it again; nothing for a small built-in model",
+        f"each {KINDS}; or {_RECORD}, to draw it again; or nothing, for a small built-in model",
     )
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -67,7 +67,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--optimizer",
         metavar="[module.]Class(...)",
-        help=f"of all other rows (default: {_OPTIMIZER})",
+        help=f"the optimizer of all other rows (default: {_OPTIMIZER})",
     )
     training.add_argument("--lr", type=positive_number, help=f"peak learning rate (default: {_LR})")
     training.add_argument(
@@ -81,8 +81,12 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--seeds", type=count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
     )
-    training.add_argument("--device", help="default: cuda where torch sees a GPU, else cpu")
-    training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
+    training.add_argument(
+        "--device", help="the device to train on (default: cuda if torch sees a GPU, else cpu)"
+    )
+    training.add_argument(
+        "--text", type=Path, metavar="FILE", help="a text to train the built-in model on"
+    )
     training.add_argument("--fresh", action="store_true", help="delete the runs in --out first")
     parser.add_argument(
         "--reference", metavar="NAME", help="the row to compare with (default: the first)"

@@ -3,7 +3,7 @@
 A twin of the optimizer runs beside it in fp32, over some elements of each parameter and with the
 same gradients. In each window of steps it starts from the weights that are stored; its movement is
 what the optimizer intended, and the stored weights' movement along it is what survived. That does
-not depend on how numbers are stored, so it works for every optimizer that looks at elements one by
+not depend on how numbers are stored, so it works for every optimizer that updates elements one by
 one.
 """
 

@@ -169,9 +169,9 @@ def _notes(shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Name
         )
     if optimizer.rule.stage_states:
         notes.append(
-            f"{optimizer.rule.name.title()} looks at whole matrices: each has a rank that owns it; "
-            "the recipes' peaks count what an owner gathers and computes with, and 'sent per step' "
-            "what is sent to and by it"
+            f"{optimizer.rule.name.title()} works on whole matrices: each has a rank that owns it; "
+            "the recipes' peaks count what an owner gathers and computes with, 'sent per step' "
+            "what is sent to owners and by them"
         )
         if optimizer.rule is MUON and any(each.hidden is None for each in shapes.weights):
             notes.append(

@@ -1,4 +1,4 @@
-"""Memory and traffic of a step whose rule looks at whole matrices: Muon's and Adafactor's.
+"""Memory and traffic of a step whose rule works on whole matrices: Muon's and Adafactor's.
 
 The rounds are those of :mod:`torch_bf16.engine.ownership`; what lives at once in a round follows
 :mod:`torch_bf16.engine.direction_solver`, in kernels that work in place, as those of CPUs and GPUs
@@ -72,7 +72,7 @@ class _Held:
 
 
 class MatrixStep(NamedTuple):
-    """What a rank holds and sends if a rule looks at whole matrices.
+    """What a rank holds and sends if a rule works on whole matrices.
 
     Attributes:
         peak: the most bytes at once beside weights, gradients and states.

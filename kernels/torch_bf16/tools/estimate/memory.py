@@ -168,7 +168,7 @@ def memory(
 def matrix_step_of(
     shapes: ModelShapes, precision: Precision, optimizer: OptimizerSpec, ranks: int, rank: int = 0
 ) -> MatrixStep:
-    """Memory and traffic of a rule that looks at whole matrices; arguments as in :func:`memory`."""
+    """Memory and traffic of a rule that works on whole matrices; arguments as in :func:`memory`."""
     if precision.recipe is None or not optimizer.rule.stage_states or not shapes.known:
         return MatrixStep()
     trained = [

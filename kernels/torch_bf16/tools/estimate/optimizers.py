@@ -55,7 +55,7 @@ class OptimizerSpec:
         rule: the rule, which says what states it keeps.
         scratch: elements, of the parameters' dtype, that torch's own step holds for each element of
             the parameters in its default on GPUs, ``foreach=True``; None if torch has no such
-            optimizer. Optimizers that look at whole tensors hold it for one tensor at a time.
+            optimizer. Optimizers that work on whole tensors hold it for one tensor at a time.
     """
 
     name: str

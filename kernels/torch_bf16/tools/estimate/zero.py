@@ -51,7 +51,7 @@ def zero_rows(
     """Rows of DeepSpeed's own two ways, and of the recipes that train in its engine.
 
     There are none for schedule-free optimizers, which cannot be evaluated there, nor for optimizers
-    that look at whole matrices.
+    that work on whole matrices.
 
     Args:
         shapes: the shapes of the model, all of which DeepSpeed casts.

@@ -120,10 +120,10 @@ def _show(found: Mapping[str, Any]) -> None:
             print(f"  {name:8} {state}{'  <- used' if name == each['used'] else ''}")
     _show_proofs(found["proofs"])
     _show_hosts(found)
-    print(f"\nwhat is replaced in torch, and when ({SWITCH}=all, or names, turns it off):")
+    print(f"\nwhat is patched in torch, and when ({SWITCH}=all, or names, turns it off):")
     for each in found["torch_patches"]:
         state = each["applied_by"] if each["enabled"] else "turned off"
-        print(f"  {each['name']:18} {state}: {each['target']}")
+        print(f"  {each['name']:20} {state}: {each['target']}")
     print("\nenvironment:")
     for name, value in found["variables"].items():
         print(f"  {name}={value}")

@@ -59,7 +59,7 @@ def _file(path: Path) -> Saved:
         return _with_tensors(Saved(path, tensors, notes=notes, ordered=False))
     if path.suffix == ".json":
         raise CheckpointError(
-            f"{path} is not an index of a checkpoint, whose name would end in {_INDEX}"
+            f"{path} is not an index of a checkpoint: such a name ends in {_INDEX}"
         )
     return read_torch_file(path)
 
