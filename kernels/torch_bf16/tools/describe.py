@@ -104,7 +104,7 @@ def describe(
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
     # A parameter in no group is counted as if it belonged to the first one.
-    other = next(iter(rules.values()), ADAMW)
+    default_rule = next(iter(rules.values()), ADAMW)
     sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
     dtypes: Counter[str] = Counter()
     trained = 0
@@ -117,7 +117,7 @@ def describe(
             gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
             largest = max(largest, gradient)
             sizes["gradients"] += gradient
-            for name, role in _roles(rules.get(p, other)).items():
+            for name, role in _roles(rules.get(p, default_rule)).items():
                 format_ = recipe.format_of(role, shard.shape, p.dtype)
                 sizes[name] = sizes.get(name, 0.0) + numel * format_.bytes_per_element
     if released:

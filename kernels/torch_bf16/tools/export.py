@@ -49,7 +49,7 @@ def export(options: argparse.Namespace) -> int:
         CheckpointError, OSError, ValueError: the weights cannot be read, or the output would
             overwrite the checkpoint; nothing was written.
     """
-    source, rest = options.checkpoint, (options.output, options.dtype, options.optimizer)
+    source, arguments = options.checkpoint, (options.output, options.dtype, options.optimizer)
     for each in (source, options.optimizer):
         if each is not None and options.output.exists() and options.output.samefile(each):
             raise ValueError(
@@ -57,18 +57,18 @@ def export(options: argparse.Namespace) -> int:
                 "give another name for the output"
             )
     if source.is_dir() or source.name.endswith(".index.json"):
-        print(export_weights(*_state_dicts(source, options.optimizer is None), *rest))
+        print(export_weights(*_state_dicts(source, options.optimizer is None), *arguments))
     else:
-        print(export_file(source, *rest))
+        print(export_file(source, *arguments))
     return 0
 
 
 def _state_dicts(path: Path, with_optimizer: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The state dicts of the model and of the optimizer in a folder."""
-    several = sorted(each.name for each in path.glob("optimizer_[1-9]*"))
-    if several and with_optimizer:
+    further = sorted(each.name for each in path.glob("optimizer_[1-9]*"))
+    if further and with_optimizer:
         raise CheckpointError(
-            f"{path} holds {len(several) + 1} optimizers, and does not say which weights belong to "
+            f"{path} holds {len(further) + 1} optimizers, and does not say which weights belong to "
             "which. Export one model at a time: its file of weights, with its --optimizer FILE"
         )
     saved = open_checkpoint(path)

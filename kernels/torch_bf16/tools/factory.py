@@ -83,19 +83,19 @@ def import_name(text: str) -> Any:
         ImportError, ValueError: there is no such object; the message says why.
     """
     module, _, names = text.rpartition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         is_file = module.endswith(".py")
         found: Any = _import_file(Path(module)) if is_file else _import_module(module)
         for name in names.split("."):
             found = getattr(found, name)
     except ImportError as error:
-        raise ImportError(f"{text!r} cannot be imported from {here}: {error}") from error
+        raise ImportError(f"{text!r} cannot be imported from {folder}: {error}") from error
     except AttributeError as error:
         raise ValueError(f"{text!r} names nothing: {error}") from error
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
     return found
 
 
@@ -139,16 +139,17 @@ def training_of(text: str) -> Training:
     if not callable(factory) or isinstance(factory, nn.Module):
         raise ValueError(f"{text!r} is a {type(factory).__name__}, and must be {CONTRACT}")
     try:
-        made: Any = factory()
+        returned: Any = factory()
     # A user's code may raise anything.
     except Exception as error:
         raise ValueError(
             f"{text}() failed: {type(error).__name__}: {error}. It must be {CONTRACT}"
         ) from error
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        found = f"{len(made)} things" if isinstance(made, (tuple, list)) else type(made).__name__
+    is_sequence = isinstance(returned, (tuple, list))
+    if not is_sequence or len(returned) not in (2, 3):
+        found = f"{len(returned)} things" if is_sequence else type(returned).__name__
         raise ValueError(f"{text}() returned {found}; it must be {CONTRACT}")
-    model, batches, optimizer = (*made, None)[:3]
+    model, batches, optimizer = (*returned, None)[:3]
     if not isinstance(model, nn.Module):
         raise ValueError(f"{text}() returned a {type(model).__name__} as the model, its first item")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, Tensor)):

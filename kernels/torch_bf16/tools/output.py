@@ -85,7 +85,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a line until the next one; it shows nothing off a terminal."""
+    """Yield a function that shows a line until the next one, if ``stream`` is a terminal."""
     if not stream.isatty():
         yield lambda line: None
         return

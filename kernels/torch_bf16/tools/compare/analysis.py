@@ -41,10 +41,10 @@ class Series:
         whole = [run for run in runs if run.broken_at is None] or list(runs)
         shared = set(whole[0].steps).intersection(*(run.steps for run in whole))
         if not shared:
-            some = [f"{run.row} has {_some(run.steps)}" for run in whole]
+            described = [f"{run.row} has {_some(run.steps)}" for run in whole]
             raise ValueError(
-                f"the runs have no step in common: {'; '.join(dict.fromkeys(some))}. Log them at "
-                "the same steps"
+                f"the runs have no step in common: {'; '.join(dict.fromkeys(described))}. Log them "
+                "at the same steps"
             )
         self.steps = sorted(shared)
         self.window = max(1, len(self.steps) // 20)

@@ -169,8 +169,8 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         options.schedule or "cosine",
         _device(options.device),
     )
-    own = bool(factory) and plan.subject.make(plan.steps).optimizer is not None
-    if own and (options.lr or options.optimizer):
+    has_optimizer = bool(factory) and plan.subject.make(plan.steps).optimizer is not None
+    if has_optimizer and (options.lr or options.optimizer):
         raise ValueError(
             f"{factory}() returns an optimizer of its own, so --lr and --optimizer would have no "
             "effect: leave them out, or return (model, batches)"
@@ -188,7 +188,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         result["described"] = row.description
     found["settings"] = {
         **{"steps": plan.steps, "seeds": options.seeds or _SEEDS, "schedule": plan.schedule},
-        **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
+        **({} if has_optimizer else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
     }
     found["environment"] = {
         **hardware(plan.device),

@@ -120,5 +120,5 @@ def _run(name: str, seed: int, logged: Logged, metric: str) -> Run:
 
 
 def _some(names: Sequence[str] | Mapping[str, object]) -> str:
-    some = list(names)
-    return ", ".join(some[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

@@ -43,13 +43,13 @@ def show(found: Mapping[str, Any]) -> None:
 
 def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
     against = row["against"]
-    both = against is not None and against["low"] is not None
+    has_interval = against is not None and against["low"] is not None
     size, ms = row["bytes"], row["ms"]
     return (
         row["name"],
         "no number" if row["final"] is None else f"{row['final']:.4f}",
         "" if row["name"] == reference else difference(against and against["mean"]),
-        f"{against['low']:+.4f} to {against['high']:+.4f}" if against and both else "",
+        f"{against['low']:+.4f} to {against['high']:+.4f}" if against and has_interval else "",
         _kept_cell(row),
         share(row["unmoved"]),
         f"{sum(size.values()):.2f}" if size else "-",

@@ -60,13 +60,13 @@ class Choice:
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         try:
-            made = self.make(parameters, **{"lr": lr, **self.options})
+            optimizer = self.make(parameters, **{"lr": lr, **self.options})
         # Another library's optimizer may raise anything.
         except Exception as error:
             raise ValueError(f"{self.text} cannot be made: {_one_line(error)}") from error
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(f"{self.text} made a {type(made).__name__}, not an optimizer")
-        return made
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"{self.text} made a {type(optimizer).__name__}, not an optimizer")
+        return optimizer
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class Trained:
                 options["betas"] = (group["beta1"], group["beta2"])
             # Some libraries make a tensor of it.
             options["lr"] = float(group["lr"])
-            own = [parameters[p] for p in group["params"] if p in parameters]
-            groups.append({**options, "params": own})
+            params = [parameters[p] for p in group["params"] if p in parameters]
+            groups.append({**options, "params": params})
         shared = {name: value for name, value in groups[0].items() if name != "params"}
         return kind(groups, **shared)
 

@@ -118,12 +118,12 @@ class Store:
 
     def _check(self, path: Path, origin: Mapping[str, Any], row: Row) -> None:
         wanted = self._origin(row)
-        other = [
+        differences = [
             f"{k} {origin.get(k)!r} and not {v!r}" for k, v in wanted.items() if origin.get(k) != v
         ]
-        if other:
+        if differences:
             raise ValueError(
-                f"{path} was made with {', '.join(other)}. Ask for the same, or give another "
+                f"{path} was made with {', '.join(differences)}. Ask for the same, or give another "
                 "--out, or --fresh to begin again"
             )
 

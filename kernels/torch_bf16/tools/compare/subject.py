@@ -47,8 +47,8 @@ class Subject:
         """
         if self.text is not None:
             return _built_in(self.text, steps)
-        made = training_of(self.factory)
-        trained = [p for p in made.model.parameters() if p.requires_grad]
+        training = training_of(self.factory)
+        trained = [p for p in training.model.parameters() if p.requires_grad]
         if not trained:
             raise ValueError(f"{self.factory}() returned a model without trainable parameters")
         if wrong := {p.dtype for p in trained} - {torch.float32}:
@@ -56,7 +56,7 @@ class Subject:
                 f"{self.factory}() returned a model with weights in {', '.join(map(str, wrong))}; "
                 "return it in fp32: compare casts it for each precision"
             )
-        return made
+        return training
 
 
 def _built_in(text: Tensor, steps: int) -> Training:

@@ -94,10 +94,10 @@ class Survival:
             step: the number of the step that was taken, from 1.
         """
         if self._twin is not None:
-            for group, own in zip(
+            for twin_group, group in zip(
                 self._twin.param_groups, self._trained.optimizer.param_groups, strict=False
             ):
-                set_rate(group, float(own["lr"]))
+                set_rate(twin_group, float(group["lr"]))
             try:
                 self._twin.step()
             except Exception as error:

@@ -117,24 +117,24 @@ class OngoingRun:
         self, plan: Plan, row: Row, seed: int, state: dict[str, Any] | None = None
     ) -> None:
         _seed(seed)
-        made = plan.subject.make(plan.steps)
+        training = plan.subject.make(plan.steps)
         # Saved before the optimizer and data loaders, too, draw random numbers.
         self._stream = _generators()
-        model = made.model.to(plan.device)
+        model = training.model.to(plan.device)
         model.train()
-        users = made.optimizer
+        existing = training.optimizer
 
         def make() -> torch.optim.Optimizer:
-            if users is None or row.own is not None:
-                lr = plan.lr if users is None else float(users.param_groups[0]["lr"])
+            if existing is None or row.own is not None:
+                lr = plan.lr if existing is None else float(existing.param_groups[0]["lr"])
                 return (row.own or plan.optimizer).over(model, lr)
-            return users
+            return existing
 
         self._trained = row.prepare(model, make, seed)
         optimizer = self._trained.optimizer
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._plan, self._seed = plan, seed
-        self._batches = made.cycle_batches()
+        self._batches = training.cycle_batches()
         self.run = Run(row.name, seed, options=_options(optimizer))
         self.run.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._survival = Survival(self._trained, plan.steps)

@@ -20,7 +20,7 @@ State = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
-    """An optimizer's states by the names of their weights, and a note if some have none.
+    """Assign an optimizer's states to weights, by name; returns a note, too, if some are left over.
 
     States that the state dict names are assigned by name. Numbered states are assigned by shape and
     by the order of the model, and only if that leaves no choice: a mistake would mix up weights.
@@ -30,7 +30,7 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
     named, numbered = _states_by_name(saved.optimizer), _states_by_number(saved.optimizer)
     keys = saved_names(named, saved.tensors)
     found = {keys[name]: state for name, state in named.items() if name in keys}
-    lost = len(named) - len(found)
+    unassigned = len(named) - len(found)
     if numbered and not named:
         order = _order(saved)
         names_by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -49,13 +49,13 @@ def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
             if len(names) == len(states) and no_choice:
                 found |= dict(zip(names, (state for _, state in states), strict=True))
             else:
-                lost += len(states)
-    if not lost:
+                unassigned += len(states)
+    if not unassigned:
         return found, None
     why = "numbered, and safetensors keeps no order" if not saved.ordered else "numbered"
     return found, (
-        f"{lost} of {lost + len(found)} states of the optimizer could not be told apart: they are "
-        f"{why}. Next time, construct the optimizer with model.named_parameters()"
+        f"{unassigned} of {unassigned + len(found)} states of the optimizer could not be told "
+        f"apart: they are {why}. Next time, construct the optimizer with model.named_parameters()"
     )
 
 

@@ -77,11 +77,11 @@ def judge(found: Examination) -> Verdict:
         count = sum(len(members) for _, members in more)
         sentences.append(f"and {count} more weights of {len(more)} other kinds")
     bad = any(each.verdict in _BAD for each in findings)
-    same = found.compared and not any(each.weight.movement.moved for each in findings)
-    still = same and not any(each.verdict == UNSEEN for each in findings)
+    unchanged = found.compared and not any(each.weight.movement.moved for each in findings)
+    still = unchanged and not any(each.verdict == UNSEEN for each in findings)
     if still:
         sentences.insert(0, "not one element differs: the same checkpoint twice, or nothing learns")
-    sentences.append(_summary(findings, found, bad or same))
+    sentences.append(_summary(findings, found, bad or unchanged))
     return Verdict(findings, sentences, not bad and not still)
 
 

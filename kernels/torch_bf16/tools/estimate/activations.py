@@ -123,17 +123,17 @@ def _fake() -> AbstractContextManager[Any]:
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Give a model memory of its own on a device; tied weights stay tied."""
-    made: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def memory_for(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
+        if id(tensor) not in copies:
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             new = new.normal_(0, 0.02) if new.is_floating_point() else new.zero_()
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
             # Beside the old tensor, whose id must not be reused.
-            made[id(tensor)] = new, tensor
-        return made[id(tensor)][0]
+            copies[id(tensor)] = new, tensor
+        return copies[id(tensor)][0]
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -142,15 +142,15 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
     tokens = _TOKENS in inspect.signature(model.forward).parameters
-    made = []
+    tensors = []
     for shape, dtype in batch.inputs:
         dtype = dtype or (torch.int64 if tokens else torch.float32)
         floats = dtype.is_floating_point
-        made.append((torch.randn if floats else torch.zeros)(shape, dtype=dtype, device=device))
+        tensors.append((torch.randn if floats else torch.zeros)(shape, dtype=dtype, device=device))
     if not tokens:
-        return made
-    names = [_TOKENS, "labels"][: 2 if len(made) == 1 and _takes_labels(model) else 1]
-    return dict(zip(names, made * 2, strict=False)) if len(made) == 1 else made
+        return tensors
+    names = [_TOKENS, "labels"][: 2 if len(tensors) == 1 and _takes_labels(model) else 1]
+    return dict(zip(names, tensors * 2, strict=False)) if len(tensors) == 1 else tensors
 
 
 def _for_tokens(batch: Batch, inputs: Any) -> str:

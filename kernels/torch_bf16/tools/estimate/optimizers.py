@@ -98,14 +98,16 @@ def measure_spec(text: str, name: str, options: Mapping[str, Any]) -> OptimizerS
     parameter = torch.zeros(_PROBE, requires_grad=True)
     our_class: Any = OPTIMIZERS[name]
     try:
-        ours = our_class([parameter], **{"lr": 1e-3, **options}, backend="eager")
-        rule = ours.rule_of_parameter(ours.param_groups[0], parameter)
-        known = getattr(torch.optim, name, None)
-        theirs = known and _make(known, parameter, {**options, "foreach": not rule.stage_states})
+        optimizer = our_class([parameter], **{"lr": 1e-3, **options}, backend="eager")
+        rule = optimizer.rule_of_parameter(optimizer.param_groups[0], parameter)
+        torch_class = getattr(torch.optim, name, None)
+        torch_optimizer = torch_class and _make(
+            torch_class, parameter, {**options, "foreach": not rule.stage_states}
+        )
     # torch's constructors may raise anything.
     except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
-    return OptimizerSpec(text, rule, theirs and _scratch(theirs, parameter))
+    return OptimizerSpec(text, rule, torch_optimizer and _scratch(torch_optimizer, parameter))
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -117,12 +119,14 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _make(
-    known: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
+    torch_class: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """torch's optimizer, with those options that it has."""
-    accepted = inspect.signature(known).parameters
+    accepted = inspect.signature(torch_class).parameters
     wanted = {"lr": 1e-3, **options}
-    return known([parameter], **{key: each for key, each in wanted.items() if key in accepted})
+    return torch_class(
+        [parameter], **{key: each for key, each in wanted.items() if key in accepted}
+    )
 
 
 def _scratch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:

@@ -120,11 +120,11 @@ def _build(path: Path, content: dict[str, Any]) -> nn.Module:
         if path.name != "config.json":
             config = type(config).from_json_file(path)
         name = next(iter(content.get("architectures") or []), None)
-        made = getattr(transformers, name, None) if isinstance(name, str) else None
-        if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
-            made = _head_of(transformers, config)
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            cls = _head_of(transformers, config)
         with torch.device("meta"):
-            return made._from_config(config, dtype=torch.float32)
+            return cls._from_config(config, dtype=torch.float32)
     except ImportError:
         raise
     # A config with wrong numbers may raise almost anything.
@@ -144,15 +144,15 @@ def _head_of(transformers: Any, config: Any) -> Any:
 
 
 def _of_factory(text: str) -> ModelShapes:
-    made = import_name(text)
-    if not isinstance(made, nn.Module):
-        if not callable(made):
+    model = import_name(text)
+    if not isinstance(model, nn.Module):
+        if not callable(model):
             raise ValueError(
-                f"{text!r} is a {type(made).__name__}, and no module or factory of one"
+                f"{text!r} is a {type(model).__name__}, and no module or factory of one"
             )
         try:
             with torch.device("meta"):
-                made = made()
+                model = model()
         # A user's code may raise anything.
         except Exception as error:
             raise ValueError(
@@ -161,11 +161,11 @@ def _of_factory(text: str) -> ModelShapes:
                 "a model without reading weights or numbers of its tensors"
             ) from error
     # Factories for recommend and compare return the model first.
-    if isinstance(made, (tuple, list)) and made:
-        made = made[0]
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"{text}() returned a {type(made).__name__}, not a torch.nn.Module")
-    return shapes_of(made, text)
+    if isinstance(model, (tuple, list)) and model:
+        model = model[0]
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{text}() returned a {type(model).__name__}, not a torch.nn.Module")
+    return shapes_of(model, text)
 
 
 def _of_checkpoint(path: Path) -> ModelShapes:

@@ -119,9 +119,9 @@ def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """The schedulers of an optimizer, except those that another scheduler steps."""
     # Not isinstance(), which calls into lazy modules and proxies.
     living = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
-    own = [x for x in living if _bare(getattr(x, "optimizer", None)) is optimizer]
-    inner = {id(y) for x in own for y in getattr(x, "_schedulers", ())}
-    return (x for x in own if id(x) not in inner)
+    attached = [x for x in living if _bare(getattr(x, "optimizer", None)) is optimizer]
+    inner = {id(y) for x in attached for y in getattr(x, "_schedulers", ())}
+    return (x for x in attached if id(x) not in inner)
 
 
 def _bare(optimizer: Any) -> Any:

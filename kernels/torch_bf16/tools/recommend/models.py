@@ -126,9 +126,9 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
         module: if its output is not a product, or rows of its weight, nothing is measured.
         inputs: its positional arguments; only a part of the first dimension is used.
     """
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     known = isinstance(module, _KINDS) and inputs and isinstance(inputs[0], Tensor)
-    if not known or not all(is_whole(p) and p.is_floating_point() for p in own.values()):
+    if not known or not all(is_whole(p) and p.is_floating_point() for p in parameters.values()):
         return {}
     x = inputs[0].detach()
     if not x.numel():
@@ -138,7 +138,7 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
 
     def output(rounded: Callable[[Tensor], Tensor]) -> Tensor:
         rounded_x = rounded(x.float()) if floats else x
-        weights = {name: rounded(p.detach().float()) for name, p in own.items()}
+        weights = {name: rounded(p.detach().float()) for name, p in parameters.items()}
         return _output(module, rounded_x, weights["weight"], weights.get("bias"))
 
     with torch.autocast(x.device.type, enabled=False):

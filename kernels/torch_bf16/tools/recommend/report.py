@@ -97,8 +97,8 @@ def _recipes(
         }
         for name in (_NEAREST, "bf16-mixed", "32-true")
     ]
-    own = [_recipe(each, held[each.name], peak) for each in verdict.candidates]
-    return [rows[0], *own, *rows[1:]]
+    candidates = [_recipe(each, held[each.name], peak) for each in verdict.candidates]
+    return [rows[0], *candidates, *rows[1:]]
 
 
 def _recipe(each: Candidate, held: Memory, peak: float | None) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def _of_factory(
         optimizer = torch.optim.AdamW(trained, lr=lr)
     elif lr is not None:
         raise ValueError(f"--lr {lr:g}: {text}() returned an optimizer, which has its own")
-    own = {id(p) for p in trained}
-    if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+    trained_ids = {id(p) for p in trained}
+    if trained_ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"{text}() returned a {type(optimizer).__name__} that has none of the model's "
             "trainable parameters"
@@ -156,11 +156,11 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 def _where(error: BaseException, path: Path) -> str:
     """The last line of the script itself in an error's traceback."""
-    own = str(path.resolve())
+    script = str(path.resolve())
     lines = [
         each.lineno
         for each in traceback.extract_tb(error.__traceback__)
-        if str(Path(each.filename).resolve()) == own
+        if str(Path(each.filename).resolve()) == script
     ]
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}"

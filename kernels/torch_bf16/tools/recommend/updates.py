@@ -157,8 +157,8 @@ class Layer:
         counts = torch.stack([each.exponents for each in self.parameters]).sum(0)
         total = int(counts.sum())
         # Numbers of exponent e are below 2^e.
-        lost = 2.0 ** (torch.arange(_EXPONENTS, dtype=torch.float64) + _LOWEST)
-        return int(counts[lost * scale <= _FP16_LOST].sum()) / total if total else 0.0
+        bounds = 2.0 ** (torch.arange(_EXPONENTS, dtype=torch.float64) + _LOWEST)
+        return int(counts[bounds * scale <= _FP16_LOST].sum()) / total if total else 0.0
 
     @property
     def largest(self) -> float:

@@ -118,8 +118,8 @@ def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
     found = []
     for name, mode, options in _CANDIDATES:
         format_ = get_recipe(mode, **options).weights
-        own = [(each.name, each.distance(format_)) for each in layers if each.moves]
-        worst = min(own, key=lambda each: each[1], default=None)
+        distances = [(each.name, each.distance(format_)) for each in layers if each.moves]
+        worst = min(distances, key=lambda each: each[1], default=None)
         distance = matrices.distance(format_) if matrices.moves else math.inf
         found.append(Candidate(name, mode, options, distance, worst))
     return found
@@ -148,8 +148,8 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
         name = module
         if (not is_vector, module) in by_layer:
             # A layer with matrices and vectors has a row for each.
-            own = [each.name.rpartition(".")[2] for each in members]
-            name = f"{module}.{' + '.join(own)}"
+            last_parts = [each.name.rpartition(".")[2] for each in members]
+            name = f"{module}.{' + '.join(last_parts)}"
         (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
     whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
     found = candidates(whole, matrices)

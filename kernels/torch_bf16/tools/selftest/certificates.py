@@ -130,11 +130,11 @@ def certify(
                     del workers[worker.pipe]
                     if not worker.left:
                         continue
-                    number, *others = worker.left
+                    number, *remaining = worker.left
                     code = worker.process.exitcode
                     fault, seconds = f"the process that tried it ended with {code}", 0.0
-                    if others:
-                        start(others)
+                    if remaining:
+                        start(remaining)
                 found[number] = Certificate(names[number], backend, fault, seconds)
                 if len(found) % 10 == 0 or fault:
                     progress(f"{len(found)} of {len(variants)} kernels tried")
@@ -155,8 +155,8 @@ class _Worker:
         self.process: Any = context.Process(
             target=_try, args=(child_pipe, str(device), self.left), daemon=True
         )
-        # Ctrl-C would reach the child, too: it inherits a mask that blocks it, and its parent ends
-        # it. The resource tracker resets the mask when it starts, so it must be running before.
+        # Ctrl-C reaches the child, too, so the child inherits a mask that blocks it; the parent
+        # ends the child. The resource tracker, which resets the mask, must be running before.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

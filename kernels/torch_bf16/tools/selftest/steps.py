@@ -150,13 +150,13 @@ def differences(one: BF16Optimizer, other: BF16Optimizer) -> str | None:
     """The first difference in bits between two optimizers' weights and states; None if none."""
     pairs = zip(_parameters(one), _parameters(other), strict=True)
     for number, (a, b) in enumerate(pairs):
-        states, others = (
+        states, other_states = (
             {"weight": p, **optimizer.state[p]} for p, optimizer in ((a, one), (b, other))
         )
-        if states.keys() != others.keys():
-            return f"parameter {number} has states {sorted(states)} and not {sorted(others)}"
+        if states.keys() != other_states.keys():
+            return f"parameter {number} has states {sorted(states)} and not {sorted(other_states)}"
         for key in states:
-            wrong = _bytes(states[key]) != _bytes(others[key])
+            wrong = _bytes(states[key]) != _bytes(other_states[key])
             if count := int(wrong.sum()):
                 return f"{count} bytes of {key} of parameter {number} differ from eager's"
     return None

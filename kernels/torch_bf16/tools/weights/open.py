@@ -157,16 +157,16 @@ def _trainer_step(path: Path) -> int | None:
 
 
 def _nothing_in(path: Path, names: set[str]) -> str:
-    looked = (
+    message = (
         f"{path} has no weights: model.safetensors, adapter_model.safetensors, pytorch_model.bin, "
         "an index of several, or .metadata of torch.distributed.checkpoint"
     )
     if inner := sorted(name for name in names if _STEP.fullmatch(name)):
-        return f"{looked}. It holds {', '.join(inner[:4])}: give the path of one of them"
+        return f"{message}. It holds {', '.join(inner[:4])}: give the path of one of them"
     if any(name.startswith("global_step") or name == "zero_to_fp32.py" for name in names):
         return (
-            f"{looked}. It is DeepSpeed's: run its zero_to_fp32.py there, and give what that made"
+            f"{message}. It is DeepSpeed's: run its zero_to_fp32.py there, and give what that made"
         )
     if files := sorted(n for n in names if n.endswith((".ckpt", ".pt", ".pth", ".safetensors"))):
-        return f"{looked}. It holds {', '.join(files[:4])}: give the path of one of them"
-    return f"{looked}. It holds {', '.join(sorted(names)[:6]) or 'nothing'}"
+        return f"{message}. It holds {', '.join(files[:4])}: give the path of one of them"
+    return f"{message}. It holds {', '.join(sorted(names)[:6]) or 'nothing'}"

@@ -130,19 +130,19 @@ def _inert(path: str) -> type:
 
 def _optimizers(states: Any) -> tuple[OptimizerStates | None, list[str]]:
     """The states of all optimizers of a run as those of one, and a note if some were left out."""
-    several = list(states) if isinstance(states, (list, tuple)) else [states]
-    found = [each for each in map(_optimizer, several) if each is not None]
+    state_dicts = list(states) if isinstance(states, (list, tuple)) else [states]
+    found = [each for each in map(_optimizer, state_dicts) if each is not None]
     if len(found) < 2:
         return (found[0] if found else None), []
     recipe = found[0].header.get("recipe")
-    alike = [each for each in found if each.header.get("recipe") == recipe]
+    same_recipe = [each for each in found if each.header.get("recipe") == recipe]
     notes = []
-    if lost := len(found) - len(alike):
+    if lost := len(found) - len(same_recipe):
         notes.append(
             f"the states of {lost} of {len(found)} optimizers are of another recipe than the "
             "first, and were left out"
         )
-    return _together(alike), notes
+    return _together(same_recipe), notes
 
 
 def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
@@ -151,8 +151,8 @@ def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
     groups: list[Mapping[str, Any]] = []
     names: list[Any] = []
     for number, each in enumerate(optimizers):
-        own = each.header.get("names") or [group.get("param_names") for group in each.groups]
-        names += [own[n] if n < len(own) else None for n in range(len(each.groups))]
+        own_names = each.header.get("names") or [group.get("param_names") for group in each.groups]
+        names += [own_names[n] if n < len(own_names) else None for n in range(len(each.groups))]
         keys = {key: key if isinstance(key, str) else (number, key) for key in each.state}
         state |= {keys[key]: kept for key, kept in each.state.items()}
         groups += [
