@@ -153,7 +153,7 @@ def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     band = "with its 95 % band" if edges else "of one pair, which has no band"
     why = (
         f"Step by step on the same batches, {band}. Above 0 is worse than {found['reference']}. "
-        "The scale is linear near 0 and goes on by powers of ten."
+        "The scale is linear near 0 and continues by powers of ten."
     )
     return (
         f'<section><h2>Difference to {escape(found["reference"])}</h2><p class="quiet">'
@@ -205,7 +205,7 @@ def _times(rows: Sequence[Mapping[str, Any]], colour: Mapping[str, str]) -> str:
         if row["optimizer_ms"]:
             label += f" <small>optimizer {row['optimizer_ms']['p50']:.2g}</small>"
         lines += _bar(row["name"], colour, drawn, label)
-    why = "The mark is the median, the bar reaches from the 10th to the 90th percentile, from 0."
+    why = "Mark: the median; bar: from the 10th to the 90th percentile; the scale starts at 0."
     return (
         f'<section><h2>Time per step</h2><p class="quiet">{why}</p>'
         f'<div class="bars">{lines}</div></section>'
@@ -248,7 +248,7 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     kept += "window, and every element moved, so they are not drawn."
     why = (
         "Each layer is a line, time runs from left to right. Colour is the share of the update "
-        "that was not stored, against an fp32 twin of the optimizer with the same gradients:"
+        "that was not stored, compared with an fp32 twin of the optimizer on the same gradients:"
     )
     return (
         f'<section><h2>Updates that were kept, and elements that never moved</h2><p class="quiet">'

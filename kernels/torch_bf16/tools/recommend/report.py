@@ -171,7 +171,7 @@ def show(content: Mapping[str, Any], most: int) -> None:
         print(f"- {sentence}")
     for note in content["notes"]:
         print(f"  note: {note}")
-    print("\nTo write:\n")
+    print("\nWhat to write:\n")
     for line in content["lines"]:
         print(f"    {line}")
     if content["launch"]:
