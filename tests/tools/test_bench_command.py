@@ -90,7 +90,7 @@ def test_prints_and_writes_the_same_figures(capsys, tmp_path):
         assert f" {share:.0%} " in line
         assert line.endswith("-")
     assert results[BASELINE]["ratio"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
-    assert "note: a step moves less than four times the last cache" in out
+    assert "note: a step moves less than four times the last-level cache" in out
 
 
 def test_measures_the_chosen_recipes_and_always_the_baseline(capsys):
@@ -148,7 +148,7 @@ def test_peaks_of_processes_are_shown(capsys, monkeypatch):
     out, err = capsys.readouterr()
     parameters = int(out.split("random: ")[1].split()[0].replace(",", ""))
     assert table_line(out, BASELINE).endswith(f" {30_000 / parameters:.2f}")
-    assert "peak memory of a process of its own measured" in err
+    assert "peak memory measured in a process of its own" in err
 
 
 def test_a_record_can_be_shown_and_drawn_without_measuring(capsys, tmp_path, monkeypatch):

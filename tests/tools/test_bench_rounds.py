@@ -75,7 +75,7 @@ def test_bytes_are_those_of_the_optimizer():
         ({"fault": "idle"}, "RuntimeError: three steps left the weights as they were"),
         (
             {"fault": "takes gradients"},
-            "RuntimeError: its step takes the gradients away, and the next has nothing to do",
+            "RuntimeError: its step removes the gradients, so the next one has nothing to do",
         ),
     ],
     ids=["constructor", "first step", "timed step", "idle", "takes gradients"],

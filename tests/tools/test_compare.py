@@ -198,7 +198,7 @@ def test_an_optimizer_of_whole_matrices_has_no_shares():
     rows = {name: [trained(plan, row_of(name))] for name in ("32-true", "bf16-true")}
     found = analyse(rows, "32-true")
     for row in found["rows"]:
-        assert row["unmeasured"] == "Adafactor does not look at elements one by one"
+        assert row["unmeasured"] == "Adafactor does not update elements one by one"
         assert row["survived"] is None
         assert row["unmoved"] is not None
     judge(found)

@@ -102,7 +102,7 @@ def test_ctrl_c_stops_between_two_steps_and_the_same_command_goes_on(tmp_path, c
     handler = signal.getsignal(signal.SIGINT)
     assert compare("mine_to_compare:make", *QUICK) == 130
     err = capsys.readouterr().err
-    assert "stopped at bf16-true, seed 0, step 4; the same command goes on from there" in err
+    assert "stopped at bf16-true, seed 0, step 4; the same command resumes from there" in err
     assert err.endswith("python -m torch_bf16 compare: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(OngoingRun, "_step", step)

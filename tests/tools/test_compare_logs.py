@@ -158,7 +158,7 @@ def test_runs_of_different_lengths_are_compared_over_the_steps_they_share(tmp_pa
     status, found, _ = compare(capsys, "a", "b")
     assert (status, found["last_step"], found["rows"][0]["final"]) == (0, 3, 1.5)
     assert "not all runs have the same steps" in found["notes"][0]
-    assert found["notes"][0].endswith("more are in a")
+    assert found["notes"][0].endswith("there are more in a")
 
 
 def bad(folder, name, content):
@@ -182,7 +182,7 @@ BAD = {
     "foreign state": (("trainer_state.json", "[1]"), "is not a trainer_state.json"),
     "state without steps": (("trainer_state.json", '{"log_history": []}'), "holds no logged step"),
     "foreign database": (("x.db", b"not a database" * 99), "is not a database of trackio"),
-    "other kind": (("run.yaml", "a: 1"), "is of no kind that is known"),
+    "other kind": (("run.yaml", "a: 1"), "is of an unknown kind"),
     "no metric": (("metrics.csv", "step,accuracy\n1,2\n"), "have no metric in common"),
     "other steps": (("metrics.csv", "step,train_loss\n77,2\n"), "have no step in common"),
 }

@@ -319,7 +319,7 @@ def test_nothing_is_said_of_masters_that_cannot_be_compared(tmp_path, capsys):
     folder = of_ours(tmp_path)
     status, _ = doctor(folder / "weights-1.pt", folder / "1.pt", tmp_path / "found.json")
     assert status == 0
-    assert "VERDICT: these two cannot tell" in capsys.readouterr().out
+    assert "VERDICT: these two checkpoints cannot tell" in capsys.readouterr().out
 
 
 def test_a_conviction_names_the_lines_of_each_host(tmp_path, capsys):

@@ -62,7 +62,7 @@ def test_checkpoints_of_two_models_are_refused(tmp_path, capsys):
     before = saved(tmp_path / "a.pt", {"x.weight": torch.ones(3)})
     after = saved(tmp_path / "b.pt", {"y.gain": torch.ones(3)})
     assert cli.main(["doctor", before, after]) == 2
-    assert "have no weight of one name and shape: x.weight" in capsys.readouterr().err
+    assert "have no weight of the same name and shape: x.weight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

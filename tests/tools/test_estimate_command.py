@@ -91,7 +91,7 @@ def test_what_deepspeed_keeps_is_divided_by_its_stages(capsys):
 def test_recipes_that_deepspeed_cannot_train_have_no_row_there(capsys, factories):
     _, found, _ = estimate(capsys, "mine_to_estimate:make")
     assert all(each["precision"].startswith("DeepSpeed") for each in found["zero"])
-    assert any("batch norm stays in fp32, which DeepSpeed casts" in n for n in found["notes"])
+    assert any("keep batch norm in fp32, but DeepSpeed casts it" in n for n in found["notes"])
     for options in (["--ranks", "1"], ["--optimizer", "AdamWScheduleFree"]):
         assert estimate(capsys, "8B", *options)[1]["zero"] == []
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_gives_shapes_and_its_statistics_are_no_parameters(capsys, 
 
 BAD = {
     "missing": ("no/such/file.json", "is not a file or folder here"),
-    "hub": ("meta-llama/Llama-3.1-8B", "download config.json first"),
+    "hub": ("meta-llama/Llama-3.1-8B", "download its config.json first"),
     "negative": ("-8B", "is not a file or folder here"),
     "zero": ("0B", "must be between 1 and"),
     "huge": ("99999999T", "must be between 1 and"),
@@ -228,7 +228,7 @@ def test_what_is_no_model_ends_with_status_2_and_the_reason(kind, capsys, tmp_pa
         (["8B", "--optimizer", "Muon(ns_steps=100)"], "ns_steps=100 at least 0 and below 100"),
         (["8B", "--optimizer", "AdamW(betas=(0.9,))"], "cannot be made"),
         (["8B", "--optimizer", "SGD(momentum=-1)"], "cannot be made"),
-        (["8B", "--optimizer", "SGD(0.9)"], "each must have its name, as in momentum=0.9"),
+        (["8B", "--optimizer", "SGD(0.9)"], "each needs a name, as in momentum=0.9"),
         (["8B", "--optimizer", "__import__('os')"], "are not plain values"),
         (["8B", "--optimizer", "1 + 1"], "is not an optimizer such as"),
         (["8B", "--batch", "8x1024"], "is not a model that can"),

@@ -159,7 +159,7 @@ def test_versions_are_compared_as_numbers():
 
 def test_a_package_that_is_not_installed_has_no_hook(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    assert "the package is on the path and not installed" in met(capsys)
+    assert "the package is on the path but not installed" in met(capsys)
 
 
 def test_without_metadata_nothing_is_said_of_the_oldest(monkeypatch):
@@ -175,10 +175,10 @@ def test_processors_without_bf16_products_are_slow(capsys, monkeypatch):
         pytest.skip("the GPU is what would be used")
     monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"avx2", "avx512f"})
     said = met(capsys)
-    assert "slow: this processor has no bf16 products" in said
+    assert "slow: this processor has no instructions for bf16 products" in said
     assert "-> compute='fp32'" in said
     monkeypatch.setattr(obstacles, "_cpu_flags", lambda: {"amx_bf16"})
-    assert "no bf16 products" not in met(capsys)
+    assert "no instructions for bf16 products" not in met(capsys)
 
 
 def with_a_gpu(monkeypatch, supported=True):

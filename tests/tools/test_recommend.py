@@ -119,7 +119,7 @@ def test_vectors_lose_nothing_because_they_are_exact():
 
 def test_nothing_that_moves_is_no_answer():
     for parameters in ([], [seen(update=0.0)]):
-        with pytest.raises(ValueError, match="no weight is to move"):
+        with pytest.raises(ValueError, match="no weight would move"):
             judge(parameters)
 
 

@@ -150,7 +150,9 @@ def test_people_see_tables_reasons_and_two_lines(capsys, here):
     out = capsys.readouterr().out
     assert "recipes, by memory" in out
     assert "\n- RECOMMENDED: " in out
-    assert "To write:\n\n    import torch_bf16\n    model, optimizer = torch_bf16.prepare(" in out
+    assert (
+        "What to write:\n\n    import torch_bf16\n    model, optimizer = torch_bf16.prepare(" in out
+    )
     assert json.loads(Path("found.json").read_text())["kind"] == "recommend"
 
 

@@ -134,7 +134,7 @@ def test_objects_of_other_classes_are_left_out_and_their_code_is_not_run(tmp_pat
     torch.save(content, tmp_path / "run.ckpt")
     found = open_checkpoint(tmp_path / "run.ckpt")
     assert torch.equal(found.tensors["w"].read(0, 3), torch.ones(3))
-    assert "also holds test_weights.Harmless; no code of it was run" in found.notes[0]
+    assert "also holds test_weights.Harmless; none of its code was run" in found.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["torch", "plain pickle", "dcp"])
@@ -176,12 +176,12 @@ def corrupt(path):
         "binary.pt": (os.urandom(5000), "was cut short or damaged"),
         "text.pt": (b"hello", "was cut short or damaged"),
         "archive.zip": (None, "not a file that torch.save made"),
-        "numbers.pt": ([1, 2, 3], "holds a list and no tensors by name"),
+        "numbers.pt": ([1, 2, 3], "holds a list, not tensors by name"),
         "foreign.pt": ({"a": 1, "b": "x"}, "has no weights: it holds a, b"),
         "empty.safetensors": (b"", "is empty"),
         "short.safetensors": (length + header + b"\0" * 9, "would end at byte"),
         "huge.safetensors": (b"\xff" * 8 + header, "its header would have"),
-        "text.safetensors": (b"\x05\0\0\0\0\0\0\0hello", "its header is not one"),
+        "text.safetensors": (b"\x05\0\0\0\0\0\0\0hello", "its header is not valid"),
         "size.safetensors": (length + header.replace(b"[4]", b"[5]") + b"\0" * 16, "has 16 bytes"),
         "none.safetensors": (b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
         "model.index.json": (json.dumps(index).encode(), "gone.safetensors is not there"),
@@ -210,9 +210,9 @@ def test_a_file_that_is_none_is_named_with_what_is_wrong(name, tmp_path):
 def test_folders_that_are_none_say_what_they_hold(tmp_path):
     for name, inside, said in (
         ("nothing", [], "It holds nothing"),
-        ("run", ["checkpoint-10", "checkpoint-20"], "name what is in one of those"),
+        ("run", ["checkpoint-10", "checkpoint-20"], "give the path of one of them"),
         ("deepspeed", ["zero_to_fp32.py", "global_step5"], "zero_to_fp32.py"),
-        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: name what is in one of those"),
+        ("files", ["a.ckpt", "b.ckpt"], "a.ckpt, b.ckpt: give the path of one of them"),
     ):
         folder = tmp_path / name
         folder.mkdir()

@@ -1,1 +1,1 @@
-"""What tells users about their training: monitor, description, benchmark, command line."""
+"""Tools that tell users about their training: monitor, description, benchmark, command line."""

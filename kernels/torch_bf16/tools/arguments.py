@@ -1,4 +1,4 @@
-"""Types of the arguments that several commands take, and options that would have no effect."""
+"""Types of arguments that several commands share, and the refusal of options without effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=_json_target,
         metavar="FILE",
-        help="write all figures there; - prints them in place of the tables",
+        help="write all figures to FILE; - prints them instead of the tables",
     )
 
 
@@ -35,20 +35,20 @@ def refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Refuse options that would change nothing.
 
     Args:
-        options: parsed; those that were not given are None, False or empty.
-        names: of options.
-        why: they would not.
+        options: the parsed options; those that were not passed are None, False or empty.
+        names: names of the options that would have no effect.
+        why: the reason that they would not; the message begins with it.
 
     Raises:
-        ValueError: one was given.
+        ValueError: one of the named options was passed.
     """
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    if given:
-        raise ValueError(f"{why}, which leaves {', '.join(given)} without effect: leave it out")
+    useless = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if useless:
+        raise ValueError(f"{why}, which leaves {', '.join(useless)} without effect: leave it out")
 
 
 def device_argument(text: str) -> torch.device:
-    """The type of an argument that names a device: a CPU or a GPU that is there."""
+    """The type of an argument that names a device: the CPU, or a GPU that exists."""
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -64,7 +64,7 @@ def device_argument(text: str) -> torch.device:
 
 
 def file_to_write(text: str) -> Path:
-    """The type of an argument that names a file to write: asked now, not after minutes of work."""
+    """The type of an argument that names a file to write: checked now, not after minutes."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
@@ -73,7 +73,7 @@ def file_to_write(text: str) -> Path:
 
 
 def count(text: str) -> int:
-    """The type of an argument that is a whole number of 1 or more, ``1e6`` too."""
+    """The type of an argument that is a whole number of 1 or more; accepts ``1e6``."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bf16 COMMAND``, one of those that ``--help`` lists."""
+"""The command line, ``python -m torch_bf16 COMMAND``; ``--help`` lists the commands."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["main"]
 
 
 class _Command(NamedTuple):
-    """What a command is about, and its module's functions: of its options, and of its work.
+    """A command: its line of help, and what loads the functions that declare options and run it.
 
-    The work gets the options and all arguments, or where it ``passes_on``, those after ``--``.
+    The function that runs it gets the options and all arguments, or, if the command ``passes_on``,
+    only the arguments after ``--``.
     """
 
     help: str
@@ -71,15 +72,17 @@ def _export() -> tuple[Callable, Callable]:
     return add_export_arguments, lambda options, arguments: export(options)
 
 
-# Loaded when they are asked for: none waits for what another imports.
+# A command's module is imported when the command is called: none waits for another's imports.
 _COMMANDS: Mapping[str, _Command] = {
     "info": _Command("what a bug report needs: versions, hosts, backends, obstacles", _info),
     "estimate": _Command("will it fit? Bytes of a model's run in every precision", _estimate),
     "recommend": _Command("which recipe loses nothing of this training?", _recommend, True),
-    "doctor": _Command("has this run been learning? Looks at one checkpoint or two", _doctor),
-    "compare": _Command("train in several precisions, or read runs: one page shows it", _compare),
-    "bench": _Command("time AdamW steps beside those of torch and others", _bench),
-    "selftest": _Command("whether it works on this machine, and how fast", _selftest),
+    "doctor": _Command("has this run been learning? Examines one checkpoint or two", _doctor),
+    "compare": _Command(
+        "train in several precisions, or read finished runs, onto one page", _compare
+    ),
+    "bench": _Command("time AdamW steps against those of torch and other libraries", _bench),
+    "selftest": _Command("does it work on this machine, and how fast?", _selftest),
     "export": _Command("write the exact fp32 weights of a checkpoint", _export),
 }
 
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the program's name; those of the process if None.
+        arguments: without the program's name; those of the process if None is passed.
 
     Returns:
         The exit status: 2 after an error meant for the user, 130 after Ctrl-C, else the command's.

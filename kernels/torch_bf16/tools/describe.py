@@ -1,4 +1,4 @@
-"""Where the bytes of a training run are."""
+"""Where the bytes of a training run go."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Description", "describe"]
 
 @dataclass(frozen=True)
 class Description:
-    """What is trained, in which formats, and what that takes; ``str()`` of it is one line.
+    """What is trained, in which formats, and how many bytes that takes; ``str()`` is one line.
 
     Attributes:
-        recipe: its name.
-        parameters: elements by dtype, those of other ranks too.
+        recipe: the recipe's name.
+        parameters: elements by dtype, including those on other ranks.
         trained: elements of bf16 and fp32 parameters that require a gradient.
         bytes_by_role: bytes per trained element: ``"weights"``, ``"gradients"`` and each state.
-        backend: what takes the steps; None where there is no parameter.
-        unmade: the class whose own first step will make states, which are not counted; None where
-            they are known.
-        compute: what the model computes in, as :class:`torch_bf16.Recipe` says it.
-        offload: what lives in host memory, likewise.
+        backend: the backend that takes the steps; None if there are no parameters.
+        unmade: the optimizer class whose first step will create states, which are not counted; None
+            if the states are known.
+        compute: what the model computes in, as in :class:`torch_bf16.Recipe`.
+        offload: what is kept in host memory, as in :class:`torch_bf16.Recipe`.
     """
 
     recipe: str
@@ -71,14 +71,14 @@ class Description:
 def describe(
     model: nn.Module | Iterable[nn.Module], optimizer_or_recipe: BF16Optimizer | Recipe | str
 ) -> Description:
-    """Recipe, dtypes, bytes per parameter and backend.
+    """Recipe, dtypes, bytes per parameter and backend of a training run.
 
     Args:
-        model: one model or several, cast already.
-        optimizer_or_recipe: the optimizer that will train it, or a recipe, to be used by AdamW.
+        model: one model or several, already cast.
+        optimizer_or_recipe: the optimizer that will train it, or a recipe, which AdamW will use.
 
     Raises:
-        ValueError: it is neither, or the name of a recipe is unknown.
+        ValueError: the second argument is neither, or no recipe has that name.
 
     Example:
         >>> found = torch_bf16.describe(torch_bf16.cast_model(torch.nn.Linear(64, 64)), optimizer)
@@ -103,8 +103,8 @@ def describe(
         }
         backend, recipe = recipe.backend, recipe.recipe
     recipe = get_recipe(recipe)
-    # What is in no group is taken for more of the first.
-    other = next(iter(rules.values()), ADAMW)
+    # A parameter in no group is counted as if it belonged to the first one.
+    default_rule = next(iter(rules.values()), ADAMW)
     sizes: dict[str, float] = {"weights": 0.0, "gradients": 0.0}
     dtypes: Counter[str] = Counter()
     trained = 0
@@ -117,11 +117,11 @@ def describe(
             gradient = numel * (4 if recipe.accumulate == "fp32" else p.element_size())
             largest = max(largest, gradient)
             sizes["gradients"] += gradient
-            for name, role in _roles(rules.get(p, other)).items():
+            for name, role in _roles(rules.get(p, default_rule)).items():
                 format_ = recipe.format_of(role, shard.shape, p.dtype)
                 sizes[name] = sizes.get(name, 0.0) + numel * format_.bytes_per_element
     if released:
-        # One is there, and smaller ones wait for it.
+        # The largest gradient, while up to LIMIT bytes of others wait to be released.
         sizes["gradients"] = min(sizes["gradients"], largest + LIMIT)
     unmade = type(optimizer_or_recipe).__name__ if held == {} and trained else None
     sizes |= held or {}
@@ -138,17 +138,17 @@ def describe(
 
 
 def _roles(rule: Rule) -> dict[str, str]:
-    """Of the weight and of each state, by name; those that are small beside a matrix left out."""
+    """Roles of the weight and of the states, by name; without states much smaller than a matrix."""
     states = (each for each in (*rule.states, *rule.stage_states) if each.shape is None)
     return {"weights": "weights", **{each.name: each.role for each in states}}
 
 
 def _held(optimizer: BF16Optimizer, parameters: Iterable[Tensor]) -> dict[str, float]:
-    """Bytes of the states that a class without a rule has made, by name."""
+    """Bytes of the states that an optimizer without a rule has created, by name."""
     sizes: Counter[str] = Counter()
     for p in parameters:
         for key, each in optimizer.state.get(p, {}).items():
-            # A count of steps is on every class, and is no more of a large tensor than of a small.
+            # Every class counts steps, and the count is no larger for a large tensor.
             if isinstance(each, Tensor) and key not in MASTERS and key != "step":
                 sizes[key] += each.numel() * each.element_size()
     return dict(sizes)

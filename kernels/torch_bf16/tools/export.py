@@ -43,38 +43,38 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write them.
+    """Write the exact weights of a checkpoint.
 
     Raises:
-        CheckpointError, OSError, ValueError: there are none, or they would be written over what
-            they come from; nothing was written.
+        CheckpointError, OSError, ValueError: the weights cannot be read, or the output would
+            overwrite the checkpoint; nothing was written.
     """
-    source, rest = options.checkpoint, (options.output, options.dtype, options.optimizer)
+    source, arguments = options.checkpoint, (options.output, options.dtype, options.optimizer)
     for each in (source, options.optimizer):
         if each is not None and options.output.exists() and options.output.samefile(each):
             raise ValueError(
-                f"{options.output} is what would be read, and an export keeps weights alone: give "
-                "another name to write"
+                f"{options.output} is also what would be read, and an export holds only weights: "
+                "give another name for the output"
             )
     if source.is_dir() or source.name.endswith(".index.json"):
-        print(export_weights(*_state_dicts(source, options.optimizer is None), *rest))
+        print(export_weights(*_state_dicts(source, options.optimizer is None), *arguments))
     else:
-        print(export_file(source, *rest))
+        print(export_file(source, *arguments))
     return 0
 
 
 def _state_dicts(path: Path, with_optimizer: bool) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Of the model and of the optimizer in a folder."""
-    several = sorted(each.name for each in path.glob("optimizer_[1-9]*"))
-    if several and with_optimizer:
+    """The state dicts of the model and of the optimizer in a folder."""
+    further = sorted(each.name for each in path.glob("optimizer_[1-9]*"))
+    if further and with_optimizer:
         raise CheckpointError(
-            f"{path} holds {len(several) + 1} optimizers, and which weights are whose is not told. "
-            "Export one model at a time: its file of weights, with its --optimizer FILE"
+            f"{path} holds {len(further) + 1} optimizers, and does not say which weights belong to "
+            "which. Export one model at a time: its file of weights, with its --optimizer FILE"
         )
     saved = open_checkpoint(path)
     for note in saved.notes:
         say(f"note: {note}")
-    # What was one tensor stays one, so that each of its names gets the master.
+    # A tied tensor stays one tensor, so that each of its names gets the master.
     read = {each.tied or name: _whole(each) for name, each in saved.tensors.items()}
     weights = {name: read[each.tied or name] for name, each in saved.tensors.items()}
     if saved.optimizer is None:

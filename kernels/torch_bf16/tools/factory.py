@@ -1,4 +1,4 @@
-"""What a user names as ``module:factory``: a model, or one with its batches and its optimizer."""
+"""Load what a user names as ``module:factory``: a model, possibly with batches and an optimizer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Training:
 
     Attributes:
         model: in fp32, as a user trains it.
-        batches: gone through again and again; a mapping is passed as keywords, a tuple or a list as
-            arguments, anything else as the only one.
-        optimizer: over the model's parameters; None where the factory leaves it to the command.
-        source: what the user wrote.
+        batches: iterated over again and again; a mapping is passed as keyword arguments, a tuple or
+            a list as positional ones, anything else as the only argument.
+        optimizer: over the model's parameters; None if the factory leaves it to the command.
+        source: the factory's name as the user wrote it.
     """
 
     model: nn.Module
@@ -50,10 +50,10 @@ class Training:
     source: str
 
     def cycle_batches(self) -> Iterator[Any]:
-        """One batch after the other, from the beginning again after the last one.
+        """Yield one batch after the other, starting over after the last one.
 
         Raises:
-            ValueError: there is none, or they were an iterator and it has ended.
+            ValueError: there are no batches, or they were an iterator, which has ended.
         """
         taken = 0
         while True:
@@ -67,46 +67,46 @@ class Training:
 
 
 def is_factory(text: str) -> bool:
-    """Whether a user's word has the form of ``module:factory`` or ``file.py:factory``."""
+    """Whether an argument has the form of ``module:factory`` or ``file.py:factory``."""
     module, colon, name = text.rpartition(":")
     whole = module.endswith(".py") or (os.sep not in module and not module.endswith(".json"))
     return bool(colon and module and name and whole)
 
 
 def import_name(text: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` stands for, found from the current folder.
+    """Import what ``module:name`` or ``file.py:name`` stands for, found from the current folder.
 
     Args:
-        text: the name may have dots.
+        text: the reference, whose name may have dots.
 
     Raises:
-        ImportError, ValueError: there is none; the message says why.
+        ImportError, ValueError: there is no such object; the message says why.
     """
     module, _, names = text.rpartition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         is_file = module.endswith(".py")
         found: Any = _import_file(Path(module)) if is_file else _import_module(module)
         for name in names.split("."):
             found = getattr(found, name)
     except ImportError as error:
-        raise ImportError(f"{text!r} cannot be imported from {here}: {error}") from error
+        raise ImportError(f"{text!r} cannot be imported from {folder}: {error}") from error
     except AttributeError as error:
         raise ValueError(f"{text!r} names nothing: {error}") from error
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
     return found
 
 
 def class_and_options(text: str) -> tuple[str, dict[str, Any]]:
-    """A class's name, as it was written, and the options in brackets after it.
+    """Split a reference to a class into its name, as written, and the options in brackets.
 
     Args:
         text: ``Name``, ``module.Name`` or ``module:Name``, or one of these with ``(option=value)``.
 
     Raises:
-        ValueError: it has no such form, or options are not plain values.
+        ValueError: the text does not have this form, or options are not plain values.
 
     Example:
         >>> class_and_options("torch.optim.SGD(momentum=0.9)")
@@ -120,7 +120,7 @@ def class_and_options(text: str) -> tuple[str, dict[str, Any]]:
     try:
         call: Any = ast.parse(f"f{match[2] or '()'}", mode="eval").body
         if call.args or any(each.arg is None for each in call.keywords):
-            raise ValueError("each must have its name, as in momentum=0.9")
+            raise ValueError("each needs a name, as in momentum=0.9")
         return match[1], {each.arg: ast.literal_eval(each.value) for each in call.keywords}
     except (SyntaxError, ValueError, AttributeError) as error:
         raise ValueError(f"options of {text!r} are not plain values: {error}") from None
@@ -133,24 +133,25 @@ def training_of(text: str) -> Training:
         text: ``module:factory`` or ``file.py:factory``.
 
     Raises:
-        ImportError, ValueError: it is none, it failed, or it returned something else.
+        ImportError, ValueError: there is no such factory, it failed, or it returned something else.
     """
     factory = import_name(text)
     if not callable(factory) or isinstance(factory, nn.Module):
         raise ValueError(f"{text!r} is a {type(factory).__name__}, and must be {CONTRACT}")
     try:
-        made: Any = factory()
-    # It is the user's code.
+        returned: Any = factory()
+    # A user's code may raise anything.
     except Exception as error:
         raise ValueError(
             f"{text}() failed: {type(error).__name__}: {error}. It must be {CONTRACT}"
         ) from error
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        found = f"{len(made)} things" if isinstance(made, (tuple, list)) else type(made).__name__
+    is_sequence = isinstance(returned, (tuple, list))
+    if not is_sequence or len(returned) not in (2, 3):
+        found = f"{len(returned)} things" if is_sequence else type(returned).__name__
         raise ValueError(f"{text}() returned {found}; it must be {CONTRACT}")
-    model, batches, optimizer = (*made, None)[:3]
+    model, batches, optimizer = (*returned, None)[:3]
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{text}() returned a {type(model).__name__} as the model, which is first")
+        raise ValueError(f"{text}() returned a {type(model).__name__} as the model, its first item")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, Tensor)):
         raise ValueError(
             f"{text}() returned a {type(batches).__name__} as the batches, which must be a list, a "
@@ -162,17 +163,17 @@ def training_of(text: str) -> Training:
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a batch: what the model returns, or the ``loss`` of it.
+    """The loss of a batch: what the model returns, or that output's ``loss``.
 
     Raises:
-        ValueError: the model does not take the batch, or what it returns is not a loss.
+        ValueError: the model cannot take the batch, or returns no loss.
     """
     try:
         if isinstance(batch, Mapping):
             found: Any = model(**batch)
         else:
             found = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    # It is the user's code.
+    # A user's code may raise anything.
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} failed on a batch: {type(error).__name__}: "
@@ -183,10 +184,11 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else "and no loss"
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            what = "that no trainable parameter has a part in"
+            what = "that depends on no trainable parameter"
         raise ValueError(
             f"{type(model).__name__} returned a {type(found).__name__} {what}; model(batch), "
-            "model(*batch) or model(**batch) must return one number to minimise, or have it as loss"
+            "model(*batch) or model(**batch) must return one number to minimise, or an output with "
+            "that number as its loss"
         )
     return loss.float().reshape(())
 
@@ -196,7 +198,7 @@ def _import_module(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise
-    # Whatever a user's file raises while it is run.
+    # A user's code may raise anything.
     except Exception as error:
         raise ImportError(f"{module} raised {type(error).__name__}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What optimizers of other libraries keep of a weight beyond bf16, by the names of their states."""
+"""What other libraries' optimizers keep of a weight beyond bf16, by the names of their states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 __all__ = ["MASTER", "SUM", "UNREADABLE", "extra_bits"]
 
 SUM, MASTER, UNREADABLE = "sum", "master", "unreadable"
-"""To be added to the weight; the whole weight in fp32; or in a form that is not known here."""
+"""A state to be added to the weight; the whole weight in fp32; or lost bits in an unknown form."""
 
 _KNOWN = {
     "kahan_comp": SUM,  # optimi, pytorch_optimizer
@@ -20,7 +20,7 @@ _ALIKE = re.compile("master|remainder|kahan|error|correction", re.IGNORECASE)
 
 
 def extra_bits(name: object) -> str | None:
-    """What a state has of the weight: :data:`SUM`, :data:`MASTER`, :data:`UNREADABLE` or nothing.
+    """How a state extends the weight: :data:`SUM`, :data:`MASTER`, :data:`UNREADABLE`, or None.
 
     Args:
         name: the key in the optimizer's state.

@@ -34,7 +34,7 @@ _VARIABLES = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE"),
     "PL_TRAINER_PRECISION",
 )
-# What nvidia-smi calls what a record has by the first name.
+# A record's names of the GPU's fields, and nvidia-smi's names.
 _STATE = {
     "driver": "driver_version",
     "vbios": "vbios_version",
@@ -56,7 +56,7 @@ _STATE = {
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Versions, system, hardware and threads: what a report needs of any machine."""
+    """Versions, system, hardware and threads: what any report says about its machine."""
     distribution = None
     with suppress(OSError):
         distribution = platform.freedesktop_os_release().get("PRETTY_NAME")
@@ -70,7 +70,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_lines(found: Mapping[str, Any]) -> list[str]:
-    """What :func:`machine` has found, for people."""
+    """Format the result of :func:`machine` for people."""
     size, distribution = found["hardware"], found["distribution"]
     lines = [
         versions_line(found["versions"]),
@@ -84,7 +84,7 @@ def machine_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Names and sizes of a device and of the processor beside it."""
+    """Names and sizes of a device and of the host's processor."""
     found: dict[str, Any] = {"processor": _processor(), "cores": os.cpu_count()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -102,14 +102,14 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = ()) -> dict[str, str | None]:
-    """Versions of Python, of ours, of what we use and of ``packages``; None if not installed."""
+    """Versions of Python, this package, those it works with and ``packages``; None if missing."""
     found: dict[str, str | None] = {"Python": platform.python_version()}
     for name in dict.fromkeys([*_PACKAGES, *packages]):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    # With what it was built for.
+    # Includes what torch was built for, which the metadata may leave out.
     found["torch"] = torch.__version__
     return found
 
@@ -121,7 +121,7 @@ def versions_line(found: Mapping[str, str | None]) -> str:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that change what we do."""
+    """The environment variables that are set and affect this package."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -132,15 +132,15 @@ def variables() -> dict[str, str]:
 def device_state(device: torch.device) -> dict[str, Any]:
     """Driver, clocks in MHz, power in W, temperature in °C and bus of a GPU, as they are now.
 
-    As ``nvidia-smi`` says them; a field that the GPU does not have is None. ``{"unknown": reason}``
-    where there is no ``nvidia-smi`` or it fails; empty for a CPU.
+    As ``nvidia-smi`` reports them; a field that the GPU does not have is None. ``{"unknown":
+    reason}`` if there is no ``nvidia-smi`` or it fails; empty for a CPU.
     """
     if device.type != "cuda":
         return {}
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    # torch counts the GPUs that it may see, nvidia-smi all of them.
-    which = device.index or 0 if uuid is None else f"GPU-{uuid}"
-    command = ["nvidia-smi", f"--id={which}", f"--query-gpu={','.join(_STATE.values())}"]
+    # torch numbers the GPUs that it can see, nvidia-smi all of them.
+    gpu = device.index or 0 if uuid is None else f"GPU-{uuid}"
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_STATE.values())}"]
     try:
         done = subprocess.run(
             [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
@@ -164,7 +164,7 @@ def _value(text: str) -> str | float | None:
 
 
 def _processor() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What rounding does to an optimizer's updates, watched while it trains."""
+"""Observe what rounding does to an optimizer's updates while it trains."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _STALLING = 0.5
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """What became of one layer's update in one step, over the elements that were looked at.
+    """What rounding left of one layer's update in one step, over the observed elements.
 
     With the intended update ``d`` (the rule's, in fp32) and the one that was stored, ``s``:
 
     Attributes:
         survived: ``<s, d> / <d, d>``, the share of the update that rounding let through. 1 on
             average for stochastic rounding, 1 for exact masters, less where updates are lost.
-        unmoved: share of the elements that were to move and stayed what they were.
-        snr: drift over noise after ``horizon`` such steps, ``sqrt(horizon) * |d| / |s - d|``, the
-            noise of stochastic rounding being its expectation; inf where nothing is rounded away.
-            Below about 1 the walk that rounding adds outweighs what is learned.
+        unmoved: share of the elements that should have moved and did not.
+        snr: drift over noise after ``horizon`` such steps, ``sqrt(horizon) * |d| / |s - d|``, with
+            the expected noise for stochastic rounding; inf if nothing is rounded away. Below about
+            1 the random walk that rounding adds outweighs what is learned.
         update: root mean square of ``d``.
         lr: learning rate of the layer's first parameter.
         stochastic: whether its weights are rounded stochastically: then ``survived`` of few
-            elements is a matter of chance, and ``snr`` the number to look at.
+            elements is a matter of chance, and ``snr`` is the number to watch.
     """
 
     survived: float
@@ -60,7 +60,7 @@ class LayerUpdate:
 
 @dataclass
 class Sample:
-    """Some elements of one parameter, between the two halves of a step."""
+    """Some elements of one parameter, kept from before an update until after it."""
 
     member: Member
     where: Tensor
@@ -80,7 +80,7 @@ class UpdateMonitor:
     optimizers without a fused rule, it reports only the gradient norm.
 
     Args:
-        optimizer: of this package.
+        optimizer: an optimizer of this package.
         every: steps from one observation to the next; None observes only after :meth:`look`.
         sample: the most elements of each parameter to observe, in runs spread over it.
         horizon: the number of steps for which ``LayerUpdate.snr`` is computed.
@@ -88,7 +88,7 @@ class UpdateMonitor:
 
     Attributes:
         layers: the last observation, by layer: a parameter's name without its last part.
-        gradient_norm: of all gradients at that step, in fp32, as they were in memory.
+        gradient_norm: norm of all gradients at that step, in fp32, as they were in memory.
 
     Raises:
         ValueError: ``optimizer`` is not one of ours, or a number is not positive.
@@ -111,7 +111,7 @@ class UpdateMonitor:
         if not isinstance(optimizer, BF16Optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} does not round by a recipe, so there is nothing to "
-                "watch; hand over an optimizer of torch_bf16, or convert() it first"
+                "watch; pass an optimizer of torch_bf16, or convert() it first"
             )
         if optimizer._engine.release is not None:
             raise ValueError(
@@ -134,16 +134,16 @@ class UpdateMonitor:
         optimizer.observers.append(self)
 
     def look(self) -> None:
-        """Look at the next step, too."""
+        """Observe the next step, too."""
         self._asked = True
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Stop observing."""
         if self in self._optimizer.observers:
             self._optimizer.observers.remove(self)
 
     def metrics(self, prefix: str = "bf16") -> dict[str, float]:
-        """The last look as flat names and numbers for a logger; infinite ``snr`` is left out."""
+        """The last observation as flat names and numbers for a logger, without infinite ``snr``."""
         found: dict[str, float] = {}
         for layer, each in self.layers.items():
             found[f"{prefix}/survived/{layer}"] = each.survived
@@ -156,34 +156,34 @@ class UpdateMonitor:
         return found
 
     def take_metrics(self, prefix: str = "bf16") -> dict[str, float]:
-        """:meth:`metrics`, once after each look; an empty dict until the next one."""
+        """:meth:`metrics`, once after each observation; an empty dict until the next one."""
         fresh, self._fresh = self._fresh, False
         return self.metrics(prefix) if fresh else {}
 
     def before_update(self, members: Sequence[Member], scale: float | Tensor) -> None:
-        """Called by the optimizer: gradients are there, nothing is updated yet."""
+        """Called by the optimizer when gradients have arrived and nothing is updated yet."""
         self._steps += 1
         if not self._asked and (self.every is None or self._steps % self.every):
             return
         self._asked = False
         groups = self._optimizer.param_groups
-        # All of them: what FSDP1 has left nothing of on this rank is a part of the norm, too.
+        # All parameters: those of which FSDP1 left nothing on this rank are in the norm, too.
         self._norm = total_norm([p for group in groups for p in group["params"]])
         scale = float(scale)
         self._samples = [
             sample_of(each, groups[each.group], scale, self.sample)
             for each in members
-            # What Muon, Adafactor and a class's own step make of gradients is not known before.
+            # The updates of Muon, Adafactor and a class's own step are not known in advance.
             if isinstance(each, Member) and each.direction is None and each.shard.memory.numel()
         ]
 
     def after_update(self) -> None:
-        """Called by the optimizer: parameters and states are those of the next step."""
+        """Called by the optimizer when parameters and states are updated."""
         if self._norm is None:
             return
         samples, norm = self._samples, self._norm.item()
         self._samples, self._norm = [], None
-        # Where a gradient was not finite, the step was skipped or broke what it touched.
+        # If a gradient was not finite, the step was skipped or spoilt what it touched.
         if not math.isfinite(norm):
             return
         self.gradient_norm, self._fresh = norm, True
@@ -201,10 +201,10 @@ class UpdateMonitor:
 
     def _update_of(self, rows: list[tuple[Sample, list[float]]]) -> LayerUpdate:
         columns = zip(*(row for _, row in rows), strict=True)
-        both, intended, error, unmoved, moving = map(sum, columns)
+        product, intended, error, unmoved, moving = map(sum, columns)
         n = sum(len(sample.where) for sample, _ in rows)
         return LayerUpdate(
-            survived=both / intended if intended else 1.0,
+            survived=product / intended if intended else 1.0,
             unmoved=unmoved / moving if moving else 0.0,
             snr=math.sqrt(self.horizon * intended / error) if error else math.inf,
             update=math.sqrt(intended / n),
@@ -244,7 +244,7 @@ def layer_of(name: str) -> str:
 
 
 def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int) -> Sample:
-    """Sample a parameter and what its rule, with nothing rounded, would make of it."""
+    """Sample a parameter, and the update that its rule intends before anything is rounded."""
     rule, memory = member.rule, member.shard.memory
     where = places(memory.numel(), size, memory.device)
     weight, *states = (_decode(member, number, where) for number in range(len(member.formats)))
@@ -253,12 +253,12 @@ def sample_of(member: Member, group: Mapping[str, Any], scale: float, size: int)
     sign = -1.0 if group.get("maximize") else 1.0
     options = tuple(float(option) for option in rule.options(group))
     scalars = rule.scalars(options, step, sign * scale)
-    taken = weight, gradient, tuple(states)
+    inputs = weight, gradient, tuple(states)
     if rule.factor is not None:
-        # Of the sample, in place of the whole tensor.
-        found = lift_rule(rule.statistic)(*taken, scalars).double().mean()
-        scalars = (*scalars, float(torch.tensor(rule.factor(float(found)), dtype=torch.float32)))
-    intended, _ = lift_rule(rule.update)(*taken, scalars)
+        # The mean over the sample stands for that over the whole tensor.
+        mean = lift_rule(rule.statistic)(*inputs, scalars).double().mean()
+        scalars = (*scalars, float(torch.tensor(rule.factor(float(mean)), dtype=torch.float32)))
+    intended, _ = lift_rule(rule.update)(*inputs, scalars)
     stored = member.formats[0]
     noise = _variance(stored, intended) if stored.stochastic else None
     return Sample(member, where, float(group["lr"]), weight, intended - weight, noise)
@@ -277,7 +277,7 @@ def _sums(sample: Sample) -> Tensor:
 
 
 def _variance(stored: Format, x: Tensor) -> Tensor:
-    """Of the sum of ``x``, rounded stochastically: each goes to one of two neighbours."""
+    """Variance of the sum of ``x`` rounded stochastically: each goes to one of two neighbours."""
     planes = [torch.empty_like(x, dtype=plane.dtype) for plane in stored.planes]
     neighbours = []
     for draw in (0, 0xFFFF):
@@ -288,22 +288,22 @@ def _variance(stored: Format, x: Tensor) -> Tensor:
 
 
 def _decode(member: Member, number: int, where: Tensor) -> Tensor:
-    """Some elements of the weight, 0, or of one of the rule's states."""
+    """Some elements of the weight, if ``number`` is 0, or of one of the rule's states."""
     stored = member.formats[number]
     name = ("", *(each.name for each in member.rule.states))[number]
     tensors = {**member.state, "": member.shard.memory}
     planes = []
     for key, plane in zip(stored.plane_names(name), stored.planes, strict=True):
-        # The places are whole blocks.
+        # The sample consists of whole blocks.
         at = where if plane.block == 1 else where[:: plane.block] // plane.block
         memory = local(tensors[key])
-        # Of a state in host memory the sample alone comes over.
+        # Of a state in host memory, only the sample is copied to the device.
         planes.append(memory.reshape(-1)[at.to(memory.device)].to(where.device))
     return _with_fp64(stored.decode(planes))
 
 
 def _with_fp64(sample: Tensor) -> Tensor:
-    """A sample where it can be summed in fp64."""
+    """Move a sample to where it can be summed in fp64."""
     return sample if has_fp64(sample.device) else sample.cpu()
 
 

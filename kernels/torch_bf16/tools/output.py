@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for scripts, how far they are, how they end."""
+"""The output of commands: tables for people, JSON for scripts, progress and exit statuses."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = [
 ]
 
 STANDARD_OUTPUT = "-"
-"""A name of a file to write that stands for no file."""
+"""The name that stands for standard output in place of a file to write."""
 
 _FAILED, _INTERRUPTED = 2, 130
-_USERS = (
+_USER_ERRORS = (
     *(BackendUnavailableError, CheckpointError, NotImplementedError, ValueError),
     *(ImportError, OSError, MemoryError),
 )
 
 
 def write_json(found: Mapping[str, Any], target: Path | str) -> None:
-    """Write what a command found where ``--json`` said."""
+    """Write a command's results to the target of ``--json``."""
     text = json.dumps(found, indent=2)
     if target == STANDARD_OUTPUT:
         print(text)
@@ -47,12 +47,12 @@ def write_json(found: Mapping[str, Any], target: Path | str) -> None:
 
 
 def date() -> str:
-    """Now, as records have it."""
+    """The current time, as written in records."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """What a user typed, as records have it."""
+    """The command line that the user typed, as written in records."""
     return shlex.join(["python", "-m", "torch_bf16", *arguments])
 
 
@@ -61,8 +61,8 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
 
     Args:
         command: its name.
-        run: does its work; errors in what it was given are for the user, others are bugs and keep
-            their traceback.
+        run: does its work. Errors that its input or the machine can cause are printed for the user;
+            all others are bugs and keep their traceback.
     """
     try:
         return run()
@@ -70,22 +70,22 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         say(f"python -m torch_bf16 {command}: interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
-        # Of `| head`: what is still buffered has nowhere to go.
+        # As with `| head`: what is still buffered has nowhere to go.
         sys.stdout = None
         return 0
-    except _USERS as error:
+    except _USER_ERRORS as error:
         say(f"python -m torch_bf16 {command}: {error}")
         return _FAILED
 
 
 def say(line: str) -> None:
-    """Tell how it goes, beside what a command prints."""
+    """Print a message to standard error, apart from the command's output."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """What shows a line until the next one, on a terminal alone."""
+    """Yield a function that shows a line until the next one, if ``stream`` is a terminal."""
     if not stream.isatty():
         yield lambda line: None
         return
@@ -96,7 +96,7 @@ def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, by rich on a terminal where it is installed, else as plain text."""
+    """Print a table: with rich on a terminal, if it is installed, else as plain text."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.markup import escape
@@ -116,13 +116,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def number(value: float, digits: int = 3) -> str:
-    """With so many significant digits, and never an exponent."""
+    """Format a number with ``digits`` significant digits, never with an exponent."""
     before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
     return f"{value:.{max(0, digits - before)}f}"
 
 
 def share(value: float | None) -> str:
-    """A percentage; small ones with a digit more."""
+    """Format a share as a percentage, with one more digit below 10 %; None as ``-``."""
     if value is None:
         return "-"
     return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"

@@ -1,4 +1,4 @@
-"""Clocks: how long steps take on a device, how long they keep the host, and what they launch."""
+"""Clocks: how long steps take on a device, how long they occupy the host, and what they launch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 __all__ = ["Clock", "CpuClock", "CudaClock", "clock_for"]
 
-# Steps in a row of which a device's time is taken. In a training step the host is ahead of the
-# device; one step alone on an idle device would be charged for the way there.
+# Consecutive steps over which a device is timed. In training the host runs ahead of the device; a
+# single step on an idle device would be charged for the launch latency.
 _IN_A_ROW = 5
 # Rows of a matrix whose square takes a CPU some milliseconds.
 _PRODUCT = 1024
@@ -24,7 +24,7 @@ class Clock:
     """Time and memory of one device.
 
     Attributes:
-        counts_launches: whether :meth:`launches` can tell.
+        counts_launches: whether :meth:`launches` can count.
     """
 
     counts_launches = False
@@ -37,14 +37,14 @@ class Clock:
         raise NotImplementedError
 
     def time_after_product(self, step: Callable[[], object]) -> float | None:
-        """Seconds of a step right after a matrix product; None where nothing differs there."""
+        """Seconds of a step right after a matrix product; None if that makes no difference."""
         return None
 
     def wait(self) -> None:
-        """Return when the device has nothing left to do."""
+        """Wait until the device has nothing left to do."""
 
     def allocated(self) -> int | None:
-        """Bytes held on the device; None where only the system knows."""
+        """Bytes held on the device; None if only the system knows."""
         return None
 
     def start_peak(self) -> None:
@@ -55,19 +55,19 @@ class Clock:
         return None
 
     def launches(self, step: Callable[[], object]) -> dict[str, int] | None:
-        """Kernels, copies and fills that one step gives the device; None where there are none."""
+        """Kernels, copies and fills that one step launches; None if they cannot be counted."""
         return None
 
     def release(self) -> None:
-        """Give freed memory back, so that others find it."""
+        """Return freed memory to the device, so that others can use it."""
 
     def cache_bytes(self) -> int | None:
-        """Size of the last cache before memory."""
+        """Size of the last-level cache."""
         raise NotImplementedError
 
 
 class CpuClock(Clock):
-    """Each step on its own: the call returns when all is done."""
+    """Times each step by itself: the call returns when the step is done."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -75,7 +75,7 @@ class CpuClock(Clock):
         self._product = torch.empty_like(self._factor)
 
     def time_after_product(self, step: Callable[[], object]) -> float:
-        # Threads of torch spin for a while after an operation: others would wait for them.
+        # torch's threads spin for a while after an operation; any other threads wait for them.
         torch.mm(self._factor, self._factor, out=self._product)
         return self.time(step)[0]
 
@@ -94,7 +94,7 @@ class CpuClock(Clock):
 
 
 class CudaClock(Clock):
-    """Events on the stream; the host is timed for a step that finds the device idle."""
+    """Times the device by events on its stream, and the host by a step on an idle device."""
 
     counts_launches = True
 
@@ -130,11 +130,11 @@ class CudaClock(Clock):
     def launches(self, step: Callable[[], object]) -> dict[str, int] | None:
         self.wait()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        # torch 2.11 warns without it.
+        # torch 2.11 warns without acc_events.
         with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             step()
             self.wait()
-        # The trace, because events in Python also list annotations as something on the device.
+        # Counted in the trace, because profiler.events() also lists annotations as device events.
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(trace))

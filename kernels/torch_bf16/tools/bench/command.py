@@ -57,13 +57,13 @@ _OF_TRAINING = ("layers", "tokens")
 _OF_STEPS = ("model", "parameters", "tensors", "against", "baseline", "backend", "ways", "rules")
 _OF_CHOICE = ("recipes", "against", "baseline", "ways")
 _OF_RUNS = (*_OF_STEPS, *_OF_TRAINING, "device", "rounds", "threads", "recipes", "training")
-# Of a hundred entries those measured at a time, so that a noisy machine meets them alike.
+# How many of a hundred entries are measured at a time, so that noise affects them alike.
 _TOGETHER = 8
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N")
+    parser.add_argument("--device", type=device_argument, help="cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument(
         "--model", choices=(*MODELS, _RANDOM), help=f"parameter shapes (default: {_RANDOM})"
     )
@@ -71,10 +71,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--parameters",
         type=count,
         metavar="N",
-        help=f"elements in random (default: {_PARAMETERS:,})",
+        help=f"elements of --model random (default: {_PARAMETERS:,})",
     )
     parser.add_argument(
-        "--tensors", type=count, metavar="N", help=f"tensors in random (default: {_TENSORS})"
+        "--tensors",
+        type=count,
+        metavar="N",
+        help=f"tensors of --model random (default: {_TENSORS})",
     )
     parser.add_argument(
         "--rounds", type=count, metavar="N", help="interleaved rounds (default: 30)"
@@ -83,7 +86,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=count,
         metavar="N",
-        help="on a CPU (default: as many as torch uses)",
+        help="threads on a CPU (default: as many as torch uses)",
     )
     parser.add_argument(
         "--recipes",
@@ -136,18 +139,18 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=count,
         metavar="SECONDS",
-        help="for a compiling library's first steps (default: 600)",
+        help="time for a compiling library's first steps (default: 600)",
     )
     add_json_argument(parser)
     parser.add_argument(
-        "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
+        "--plot", type=file_to_write, metavar="FILE", help="draw the times to FILE, as PNG"
     )
     parser.add_argument(
         "--from",
         type=_record,
         dest="record",
         metavar="FILE",
-        help="measure nothing: show, and with --plot draw, what --json has written",
+        help="measure nothing: show, and with --plot draw, a record that --json wrote",
     )
 
 
@@ -155,15 +158,15 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure, print, write.
 
     Args:
-        options: parsed.
-        arguments: as they were given, for the record.
+        options: the parsed options.
+        arguments: the command's arguments, for the record.
 
     Returns:
         The exit status.
 
     Raises:
-        BackendUnavailableError, MemoryError, ValueError: an option would have no effect, or what is
-            asked for cannot be timed here.
+        BackendUnavailableError, MemoryError, ValueError: an option would have no effect, or what it
+            asks for cannot be timed here.
     """
     _settle(options)
     if options.plot and not can_plot():
@@ -186,7 +189,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _settle(options: argparse.Namespace) -> None:
-    """Refuse options that would be ignored, and give those left out their defaults."""
+    """Refuse options that would be ignored, and set the defaults of those that were left out."""
     if options.record is not None:
         refuse(options, (*_OF_RUNS, "time_limit"), "--from measures nothing")
     elif options.training:
@@ -204,7 +207,7 @@ def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dic
     device, shapes = options.device, _shapes(options)
     options.backend = options.backend or os.environ.get("TORCH_BF16_BACKEND")
     if device.type == "cuda":
-        # Eager would be timed for minutes; where Triton cannot run, that is said instead.
+        # Timing eager would take minutes; if Triton cannot run, the command says so instead.
         options.backend = options.backend or "triton"
     entries, missing, baseline = _chosen_entries(options)
     failures = {
@@ -240,7 +243,7 @@ def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dic
         "ours": [each.name for each in entries if each.target.startswith("torch_bf16:")],
         "device_state": {"before": before, "after": device_state(device)},
     }
-    # Of a hundred kinds, what is held says enough.
+    # With a hundred entries, the bytes that they hold say enough.
     peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
     cache = clock_for(device).cache_bytes()
     return record(measured, setting, device, peaks, missing, cache)
@@ -268,7 +271,7 @@ def _measure_training(options: argparse.Namespace, arguments: Sequence[str]) -> 
 
 
 def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], str]:
-    """The baseline first; the libraries that are missing; the baseline's name."""
+    """The entries, the baseline first; the libraries that are missing; the baseline's name."""
     if options.rules:
         return list(every_rule(options.backend)), {}, BASE
     against = [name for names in options.against for name in names]
@@ -291,11 +294,11 @@ def _chosen_entries(options: argparse.Namespace) -> tuple[list[Entry], dict[str,
 def _peaks(
     measured: Measured, shapes: Shapes, options: argparse.Namespace
 ) -> dict[str, int | None]:
-    """In processes of their own, now that nothing else is held."""
+    """Peak bytes by entry, each in a process of its own, now that this one holds no tensors."""
     peaks = {}
     for each in (result.entry for result in measured.results):
         peaks[each.name] = peak_bytes(each, shapes, options.threads, options.time_limit)
-        say(f"{each.name}: peak memory of a process of its own measured")
+        say(f"{each.name}: peak memory measured in a process of its own")
     return peaks
 
 
@@ -327,7 +330,7 @@ def _record(text: str) -> dict[str, Any]:
         found = json.loads(Path(text).read_text())
         kind, schema = found.get("kind", "bench"), found["schema"]
         if kind not in ("bench", "training") or schema != 1:
-            raise ValueError(f"it is one of {kind}, schema {schema}")
+            raise ValueError(f"it is a record of {kind}, schema {schema}")
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise argparse.ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""What is measured: an optimizer that stores its numbers in one way; ours in each recipe."""
+"""Entries of the benchmark: optimizers that each store their numbers in one way; ours by recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .models import Shapes
 
 __all__ = ["OPTIONS", "OURS", "Entry", "ours"]
 
-# The same for all, so that no one gains by skipping a term.
+# The same for all entries, so that none gains by skipping a term.
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -26,21 +26,22 @@ class Entry:
     """One optimizer with one way to store its numbers.
 
     Attributes:
-        name: in tables.
-        stores: what it keeps of weights and moments, in words.
+        name: its name in tables.
+        stores: the formats of its weights and moments, in words.
         target: its class, ``"module:name"``, called with parameters, ``arguments`` and
             ``options``.
-        estimate: bytes per parameter, weights and gradients included, by which it is decided what
-            fits into memory together. Generous: what is reported is measured.
+        estimate: bytes per parameter, weights and gradients included, which decide what fits into
+            memory together. A generous estimate: reported bytes are measured.
         options: more arguments of the class.
-        arguments: hyperparameters; those that all share unless told otherwise.
-        attributes: set on the optimizer.
-        dtype: of weights and gradients.
-        scratch: bytes per element of the largest tensor that a step needs for a moment, likewise.
-        compiles: its first step runs ``torch.compile``.
-        only_on: the device type that it needs, None for any.
+        arguments: hyperparameters; by default those that all entries share.
+        attributes: attributes that are set on the optimizer.
+        dtype: the dtype of weights and gradients.
+        scratch: bytes that a step needs temporarily, per element of the largest tensor; a generous
+            estimate, too.
+        compiles: whether its first step runs ``torch.compile``.
+        only_on: the device type that it needs; None for any.
         way: how its steps are taken, one of ``WAYS``; None for gradients that stay where they are.
-        needs: a library beside its peer's: what is imported, and what is installed.
+        needs: a library that it needs beside its peer's: the module's name, and the package's.
     """
 
     name: str
@@ -59,15 +60,15 @@ class Entry:
 
     @property
     def installed(self) -> bool:
-        """Whether what it needs can be found; importing it may still fail."""
+        """Whether the library that it needs can be found; importing it may still fail."""
         return self.needs is None or importlib.util.find_spec(self.needs[0]) is not None
 
     def make(self, shapes: Shapes, device: torch.device) -> torch.optim.Optimizer:
-        """The optimizer over parameters of these shapes, each with a gradient."""
-        # A block repeated: normal numbers for a billion parameters would take a CPU a minute. And
-        # written in place: a temporary of the largest tensor would be part of a measured peak.
+        """Make the optimizer over parameters of these shapes, each with a gradient."""
+        # One block, repeated: normal numbers for a billion parameters would take a CPU a minute. It
+        # is copied in place: a temporary of the largest tensor would be part of a measured peak.
         block = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(device)
-        # Scaled once: freed between small tensors that live on, each copy would leave a hole.
+        # Scaled once: a copy for each tensor, freed between tensors that stay, would leave a hole.
         weights, gradients = block * 0.02, block.flip(0) * 1e-3
         parameters = []
         for shape in shapes:
@@ -81,7 +82,7 @@ class Entry:
     def over(
         self, parameters: Sequence[Tensor], arguments: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """The optimizer over these parameters, with other hyperparameters than its own."""
+        """Make the optimizer over these parameters, with other hyperparameters than its own."""
         module, name = self.target.split(":")
         cls = getattr(importlib.import_module(module), name)
         optimizer = cls(parameters, **arguments, **self.options)
@@ -103,7 +104,7 @@ def ours(names: Sequence[str | Recipe], backend: str | None = None) -> tuple[Ent
     """Our AdamW in each of these recipes.
 
     Args:
-        names: of recipes, or recipes; aliases count as what they stand for.
+        names: names of recipes, or recipes; an alias counts as the recipe that it stands for.
         backend: None for the one that is chosen for the device.
     """
     recipes = [get_recipe(name) for name in names]

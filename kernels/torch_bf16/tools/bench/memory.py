@@ -34,20 +34,20 @@ __all__ = [
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Weights, gradients and states, as allocated on the device; what is shared counts once."""
+    """Bytes of weights, gradients and states, as allocated on the device; shared bytes once."""
     parameters = _parameters(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     devices = {p.device for p in parameters}
-    here = [each for each in _states(optimizer) if each.device in devices]
-    return _sizes([*parameters, *gradients, *here])
+    states = [each for each in _states(optimizer) if each.device in devices]
+    return _sizes([*parameters, *gradients, *states])
 
 
 def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> dict[str, int]:
-    """The same by what it is for; what is shared counts for the first role that has it.
+    """The same bytes by role; shared ones count for the first role that has them.
 
     Args:
-        optimizer: whose states count.
-        parameters: of the whole model, frozen ones too.
+        optimizer: the optimizer whose states count.
+        parameters: the parameters of the whole model, with frozen ones.
 
     Returns:
         Bytes of ``"weights"``, ``"gradients"``, ``"moments"`` and ``"master"``, which is all that
@@ -70,7 +70,7 @@ def held_by_role(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor])
 
 
 def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What a step must move: it reads gradients, and reads and writes weights and states, once."""
+    """Bytes that a step must move: it reads gradients, and reads and writes weights and states."""
     parameters = _parameters(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     return _sizes(gradients) + 2 * _sizes([*parameters, *_states(optimizer)])
@@ -80,15 +80,15 @@ def peak_bytes(entry: Entry, shapes: Shapes, threads: int, seconds: float = 600)
     """Growth of a fresh process's peak memory while an entry is made and takes three CPU steps.
 
     Args:
-        entry: which.
-        shapes: of the parameters.
-        threads: for torch and for ours.
-        seconds: after which the process is given up.
+        entry: the entry to measure.
+        shapes: the shapes of the parameters.
+        threads: the number of threads, torch's and ours.
+        seconds: how long to wait for the process.
 
     Returns:
-        Bytes, or None where the system does not tell or the process does not finish.
+        Bytes, or None if the system does not tell or the process does not finish.
     """
-    # What torch.compile makes follows from the shapes, hence the real ones.
+    # What torch.compile makes depends on the shapes, so the first run needs the real ones.
     first = shapes if entry.compiles else [(300, 1024), (1024,)]
     return peak_growth(_three_steps, (entry, first), (entry, shapes), threads, seconds)
 
@@ -103,15 +103,15 @@ def peak_growth(
     """Growth of a fresh process's peak memory during ``work(*arguments)``.
 
     Args:
-        work: of a module, so that another process finds it.
-        first: what it is called with before, so that compiling, thread pools and code that is read
-            from disk do not count.
-        arguments: see above.
-        threads: of torch.
-        seconds: after which the process is given up.
+        work: a function of a module, so that another process can import it.
+        first: arguments of a first call, so that compiling, thread pools and code that is read from
+            disk do not count.
+        arguments: arguments of the call that is measured.
+        threads: the number of torch's threads.
+        seconds: how long to wait for the process.
 
     Returns:
-        Bytes, or None where the system does not tell or the process does not finish.
+        Bytes, or None if the system does not tell or the process does not finish.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -128,7 +128,7 @@ def peak_growth(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can be allocated on a device now, None where the system does not tell."""
+    """Bytes that can be allocated on a device now; None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = _field("/proc/meminfo", "MemAvailable")
@@ -142,7 +142,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def needed_bytes(entry: Entry, shapes: Shapes) -> int:
-    """An estimate, rather too large, of an entry's peak."""
+    """An estimate of an entry's peak in bytes, rather too large."""
     numels = [torch.Size(shape).numel() for shape in shapes]
     return int(entry.estimate * sum(numels) + entry.scratch * max(numels))
 
@@ -153,16 +153,17 @@ def group_entries(
     available: int | None,
     most: int | None = None,
 ) -> list[list[Entry]]:
-    """Entries that fit into memory together, the first of all, the baseline, in every group.
+    """Group entries that fit into memory together, with the baseline in every group.
 
     Args:
         entries: the baseline first. Each fits alone.
         need: an entry's peak in bytes.
-        available: bytes, None for no bound.
-        most: entries in a group, None for no bound.
+        available: bytes of memory; None for no bound.
+        most: entries in a group; None for no bound.
 
     Returns:
-        Groups in the order given. One that does not fit beside the baseline is a group of its own.
+        Groups in the order of the entries. An entry that does not fit beside the baseline is a
+        group of its own.
     """
     baseline, *others = entries
     room = math.inf if available is None else available

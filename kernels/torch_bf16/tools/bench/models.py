@@ -1,4 +1,4 @@
-"""Parameter shapes of the models that a benchmark steps; weights are not needed for it."""
+"""Parameter shapes of the models that a benchmark steps; it needs no weights of theirs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llama(
 
     Args:
         layers: number of blocks.
-        width: of the residual stream.
+        width: width of the residual stream.
         hidden: width of the MLP.
         key_value: heads times head dimension of keys and of values.
         vocabulary: rows of the embedding.
@@ -45,7 +45,7 @@ def llama(
 
 
 def shard(shapes: Shapes, ranks: int) -> Shapes:
-    """What rank 0 of ``ranks`` holds where FSDP2 shards every parameter on its first dimension."""
+    """The shapes on rank 0 of ``ranks`` if FSDP2 shards every parameter on its first dimension."""
     return [(-(-rows // ranks), *rest) for rows, *rest in shapes]
 
 
@@ -54,7 +54,7 @@ def random_shapes(parameters: int, tensors: int) -> Shapes:
 
     Args:
         parameters: elements in all, met to within one row per matrix.
-        tensors: how many.
+        tensors: number of tensors.
     """
     width = 768
     matrices = tensors - tensors // 3
@@ -69,4 +69,4 @@ MODELS: dict[str, Shapes] = {
     # Llama-3.1-8B over 8 ranks; 32 heads of 128, 8 of them for keys and values.
     "llama-8b-shard": shard(llama(32, 4096, 14336, 1024, tied=False), 8),
 }
-"""By the name on the command line."""
+"""Shapes by the name on the command line."""

@@ -1,4 +1,4 @@
-"""torchao's optimizer with states in host memory, as the benchmark takes its steps."""
+"""torchao's optimizer with states in host memory, wrapped so that the benchmark can step it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["TorchaoOffload"]
 class TorchaoOffload:
     """``torchao.optim.CPUOffloadOptimizer`` over torch's fused AdamW, which steps on the CPU.
 
-    Its hooks send gradients over as a backward pass makes them; here they are called by each step,
-    so that its time is that of a step without a backward pass to hide in.
+    Its hooks send gradients to the host during a backward pass; here each step calls them, so that
+    the time measured is that of a step without a backward pass to hide transfers in.
 
     Args:
-        parameters: on a GPU, each with a gradient.
-        options: of AdamW.
+        parameters: parameters on a GPU, each with a gradient.
+        options: options of AdamW.
     """
 
     def __init__(self, parameters: Sequence[Tensor], **options: Any) -> None:
-        made = importlib.import_module("torchao.optim").CPUOffloadOptimizer
-        self._made = made(parameters, torch.optim.AdamW, fused=True, **options)
+        offload = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+        self._optimizer = offload(parameters, torch.optim.AdamW, fused=True, **options)
         self.param_groups = [{"params": list(parameters)}]
-        # It has moments in host memory, and none that it shows.
+        # Its moments are in host memory, and it does not expose them.
         self.state: dict[Tensor, Any] = {}
 
     def step(self) -> None:
@@ -36,4 +36,4 @@ class TorchaoOffload:
             hooks: Any = parameter._post_accumulate_grad_hooks or {}
             for hook in hooks.values():
                 hook(parameter)
-        self._made.step()
+        self._optimizer.step()

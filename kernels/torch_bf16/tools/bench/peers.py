@@ -28,9 +28,9 @@ class Peer:
     """A library to compare with.
 
     Attributes:
-        module: what is imported.
-        pip: what is installed.
-        entries: how it trains bf16 weights.
+        module: the module that is imported.
+        pip: the package that is installed.
+        entries: its ways to train bf16 weights.
     """
 
     module: str
@@ -39,24 +39,24 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        """Whether it can be found; importing it may still fail."""
+        """Whether the library can be found; importing it may still fail."""
         return importlib.util.find_spec(self.module) is not None
 
 
 def _schedule_free(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
-    """The package's AdamW, which steps in train mode alone and starts in the other."""
-    made = importlib.import_module("schedulefree").AdamWScheduleFree(parameters, **options)
-    made.train()
-    return made
+    """The package's AdamW, which steps only in train mode and starts in the other one."""
+    optimizer = importlib.import_module("schedulefree").AdamWScheduleFree(parameters, **options)
+    optimizer.train()
+    return optimizer
 
 
 def _muon(parameters: Sequence[Tensor], kind: str, **options: Any) -> torch.optim.Optimizer:
-    """A Muon of what it is for: matrices, but for those of embeddings, which are much longer."""
-    made: Any = importlib.import_module(kind).Muon
+    """A library's Muon over all matrices except those of embeddings, which are much longer."""
+    muon: Any = importlib.import_module(kind).Muon
     hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) <= 8 * min(p.shape)]
-    # One library is told whose they are, the others take what they are given.
+    # One library must be told that these are Muon's; the others take all that is passed.
     groups: Any = [{"params": hidden, "use_muon": True}] if kind == "pytorch_optimizer" else hidden
-    return made(groups, **options)
+    return muon(groups, **options)
 
 
 def _muon_entry(
@@ -68,8 +68,8 @@ def _muon_entry(
     options: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Entry:
-    """A library's Muon; all take five iterations, and bytes of weight, gradient and momentum."""
-    made: dict[str, Any] = {"arguments": {"lr": 1e-4, "weight_decay": 0.01}, **more}
+    """A library's Muon; all take five iterations and hold a weight, a gradient and a momentum."""
+    fields: dict[str, Any] = {"arguments": {"lr": 1e-4, "weight_decay": 0.01}, **more}
     return Entry(
         name,
         stores,
@@ -77,7 +77,7 @@ def _muon_entry(
         estimate=12 if fp32 else 6.1,
         options={"kind": kind, **(options or {})},
         dtype=torch.float32 if fp32 else torch.bfloat16,
-        **made,
+        **fields,
     )
 
 
@@ -196,8 +196,8 @@ PEERS: dict[str, Peer] = {
         "heavyball",
         "heavyball",
         (
-            # consume_grad would take the gradients away, which the next step needs. There is a
-            # 24-bit mode, too, whose one graph of all tensors takes minutes to compile for thirty.
+            # consume_grad would remove the gradients, which the next step needs. The 24-bit mode is
+            # left out: its single graph takes minutes to compile for thirty tensors.
             Entry(
                 "heavyball SR",
                 "weights and moments bf16 stochastic",
@@ -299,4 +299,4 @@ PEERS: dict[str, Peer] = {
         ),
     ),
 }
-"""By the name after ``--against``."""
+"""Peers by their names after ``--against``."""

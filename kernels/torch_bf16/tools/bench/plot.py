@@ -1,4 +1,4 @@
-"""The picture of runs, made from their records: time and memory side by side."""
+"""Draw runs from their records: time and memory side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def can_plot() -> bool:
 
 
 def plot(records: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw records, one below the other, into a file whose ending says the format: ``.png``."""
+    """Draw records, one below the other, into a file whose suffix is the format: ``.png``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

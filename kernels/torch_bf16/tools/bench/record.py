@@ -31,11 +31,11 @@ def record(
 
     Args:
         measured: the run.
-        setting: of the run: command, model, parameters, tensors, baseline ...
-        device: where it ran.
-        peaks: bytes by entry's name where they were measured apart.
-        missing: pip name of each library that is not installed.
-        cache: bytes of the last cache.
+        setting: the run's setting: command, model, parameters, tensors, baseline ...
+        device: the device that it ran on.
+        peaks: peak bytes by the entry's name, if they were measured in other processes.
+        missing: the package name of each library that is not installed.
+        cache: bytes of the last-level cache.
     """
     copy = spread(np.array(measured.copy_rates) / 1e9)
     base = next(e.moved for e in measured.results if e.entry.name == setting["baseline"])
@@ -107,7 +107,7 @@ def _notes(measured: Measured, baseline: str, cache: int | None) -> list[str]:
         small = [r.entry.name for r in measured.results if r.moved < 4 * cache]
         if small:
             notes.append(
-                f"a step moves less than four times the last cache of {cache / 2**20:.0f} MiB, so "
-                f"that bandwidth is partly the cache's: {', '.join(small)}"
+                f"a step moves less than four times the last-level cache of {cache / 2**20:.0f} "
+                f"MiB, so bandwidth is partly the cache's: {', '.join(small)}"
             )
     return notes

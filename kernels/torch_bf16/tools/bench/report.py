@@ -26,16 +26,17 @@ _WIDTHS = {
 
 _LEGEND = """\
 ms per step, ratio: medians, in brackets the 10th and 90th percentile of the rounds; ratio: to the
-time of {baseline!r} in the same round; after product: that of steps right after a matrix product of
-torch's, as in a training loop; per byte: that of times per byte moved. moved: bytes per
-parameter that a step must read and write (gradients read, weights and states read and written, once
-each). GB/s: moved over time, which is less than what really went through memory where temporaries
-did. of copy: GB/s as a share of a device copy in the same rounds. host ms: until the call returns.
-held, peak: bytes per parameter of weights, gradients and states, as allocated, and at the peak."""
+time of {baseline!r} in the same round; after product: the ratio of steps right after one of torch's
+matrix products, as in a training loop; per byte: the ratio of times per byte moved. moved: bytes
+per parameter that a step must read and write (gradients read, weights and states read and written,
+once each). GB/s: moved over time, which is less than what really went through memory if there were
+temporaries. of copy: GB/s as a share of a device copy in the same rounds. host ms: until the call
+returns. held, peak: bytes per parameter of weights, gradients and states, as allocated, and at the
+peak."""
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """All of a record that a person wants to see, as plain text."""
+    """Format a record for people, as plain text."""
     rows = record["results"]
     first = max([22, *(len(row["name"]) + 2 for row in rows)])
     lines = [_heading(record), ""]

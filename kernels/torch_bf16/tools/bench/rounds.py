@@ -1,4 +1,4 @@
-"""Steps of many optimizers, one after the other within every round."""
+"""Time steps of many optimizers, one after the other within every round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .time_limit import quiet, time_limit
 __all__ = ["Measured", "Result", "measure"]
 
 _UNTIMED_ROUNDS = 2
-# The system and the copy need some, too.
+# The system and the copy need memory, too.
 _SPARE_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
 _COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 
@@ -33,20 +33,20 @@ class Result:
     """What was measured of one entry.
 
     Attributes:
-        entry: whose result this is.
-        seconds: per step, ``[rounds]``.
-        ratios: to the baseline's seconds in the same round, or to their median where both did not
+        entry: the entry that was measured.
+        seconds: seconds per step, ``[rounds]``.
+        ratios: to the baseline's seconds in the same round, or to their median if the two did not
             fit into memory together, ``[rounds]``.
-        host_seconds: until the call of a step returned, ``[rounds]``.
-        seconds_after_product: per step right after a matrix product, ``[rounds]``, or ``[0]`` where
-            none was made.
-        ratios_after_product: likewise to the baseline's.
-        first_step: seconds of the very first step, compiling included.
+        host_seconds: seconds until the call of a step returned, ``[rounds]``.
+        seconds_after_product: seconds per step right after a matrix product, ``[rounds]``, or
+            ``[0]`` if there was no product.
+        ratios_after_product: these to the baseline's, as in ``ratios``.
+        first_step: seconds of the very first step, with compiling.
         held: bytes of weights, gradients and states.
         moved: bytes that a step must read and write.
-        peak: most bytes during a step; None on a CPU, where a process of its own tells.
+        peak: most bytes during a step; None on a CPU, where another process measures it.
         interleaved: whether the baseline ran in the same rounds.
-        launches: kernels, copies and fills of one step; None where there are none to count.
+        launches: kernels, copies and fills of one step; None if they cannot be counted.
     """
 
     entry: Entry
@@ -65,13 +65,13 @@ class Result:
 
 @dataclass
 class Measured:
-    """A whole run.
+    """What was measured in a whole run.
 
     Attributes:
-        results: in the order given, without those that failed.
-        failures: why, by the entry's name.
+        results: in the order of the entries, without those that failed.
+        failures: why entries failed, by their names.
         copy_rates: bytes per second, read and written, of a copy of one large tensor.
-        groups: names of those that were in memory together.
+        groups: names of the entries that were in memory together.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -92,21 +92,21 @@ def measure(
 ) -> Measured:
     """Time steps of each entry, one after the other within every round.
 
-    All are in memory at once where they fit, so that whatever else the machine does meets them
-    alike. Where they do not, they run in groups, each with the baseline in it; one that does not
-    even fit beside the baseline runs alone, and its ratio is to the baseline's median.
+    All entries are in memory at once if they fit, so that whatever else the machine does affects
+    them alike. If they do not fit, they run in groups, each with the baseline in it; an entry that
+    does not even fit beside the baseline runs alone, and its ratio is to the baseline's median.
 
-    One that fails is left out, with its error; the rest goes on.
+    An entry that fails is left out, with its error; the others go on.
 
     Args:
         entries: the baseline first.
-        shapes: of the parameters.
-        device: where they are.
-        rounds: timed rounds; three steps and two rounds go before, untimed.
-        progress: is told, line by line, what is going on.
+        shapes: the shapes of the parameters.
+        device: the device that they are on.
+        rounds: timed rounds, after three steps and two rounds that are not timed.
+        progress: called with lines of text about the progress.
         available: bytes of memory to use; None for what the system says is free.
-        first_seconds: one that takes longer to be made and to take its first three steps, because
-            it compiles, counts as failed.
+        first_seconds: an entry that takes longer to be made and to take its first three steps,
+            because it compiles, counts as failed.
         most: entries in memory at once: the fewer, the closer in time each is to the baseline.
 
     Raises:
@@ -147,12 +147,12 @@ def measure(
                 f"the baseline {baseline.name!r} failed: {measured.failures[baseline.name]}"
             )
         for each in running:
-            # The baseline is in several groups; the first one's figures are shown.
+            # The baseline is in several groups; its figures are those of the first group.
             result = _result(each, references, beside is not None)
             finished.setdefault(each.entry.name, result)
     measured.results = [finished[each.name] for each in entries if each.name in finished]
     if clock.counts_launches:
-        # Last: a profiler that has been there may leave launches slower.
+        # Last, because a profiler that has run may leave launches slower.
         progress("counting launches")
         for result in measured.results:
             result.launches = _launches(result.entry, shapes, clock, first_seconds)
@@ -204,7 +204,7 @@ def _start(
         try:
             with quiet(), time_limit(first_seconds):
                 running.append(Running(each, shapes, clock))
-        # Whatever a library raises is its own failure. Not kept: it holds the tensors.
+        # Whatever a library raises is its failure. Only the text is kept: errors hold tensors.
         except Exception as raised:
             error = _one_line(raised)
             out_of_memory = isinstance(raised, torch.OutOfMemoryError)
@@ -214,7 +214,7 @@ def _start(
         gc.collect()
         clock.release()
         if out_of_memory and len(group) > 1 and each is not group[0]:
-            progress(f"{each.name}: no memory beside the others; later, with fewer")
+            progress(f"{each.name}: no memory beside the others; will be tried with fewer")
             waiting.append([group[0], each] if len(group) > 2 else [each])
         else:
             progress(f"{each.name}: {error}")
@@ -231,7 +231,7 @@ def _rounds(
         with quiet():
             for number in range(-_UNTIMED_ROUNDS, rounds):
                 copy.run(clock, number >= 0)
-                # Another goes first in every round: caches are full of the copy then.
+                # Another entry goes first in every round, when caches are full of the copy.
                 first = number % max(len(running), 1)
                 _each(running, methodcaller("run", clock, number >= 0), failures, first)
     finally:
@@ -241,8 +241,8 @@ def _rounds(
 def _launches(
     entry: Entry, shapes: Shapes, clock: Clock, first_seconds: float
 ) -> dict[str, int] | None:
-    """Of a step of an optimizer that is made for it; None where that fails."""
-    # A profiler that cannot work here must not take the measured times along.
+    """Launches of one step of an optimizer made for this; None if they cannot be counted."""
+    # A profiler that does not work here must not cost the measured times.
     with suppress(Exception), quiet(), time_limit(first_seconds):
         running = Running(entry, shapes, clock)
         try:

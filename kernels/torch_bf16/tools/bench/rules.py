@@ -46,7 +46,7 @@ RULES: dict[str, tuple[rules.Rule, str, Mapping[str, Any]]] = {
         {**_ROOT, "centered": True, "momentum": 0.9},
     ),
 }
-"""The rule, the class of ``torch_bf16`` and its arguments, by the name in the table."""
+"""The rule, its class in ``torch_bf16`` and the arguments, by the name in the table."""
 
 _FP32: Any = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
 _INT8: Any = {"exp_avg": "int8", "exp_avg_sq": "int8"}
@@ -74,7 +74,7 @@ def every_rule(backend: str | None) -> tuple[Entry, ...]:
     for name, (rule, optimizer, arguments) in RULES.items():
         roles = [state.role for state in rule.states if state.role in ROLES]
         for size, recipe in FORMATS.items():
-            # One without second moments, say, has fewer formats than there are recipes.
+            # A rule without second moments, say, has fewer formats than there are recipes.
             stored = (name, recipe.weights, *(getattr(recipe, role) for role in roles))
             found.setdefault(
                 stored,
@@ -82,7 +82,7 @@ def every_rule(backend: str | None) -> tuple[Entry, ...]:
                     f"{name} {size}",
                     f"weights {recipe.weights}, moments {recipe.exp_avg} / {recipe.exp_avg_sq}",
                     f"torch_bf16:{optimizer}",
-                    # Some keep a number more than AdamW, in fp32.
+                    # Some rules keep one number more than AdamW, in fp32.
                     estimate=2.1 + recipe.bytes_per_parameter + 4,
                     arguments=arguments,
                     options={"recipe": recipe},

@@ -1,4 +1,4 @@
-"""One entry in memory, and the copy of a large tensor that all are compared with."""
+"""One entry in memory, and the copy of a large tensor that all entries are compared with."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Running:
     """An entry that has taken its first three steps, and can take more.
 
     Attributes:
-        entry: which.
-        first_step: seconds of the first step, compiling included.
+        entry: the entry.
+        first_step: seconds of the first step, with compiling.
         held: bytes of weights, gradients and states.
         moved: bytes that a step must read and write.
-        peak: most bytes during the second and third step; None where only the system knows.
-        seconds: per step, one number for each timed round.
-        host_seconds: until the call of a step returned, likewise.
-        seconds_after_product: per step right after a matrix product, likewise; empty on a device
-            that has none.
+        peak: most bytes during the second and third step; None if only the system knows.
+        seconds: seconds per step, one number for each timed round.
+        host_seconds: seconds until the call of a step returned, one for each timed round.
+        seconds_after_product: seconds per step right after a matrix product, one for each timed
+            round; empty on a device where that is not timed.
 
     Raises:
-        RuntimeError: it does not do the work that is to be timed.
+        RuntimeError: the entry does not do the work that is to be timed.
     """
 
     def __init__(self, entry: Entry, shapes: Shapes, clock: Clock) -> None:
@@ -43,21 +43,21 @@ class Running:
         optimizer = entry.make(shapes, clock.device)
         self._step: Callable[[], object] = step_of(optimizer, entry.way)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        some = max(parameters, key=torch.Tensor.numel).detach().view(-1)[:4096]
-        at_first = some.clone()
+        sample = max(parameters, key=torch.Tensor.numel).detach().view(-1)[:4096]
+        at_first = sample.clone()
         start = time.perf_counter()
         self._step()
         clock.wait()
         self.first_step = time.perf_counter() - start
-        # What compiling needed for a moment is not part of a training run.
+        # Memory that compiling needed for a moment is not part of a training run.
         clock.start_peak()
         self._step()
         self._step()
         peak = clock.peak()
         self.peak = None if peak is None or before is None else peak - before
         if any(parameter.grad is None for parameter in parameters):
-            raise RuntimeError("its step takes the gradients away, and the next has nothing to do")
-        if torch.equal(some, at_first):
+            raise RuntimeError("its step removes the gradients, so the next one has nothing to do")
+        if torch.equal(sample, at_first):
             raise RuntimeError("three steps left the weights as they were")
         self.held = held_bytes(optimizer)
         self.moved = moved_bytes(optimizer)
@@ -73,7 +73,7 @@ class Running:
                 self.seconds_after_product.append(after_product)
 
     def count_launches(self, clock: Clock) -> dict[str, int] | None:
-        """Take one more step: the kernels, copies and fills that it gives the device."""
+        """Take one more step, and count the kernels, copies and fills that it launches."""
         return clock.launches(self._step)
 
     def close(self) -> None:

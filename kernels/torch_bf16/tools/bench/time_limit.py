@@ -1,4 +1,4 @@
-"""For libraries that talk while they compile and warn at every step, or compile forever."""
+"""Silence and time limits for libraries that print, warn at every step, or compile forever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quiet() -> Iterator[None]:
     """Drop warnings, log messages, and what is printed by this process and by its children."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # The descriptors, because compilers and autotuners write from C++ and from processes.
+    # The descriptors, too, because compilers and autotuners write from C++ and child processes.
     kept = [os.dup(number) for number in (1, 2)]
     disabled = logging.root.manager.disable
     with (

@@ -1,4 +1,4 @@
-"""Whole training steps of GPT-2's shape, by phase, in the precisions that there are.
+"""Time whole training steps of GPT-2's shape, by phase, in all precisions.
 
 The command is ``python -m torch_bf16 bench --training``. All rows take a step in every round.
 """
@@ -47,13 +47,13 @@ class _Block(nn.Module):
         batch, tokens, _ = x.shape
         heads = self.attention(self.norms[0](x)).view(batch, tokens, 3, _HEADS, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mixed(seen.transpose(1, 2).reshape(x.shape))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mixed(attended.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
 
 class _GPT2(nn.Module):
-    """GPT-2 (Radford et al., 2019), as deep as asked; gives the mean loss of the next token."""
+    """GPT-2 (Radford et al., 2019) of any depth; returns the mean loss of the next token."""
 
     def __init__(self, layers: int, tokens: int) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class Row:
     """One way to train.
 
     Attributes:
-        name: in tables.
-        recipe: ours; None where weights and optimizer are torch's, in fp32.
-        autocast: whether the forward pass of torch's runs under autocast to bf16.
+        name: the row's name in tables.
+        recipe: our recipe; None if weights and optimizer are torch's, in fp32.
+        autocast: whether, without a recipe, the forward pass runs under autocast to bf16.
     """
 
     name: str
@@ -100,10 +100,10 @@ class Timed:
     """What was measured of one row.
 
     Attributes:
-        row: whose.
-        seconds: of each phase, one number for each round.
-        parameters: elements.
-        loss: of the last step.
+        row: the row that was measured.
+        seconds: seconds of each phase, one number for each round.
+        parameters: the number of parameters.
+        loss: the loss of the last step.
     """
 
     row: Row
@@ -129,11 +129,11 @@ def time_rows(
 
     Args:
         rows: the baseline first; each holds a model of its own.
-        layers: of GPT-2.
-        tokens: of one sequence, which is the batch.
-        device: where.
-        rounds: timed ones.
-        progress: is told, line by line, what is going on.
+        layers: how many layers GPT-2 has.
+        tokens: the length of the one sequence that is the batch.
+        device: the device to train on.
+        rounds: how many rounds are timed.
+        progress: called with lines of text about the progress.
     """
     clock = clock_for(device)
     training = []
@@ -171,7 +171,7 @@ class _Training:
         self.timed = Timed(row, parameters=sum(p.numel() for p in model.parameters()))
         optimizer: torch.optim.Optimizer
         optimizer = torch.optim.AdamW(model.parameters(), fused=row.recipe is None, **OPTIONS)
-        # Each as its users clip: torch by a pass that writes, ours in what the next step reads.
+        # As users clip: with torch by a pass that writes gradients, with ours in the next step.
         self._clip: Callable[[], Any]
         if row.recipe is None:
             self._compute: str | None = "autocast" if row.autocast else None
@@ -184,19 +184,19 @@ class _Training:
         self._ids = torch.randint(0, _VOCABULARY, (1, tokens + 1)).to(clock.device)
 
     def step(self, clock: Clock, timed: bool) -> None:
-        seen = [self._now(clock)]
+        times = [self._now(clock)]
         with self._context(clock.device.type):
             loss = self._model(self._ids)
-        seen.append(self._now(clock))
+        times.append(self._now(clock))
         loss.backward()
-        seen.append(self._now(clock))
+        times.append(self._now(clock))
         self._clip()
-        seen.append(self._now(clock))
+        times.append(self._now(clock))
         self._optimizer.step()
-        seen.append(self._now(clock))
+        times.append(self._now(clock))
         self._optimizer.zero_grad()
         if timed:
-            for name, start, end in zip(PHASES, seen, seen[1:], strict=False):
+            for name, start, end in zip(PHASES, times, times[1:], strict=False):
                 self.timed.seconds[name].append(end - start)
             self.timed.loss = loss.item()
 

@@ -35,11 +35,11 @@ def training_record(
     """Everything about a run as numbers, strings, lists and dicts.
 
     Args:
-        timed: the baseline first.
-        setting: of the run: command, layers, tokens, threads, rounds.
-        device: where it ran.
-        peaks: bytes by the row's name.
-        product_ratio: time of bf16 matrix products over that of fp32 ones, of a CPU.
+        timed: the measured rows, the baseline first.
+        setting: the run's setting: command, layers, tokens, threads, rounds.
+        device: the device that it ran on.
+        peaks: peak bytes by the row's name.
+        product_ratio: time of bf16 matrix products over that of fp32 ones; None on a GPU.
     """
     return {
         "schema": 1,
@@ -74,7 +74,7 @@ def _row(each: Timed, base: Timed, peak: int | None) -> dict[str, Any]:
 
 
 def training_table(record: Mapping[str, Any]) -> str:
-    """All of a record that a person wants to see, as plain text."""
+    """Format a record for people, as plain text."""
     rows, place = record["results"], record["hardware"]
     first = max(len(row["name"]) for row in rows) + 2
     where = place.get("device", f"{place['processor']}, {record['threads']} threads")

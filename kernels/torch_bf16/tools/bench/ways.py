@@ -1,4 +1,4 @@
-"""How steps are taken: with gradients that stay, that move, in a CUDA graph, or with idle rows."""
+"""Ways to take steps: with gradients that stay or move, in a CUDA graph, or with idle rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .entries import Entry
 __all__ = ["WAYS", "in_ways", "step_of"]
 
 Step = Callable[[], object]
-# Of every ten rows of a matrix the last has no gradient, as those of words that do not occur.
+# The last of every ten rows of a matrix has no gradient, like rows of words that do not occur.
 _IDLE = slice(9, None, 10)
 
 
@@ -72,17 +72,17 @@ replayed CUDA graph; a tenth of all rows without gradients and moments from the 
 
 
 def step_of(optimizer: torch.optim.Optimizer, way: str | None) -> Step:
-    """What takes a step of an optimizer whose parameters have gradients.
+    """A function that takes a step of an optimizer whose parameters have gradients.
 
     Args:
-        optimizer: has taken no step yet.
+        optimizer: an optimizer that has taken no step yet.
         way: one of :data:`WAYS`; None for gradients that stay where they are.
     """
     return optimizer.step if way is None else _STEPS[way](optimizer)
 
 
 def in_ways(entries: Iterable[Entry], ways: Iterable[str]) -> list[Entry]:
-    """The same entries once more for each way, under names that say it."""
+    """The same entries once more for each way, which their names then say."""
     return [_in_way(each, way) for each in entries for way in ways]
 
 
@@ -91,6 +91,6 @@ def _in_way(entry: Entry, way: str) -> Entry:
     if way == "graph":
         options = {**entry.options, "capturable": True}
         return replace(entry, name=name, way=way, options=options, only_on="cuda")
-    # Two sets of gradients.
+    # Moving gradients need two sets of them.
     more = entry.dtype.itemsize if way == "moved" else 0
     return replace(entry, name=name, way=way, estimate=entry.estimate + more)

@@ -1,4 +1,4 @@
-"""From runs to figures: curves, paired differences, bytes, times, and what became of updates."""
+"""Compute figures from runs: curves, paired differences, bytes, times, and kept updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Series", "analyse"]
 
 _POINTS = 200
 _WARM_UP = 5
-# Of fp32 weights all is kept: less is the twin's fault.
+# fp32 weights keep all updates: if less was measured, the twin is wrong.
 _TWIN = 0.02
 _PERCENTILES = {"p10": 10, "p50": 50, "p90": 90}
 
@@ -25,26 +25,26 @@ class Series:
     """Losses of all runs over the steps that they share.
 
     Args:
-        runs: of every row.
+        runs: the runs of all rows.
 
     Attributes:
-        steps: that all have; runs that became no number are asked up to there only.
-        window: steps that curves are averaged over.
-        tail: steps at the end whose mean is a run's final loss.
-        shortened: names of rows whose runs have more steps than that.
+        steps: the steps that all runs have; a broken run need not have those after it broke.
+        window: how many steps curves are averaged over.
+        tail: how many steps at the end are averaged for a run's final loss.
+        shortened: names of rows whose runs have more steps than those shared.
 
     Raises:
-        ValueError: there is no step that all have.
+        ValueError: the runs have no step in common.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         whole = [run for run in runs if run.broken_at is None] or list(runs)
         shared = set(whole[0].steps).intersection(*(run.steps for run in whole))
         if not shared:
-            some = [f"{run.row} has {_some(run.steps)}" for run in whole]
+            described = [f"{run.row} has {_some(run.steps)}" for run in whole]
             raise ValueError(
-                f"the runs have no step in common: {'; '.join(dict.fromkeys(some))}. Log them at "
-                "the same steps"
+                f"the runs have no step in common: {'; '.join(dict.fromkeys(described))}. Log them "
+                "at the same steps"
             )
         self.steps = sorted(shared)
         self.window = max(1, len(self.steps) // 20)
@@ -58,11 +58,11 @@ class Series:
         return np.array([known[s] for s in self.steps if s < broken and s in known])
 
     def curve(self, run: Run) -> np.ndarray:
-        """Smoothed losses at :attr:`steps`, up to where the run became no number."""
+        """Smoothed losses at :attr:`steps`, up to where the run broke."""
         return smooth(self._losses[id(run)], self.window)
 
     def whole(self, run: Run) -> bool:
-        """Whether it has all steps."""
+        """Whether a run has all steps."""
         return len(self._losses[id(run)]) == len(self.steps)
 
     def final(self, run: Run) -> float:
@@ -70,12 +70,12 @@ class Series:
         return float(self._losses[id(run)][-self.tail :].mean()) if self.whole(run) else math.nan
 
     def begin(self, run: Run) -> float:
-        """The first loss of all."""
+        """The very first loss of a run."""
         return run.losses[0]
 
     @property
     def points(self) -> list[int]:
-        """Indices of steps to draw: the last one is among them."""
+        """Indices of the steps to draw; the last step is among them."""
         n = len(self.steps)
         return sorted({round(i) for i in np.linspace(0, n - 1, min(n, _POINTS))})
 
@@ -84,7 +84,7 @@ def analyse(by_row: Mapping[str, Sequence[Run]], reference: str) -> dict[str, An
     """Figures of all rows, ready for JSON.
 
     Args:
-        by_row: runs by the row's name; the n-th ones of two rows are a pair.
+        by_row: runs by the row's name; the n-th runs of two rows are a pair.
         reference: the row that others are compared with.
     """
     series = Series([run for runs in by_row.values() for run in runs])
@@ -153,7 +153,7 @@ def _bytes(run: Run) -> dict[str, float] | None:
 
 
 def _times(seconds: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """Percentiles in milliseconds; the first steps compile and allocate."""
+    """Percentiles in milliseconds, without the first steps, which compile and allocate."""
     kept = [s for each in seconds for s in each[min(_WARM_UP, len(each) // 2) :]]
     if not kept:
         return None
@@ -161,24 +161,24 @@ def _times(seconds: Sequence[Sequence[float]]) -> dict[str, float] | None:
 
 
 def _updates(runs: Sequence[Run]) -> dict[str, Any]:
-    """What became of updates: by layer and window, over all seeds."""
+    """The shares of updates that were kept, by layer and window, over all seeds."""
     known = [run for run in runs if run.survived and run.ends]
     windows = min((len(run.ends) for run in known), default=0)
     layers: dict[str, Any] = {}
     intended = stored = 0.0
     for layer in known[0].survived if windows else ():
         sums = np.array([run.survived[layer][:windows] for run in known])
-        both, whole = sums[:, :, 0], sums[:, :, 1]
-        shares = np.divide(both, whole, out=np.full_like(both, np.nan), where=whole > 0)
+        kept, whole = sums[:, :, 0], sums[:, :, 1]
+        shares = np.divide(kept, whole, out=np.full_like(kept, np.nan), where=whole > 0)
         total = whole.sum()
         each = shares[np.isfinite(shares)]
         layers[layer] = {
-            "windows": [_number(v) for v in _ratio(both.sum(axis=0), whole.sum(axis=0))],
-            "survived": _number(both.sum() / total) if total else None,
-            # What chance leaves open: windows of stochastic rounding scatter.
+            "windows": [_number(v) for v in _ratio(kept.sum(axis=0), whole.sum(axis=0))],
+            "survived": _number(kept.sum() / total) if total else None,
+            # The most that chance allows: under stochastic rounding, windows scatter.
             "survived_at_most": _number(Interval.of(list(each)).high) if len(each) > 1 else None,
         }
-        stored, intended = stored + float(both.sum()), intended + float(total)
+        stored, intended = stored + float(kept.sum()), intended + float(total)
     counts: dict[str, np.ndarray] = {}
     for run in runs:
         for layer, pair in run.unmoved.items():
@@ -186,19 +186,19 @@ def _updates(runs: Sequence[Run]) -> dict[str, Any]:
     for layer, (stood, numel) in counts.items():
         layers.setdefault(layer, {"windows": [], "survived": None, "survived_at_most": None})
         layers[layer] |= {"unmoved": _number(stood / numel), "numel": int(numel) // len(runs)}
-    every = sum(counts.values(), np.zeros(2))
+    stood, numel = sum(counts.values(), np.zeros(2))
     return {
         "ends": known[0].ends[:windows] if windows else [],
         "layers": layers,
         "survived": _number(stored / intended) if intended else None,
-        "unmoved": _number(every[0] / every[1]) if every[1] else None,
+        "unmoved": _number(stood / numel) if numel else None,
         "unmeasured": runs[0].unmeasured,
         "undecoded": runs[0].undecoded,
     }
 
 
 def _check_twins(rows: list[dict[str, Any]], reference: str) -> None:
-    """Take no shares where a twin over samples does not do what the optimizer does."""
+    """Discard the shares of an optimizer whose twin, over samples, does not step as it does."""
     base = next(row for row in rows if row["name"] == reference)
     kept = [each["survived"] for each in base["layers"].values() if each["survived"] is not None]
     worst = max((abs(1 - share) for share in kept), default=0.0)
@@ -207,7 +207,7 @@ def _check_twins(rows: list[dict[str, Any]], reference: str) -> None:
     kind = base["options"].partition("(")[0]
     for row in rows:
         if row["options"].partition("(")[0] == kind:
-            row["unmeasured"] = f"{kind} does not look at elements one by one"
+            row["unmeasured"] = f"{kind} does not update elements one by one"
             row["survived"], row["ends"] = None, []
             for layer in row["layers"].values():
                 layer.update(windows=[], survived=None, survived_at_most=None)
@@ -222,7 +222,7 @@ def _interval(found: Interval) -> dict[str, float | None]:
 
 
 def _number(value: float) -> float | None:
-    """As JSON has it: six digits, and None for what is not a number."""
+    """A number for JSON: six digits, and None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 

@@ -20,8 +20,8 @@ class Curve:
 
     Args:
         name: its label.
-        colour: as a value of CSS.
-        values: at each step; None where there is none.
+        colour: a CSS colour.
+        values: the value at each step; None if there is none.
     """
 
     def __init__(self, name: str, colour: str, values: Sequence[float | None]) -> None:
@@ -32,10 +32,10 @@ def curves(steps: Sequence[int], lines: Sequence[Curve], low: float, high: float
     """Lines over each other, labelled where they end.
 
     Args:
-        steps: of the values.
+        steps: the steps of the values.
         lines: the reference first; it is drawn over the others.
-        low: the least of the vertical scale.
-        high: its largest; what is above is cut off.
+        low: the lower end of the vertical scale.
+        high: its upper end; lines are cut off above it.
     """
     height = max(280.0, 26 + _GAP * len(lines))
     y = _linear(low, high)
@@ -63,10 +63,10 @@ def panel(
     """One paired difference, with its band around it.
 
     Args:
-        steps: of the values.
-        line: its mean.
-        half: half the band's width; None where there is none.
-        scale: of :func:`scale_of_differences`, the same for all panels.
+        steps: the steps of the values.
+        line: the mean difference.
+        half: half the band's width; None if there is no band.
+        scale: from :func:`scale_of_differences`, the same for all panels.
     """
     y, ticks = scale
     marks = [_grid(y(tick), "zero" if tick == 0 else "grid") for tick in ticks]
@@ -89,14 +89,14 @@ def panel(
 def scale_of_differences(
     means: Sequence[float], edges: Sequence[float]
 ) -> tuple[Callable[[float], float], Sequence[float]]:
-    """A scale on which small and large differences both show: linear around 0, then by powers.
+    """A scale that shows both small and large differences: linear around 0, then by powers of ten.
 
     Args:
-        means: all that are shown.
-        edges: of their bands; wide ones are cut off at three times the largest mean.
+        means: all mean differences that are shown.
+        edges: the edges of their bands; wide bands are cut off at three times the largest mean.
 
     Returns:
-        From a difference to a place, 0 at the top and 1 at the bottom; and ticks.
+        A function from a difference to its place, 0 at the top and 1 at the bottom; and the ticks.
     """
     unit = unit_of(means)
     limit = 3 * max(abs(each) for each in (*means, unit))
@@ -120,17 +120,17 @@ def scale_of_differences(
 
 
 def unit_of(means: Sequence[float]) -> float:
-    """A power of ten as small as differences usually are."""
+    """The power of ten at or below the median size of differences."""
     usual = sorted(abs(each) for each in means if each) or [1e-9]
     return 10.0 ** math.floor(math.log10(usual[len(usual) // 2]))
 
 
 def stack(parts: Sequence[tuple[str, float]], largest: float) -> str:
-    """One bar of several parts, labelled within where there is room.
+    """One bar of several parts, which have their labels inside if there is room.
 
     Args:
-        parts: what each is, and its size.
-        largest: the whole of the largest bar.
+        parts: the name and size of each part.
+        largest: the total of the largest bar.
     """
     spans = []
     for n, (name, size) in enumerate(parts):
@@ -145,7 +145,7 @@ def stack(parts: Sequence[tuple[str, float]], largest: float) -> str:
 
 
 def heat_map(rows: Sequence[Sequence[float | None]], titles: Sequence[str]) -> str:
-    """Cells of what was kept: a layer in each row, time from left to right."""
+    """Cells that show what was kept: a layer in each row, time from left to right."""
     height = len(rows)
     width = max(map(len, rows), default=0)
     cells = [f'<rect class="kept" width="{width}" height="{height}"/>']

@@ -52,7 +52,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="WHAT",
         help=f"module:factory or file.py:factory, {CONTRACT}; or two runs or more, [NAME=]PATH, "
-        f"each {KINDS}; or {_RECORD}, to draw it again; nothing for a small built-in model",
+        f"each {KINDS}; or {_RECORD}, to draw it again; or nothing, for a small built-in model",
     )
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -67,7 +67,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--optimizer",
         metavar="[module.]Class(...)",
-        help=f"of all other rows (default: {_OPTIMIZER})",
+        help=f"the optimizer of all other rows (default: {_OPTIMIZER})",
     )
     training.add_argument("--lr", type=positive_number, help=f"peak learning rate (default: {_LR})")
     training.add_argument(
@@ -81,10 +81,16 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--seeds", type=count, metavar="N", help=f"pairs of runs (default: {_SEEDS})"
     )
-    training.add_argument("--device", help="default: cuda where torch sees a GPU, else cpu")
-    training.add_argument("--text", type=Path, metavar="FILE", help="for the built-in model")
-    training.add_argument("--fresh", action="store_true", help="forget runs that are in --out")
-    parser.add_argument("--reference", metavar="NAME", help="the row to compare with (the first)")
+    training.add_argument(
+        "--device", help="the device to train on (default: cuda if torch sees a GPU, else cpu)"
+    )
+    training.add_argument(
+        "--text", type=Path, metavar="FILE", help="a text to train the built-in model on"
+    )
+    training.add_argument("--fresh", action="store_true", help="delete the runs in --out first")
+    parser.add_argument(
+        "--reference", metavar="NAME", help="the row to compare with (default: the first)"
+    )
     parser.add_argument(
         "--metric", metavar="NAME", help="metric of existing runs (default: their loss)"
     )
@@ -96,7 +102,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"runs, {_RECORD} and compare.html (default: compare); the same command resumes there",
     )
     parser.add_argument(
-        "--html", type=file_to_write, metavar="FILE", help="write the page there instead"
+        "--html", type=file_to_write, metavar="FILE", help="write the page to FILE instead"
     )
     for kind in ("png", "pdf"):
         parser.add_argument(
@@ -106,17 +112,17 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(options: argparse.Namespace, arguments: Sequence[str] = ()) -> int:
-    """Compare precisions, or runs that exist.
+    """Compare precisions, or existing runs.
 
     Args:
-        options: parsed.
-        arguments: as they were given, for the record.
+        options: the parsed options.
+        arguments: the command's arguments, for the record.
 
     Returns:
-        The exit status: 0 where nothing is lost, 1 where a row stalls, is broken or loses.
+        The exit status: 0 if nothing is lost, 1 if a row stalls, is broken or loses.
 
     Raises:
-        ValueError, OSError, ImportError: something cannot be meant; the message says why.
+        ValueError, OSError, ImportError: an argument cannot be used; the message says why.
     """
     if options.png or options.pdf:
         require_matplotlib()
@@ -147,8 +153,8 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--metric is for runs that exist; a model is compared by its own loss")
     rows = _rows(options)
     if len(rows) < 2:
-        there = f"one row, {rows[0].name}" if rows else "no row"
-        raise ValueError(f"there is {there}, and nothing to compare: --precisions A,B names two")
+        found = f"one row, {rows[0].name}" if rows else "no row"
+        raise ValueError(f"there is {found}, and nothing to compare: --precisions A,B names two")
     reference = options.reference or rows[0].name
     if reference not in {row.name for row in rows}:
         raise ValueError(f"--reference {reference!r} is not a row; those: {_names(rows)}")
@@ -163,11 +169,11 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         options.schedule or "cosine",
         _device(options.device),
     )
-    own = bool(factory) and plan.subject.make(plan.steps).optimizer is not None
-    if own and (options.lr or options.optimizer):
+    has_optimizer = bool(factory) and plan.subject.make(plan.steps).optimizer is not None
+    if has_optimizer and (options.lr or options.optimizer):
         raise ValueError(
-            f"{factory}() returns an optimizer of its own, so --lr and --optimizer mean nothing: "
-            "leave them out, or return (model, batches)"
+            f"{factory}() returns an optimizer of its own, so --lr and --optimizer would have no "
+            "effect: leave them out, or return (model, batches)"
         )
     store = Store(options.out, plan)
     if options.fresh:
@@ -182,7 +188,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         result["described"] = row.description
     found["settings"] = {
         **{"steps": plan.steps, "seeds": options.seeds or _SEEDS, "schedule": plan.schedule},
-        **({} if own else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
+        **({} if has_optimizer else {"lr": plan.lr, "optimizer": plan.optimizer.text}),
     }
     found["environment"] = {
         **hardware(plan.device),
@@ -209,8 +215,8 @@ def _notes(found: Mapping[str, Any], rows: Mapping[str, Sequence[Run]]) -> list[
     if found["shortened"]:
         shared = f"{found['first_step']:,} to {found['last_step']:,}"
         notes.append(
-            f"not all runs have the same steps: compared over those that all have, {shared}; more "
-            f"are in {', '.join(found['shortened'])}"
+            f"not all runs have the same steps: compared over those that all have, {shared}; there "
+            f"are more in {', '.join(found['shortened'])}"
         )
     counts = {name: len(runs) for name, runs in rows.items()}
     if len(set(counts.values())) > 1:
@@ -219,7 +225,7 @@ def _notes(found: Mapping[str, Any], rows: Mapping[str, Sequence[Run]]) -> list[
     if hidden := [row["name"] for row in found["rows"] if row["undecoded"]]:
         notes.append(
             f"{', '.join(hidden)}: what the optimizer keeps beyond a bf16 weight cannot be read "
-            "here, so that what was kept, and what never moved, are of the bf16 weights alone"
+            "here, so what was kept, and what never moved, are figures of the bf16 weights alone"
         )
     for row in found["rows"]:
         if row["unmeasured"]:

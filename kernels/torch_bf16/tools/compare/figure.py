@@ -1,4 +1,4 @@
-"""The picture of a comparison for papers and slides, by matplotlib."""
+"""The picture of a comparison for papers and slides, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROLES = {"weights": "#b9c6d2", "gradients": "#d9dee4", "moments": "#9fc3dc", "m
 
 
 def require_matplotlib() -> None:
-    """Refuse before minutes of training, not after.
+    """Check for matplotlib before minutes of training, not after.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -32,7 +32,7 @@ def require_matplotlib() -> None:
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
-    """Draw curves, differences, bytes, times and kept updates; the ending says the format."""
+    """Draw curves, differences, bytes, times and kept updates; the file's suffix is the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -22,7 +22,7 @@ class Interval:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Interval:
-        """Of one difference for each pair; of a single one, all numbers are in the interval."""
+        """The interval of one difference for each pair; infinite for a single pair."""
         mean, n = statistics.fmean(differences), len(differences)
         if n < 2:
             return cls(mean, -math.inf, math.inf)
@@ -35,11 +35,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Band:
-    """The same at each step.
+    """A mean difference and its interval at each step.
 
     Attributes:
-        mean: of the differences, fp64 of shape (steps,).
-        half: half the width of the interval; infinite where there is one pair.
+        mean: the mean of the differences, fp64 of shape (steps,).
+        half: half the width of the interval; infinite for a single pair.
     """
 
     mean: np.ndarray
@@ -67,8 +67,8 @@ def smooth(values: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
 def student_t(degrees: int) -> float:
     """The two-sided 95 % quantile of Student's t.
 
-    By its expansion in the normal quantile (Abramowitz & Stegun, 26.7.5) for three and more degrees
-    of freedom, where it is right to 0.2 %.
+    For three and more degrees of freedom it is computed by its expansion in the normal quantile
+    (Abramowitz & Stegun, 26.7.5), which is right to 0.2 % there.
     """
     if degrees < 3:
         return {1: 12.706, 2: 4.303}[degrees]

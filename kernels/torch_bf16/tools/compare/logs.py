@@ -1,4 +1,4 @@
-"""Runs that exist, as the loggers of others wrote them."""
+"""Read existing runs, as other programs' loggers wrote them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Logged:
     """What a logger kept of one run.
 
     Attributes:
-        run: its name there; empty where a file has one run alone.
+        run: its name in the file; empty if the file holds only one run.
         path: the file.
-        values: of each metric, by step.
-        clock: seconds at each step, where they are known.
+        values: the values of each metric, by step.
+        clock: seconds at each step, if they are known.
     """
 
     run: str
@@ -41,7 +41,7 @@ class Logged:
     clock: dict[int, float] = field(default_factory=dict)
 
     def add(self, metric: str, step: int, value: Any) -> None:
-        """Take a value over, if it is one; the last of a step counts."""
+        """Add a value, if it is a number; of several at one step, the last one counts."""
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -53,7 +53,8 @@ def logged_in(path: Path) -> list[Logged]:
     """All runs of a file or a folder.
 
     Raises:
-        ValueError, OSError, ImportError: there is none, or it cannot be read; the message says why.
+        ValueError, OSError, ImportError: there is no run, or it cannot be read; the message says
+            why.
     """
     files = _files(path)
     found = []
@@ -95,7 +96,7 @@ def _reader(path: Path) -> Callable[[Path], list[Logged]]:
         return _of_tensorboard
     known = {".csv": _of_csv, ".json": _of_trainer, ".db": _of_trackio, ".parquet": _of_parquet}
     if path.suffix not in known:
-        raise ValueError(f"{path} is of no kind that is known. A run is {KINDS}")
+        raise ValueError(f"{path} is of an unknown kind. A run is {KINDS}")
     return known[path.suffix]
 
 
@@ -143,8 +144,8 @@ def _of_tensorboard(path: Path) -> list[Logged]:
         )
     except ImportError:
         raise ImportError(
-            f"{path} is an event file of TensorBoard, which is read by its package, and that is "
-            "not installed here: pip install tensorboard"
+            f"{path} is an event file of TensorBoard; reading it needs its package, which is not "
+            "installed here: pip install tensorboard"
         ) from None
     events = event_accumulator.EventAccumulator(
         str(path), size_guidance={"scalars": 0, "tensors": 0}
@@ -155,7 +156,7 @@ def _of_tensorboard(path: Path) -> list[Logged]:
         for each in events.Scalars(name):
             found.add(name, each.step, each.value)
             found.clock[each.step] = each.wall_time
-    # torch writes scalars of this kind too, where it is asked for the new style.
+    # torch writes scalars as tensors if it is asked for the new style.
     for name in events.Tags()["tensors"]:
         for each in events.Tensors(name):
             if each.tensor_proto.float_val:

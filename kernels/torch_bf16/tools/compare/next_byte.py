@@ -1,8 +1,8 @@
 """The built-in model: the next byte from the eight before it.
 
-Its losses follow from weights and batches without leaps, so that a few pairs of runs tell small
-differences. A small transformer stays for a while at the frequencies of bytes, and when it leaves
-them is chance: its pairs end as far apart as other seeds do.
+Its losses change smoothly with weights and batches, so that a few pairs of runs resolve small
+differences. A small transformer at first learns only the frequencies of bytes, and when it gets
+beyond them is chance: its paired runs end as far apart as runs with different seeds.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _losses(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     known = [value for line in lines for value in line.values if value is not None]
     if not known:
         return ""
-    # What comes first is the same in all and would take most of the height.
+    # The first steps are much the same in all rows and would take most of the height.
     later = [v for line in lines for v in line.values[len(steps) // 12 :] if v is not None]
     low, high = min(known), max(later or known)
     margin = 0.04 * (high - low) or 0.1
@@ -153,7 +153,7 @@ def _differences(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     band = "with its 95 % band" if edges else "of one pair, which has no band"
     why = (
         f"Step by step on the same batches, {band}. Above 0 is worse than {found['reference']}. "
-        "The scale is linear near 0 and goes on by powers of ten."
+        "The scale is linear near 0 and continues by powers of ten."
     )
     return (
         f'<section><h2>Difference to {escape(found["reference"])}</h2><p class="quiet">'
@@ -205,7 +205,7 @@ def _times(rows: Sequence[Mapping[str, Any]], colour: Mapping[str, str]) -> str:
         if row["optimizer_ms"]:
             label += f" <small>optimizer {row['optimizer_ms']['p50']:.2g}</small>"
         lines += _bar(row["name"], colour, drawn, label)
-    why = "The mark is the median, the bar reaches from the 10th to the 90th percentile, from 0."
+    why = "Mark: the median; bar: from the 10th to the 90th percentile; the scale starts at 0."
     return (
         f'<section><h2>Time per step</h2><p class="quiet">{why}</p>'
         f'<div class="bars">{lines}</div></section>'
@@ -248,7 +248,7 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
     kept += "window, and every element moved, so they are not drawn."
     why = (
         "Each layer is a line, time runs from left to right. Colour is the share of the update "
-        "that was not stored, against an fp32 twin of the optimizer with the same gradients:"
+        "that was not stored, compared with an fp32 twin of the optimizer on the same gradients:"
     )
     return (
         f'<section><h2>Updates that were kept, and elements that never moved</h2><p class="quiet">'
@@ -259,14 +259,14 @@ def _updates(found: Mapping[str, Any], colour: Mapping[str, str]) -> str:
 
 
 def quiet(row: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to see: all is kept at all times, and everything moved."""
+    """Whether there is nothing to see: updates are kept at all times, and every element moved."""
     windows = [share for each in row["layers"].values() for share in each["windows"]]
     calm = all(share is None or share >= _CALM for share in windows)
     return calm and bool(windows) and (row["unmoved"] or 0.0) < 0.0005
 
 
 def layers_of(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Layers to show: where there are too many, those of one kind together, as ``blocks.*.qkv``."""
+    """Layers to show; if there are too many, those of one kind together, as ``blocks.*.qkv``."""
     if len(layers) <= _MOST_LAYERS:
         return {_short(name, layers): dict(each) for name, each in layers.items()}
     kinds: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -286,7 +286,7 @@ def layers_of(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def _short(name: str, names: Mapping[str, object]) -> str:
-    """Without the first part, where all names begin with it."""
+    """A name without its first part, if all names begin with that."""
     first = name.partition(".")[0] + "."
     shared = len(names) > 1 and all(each.startswith(first) for each in names)
     return name[len(first) :] if shared else name

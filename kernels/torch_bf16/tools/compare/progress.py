@@ -1,4 +1,4 @@
-"""How far a comparison is: a line for each run, and on a terminal one for the step it is at."""
+"""The progress of a comparison: a line for each run and, on a terminal, one for its step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SPARSE = 0.1
 
 
 class Progress:
-    """Tells how the runs of a comparison go.
+    """Reports how far the runs of a comparison are.
 
     Args:
-        total: steps of all runs.
-        show: shows a line until the next one, where there is a terminal.
+        total: the steps of all runs together.
+        show: shows a line until the next one, if there is a terminal.
     """
 
     def __init__(self, total: int, show: Callable[[str], None]) -> None:
@@ -28,19 +28,19 @@ class Progress:
         self._shown = 0.0
 
     def start(self, run: str, steps: int, done: int) -> None:
-        """A run begins.
+        """Note that a run begins.
 
         Args:
-            run: its name.
-            steps: that it has.
-            done: those that were taken before.
+            run: the run's name.
+            steps: how many steps it has.
+            done: how many of them were taken before.
         """
         self._run, self._steps, self._step = run, steps, done
         self._run_begun = time.monotonic()
         self._done += done
 
     def advance(self, loss: float) -> None:
-        """A step was taken."""
+        """Note that a step was taken."""
         self._step += 1
         self._done += 1
         self._taken += 1
@@ -51,7 +51,7 @@ class Progress:
             self._show(f"{self._run}: {step}, {self._left()} left")
 
     def finish(self, outcome: str) -> None:
-        """The run has ended."""
+        """Note that the run has ended."""
         self._done += self._steps - self._step
         seconds = time.monotonic() - self._run_begun
         self.say(f"{self._run}: {outcome} in {seconds:.0f} s, {self._left()} left")

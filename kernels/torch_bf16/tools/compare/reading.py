@@ -1,4 +1,4 @@
-"""From what a user names to runs that exist, in rows."""
+"""Read the existing runs that a user names, as rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
     """Runs by their row, and the metric that is compared.
 
     Args:
-        words: each ``PATH`` or ``NAME=PATH``; words of one name are runs of one row, with other
-            seeds, and so are several runs in one folder.
-        metric: that all have; None for the loss of training, as loggers usually call it.
+        words: each is ``PATH`` or ``NAME=PATH``; words with the same name are runs of one row with
+            different seeds, and so are several runs in one folder.
+        metric: a metric that all runs have; None for the training loss, by its usual names.
 
     Raises:
         ValueError, OSError, ImportError: something is not a run, or has no such metric.
@@ -57,17 +57,17 @@ def runs_of(words: Sequence[str], metric: str | None) -> tuple[dict[str, list[Ru
 
 
 def _names(words: Sequence[str]) -> list[str]:
-    """Of each word: that before ``=``, or the least of its path that tells it from others."""
-    given = [_split(word) for word in words]
-    paths = [os.path.normpath(path) for name, path in given]
+    """A name for each word: what precedes ``=``, else as much of its path as identifies it."""
+    pairs = [_split(word) for word in words]
+    paths = [os.path.normpath(path) for name, path in pairs]
     folders = [
         os.path.dirname(p) if os.path.splitext(p)[1] in (".csv", ".json") else p for p in paths
     ]
     short = [os.path.basename(folder) or path for folder, path in zip(folders, paths, strict=True)]
-    taken = Counter(name or each for (name, _), each in zip(given, short, strict=True))
+    taken = Counter(name or each for (name, _), each in zip(pairs, short, strict=True))
     return [
         name or (each if taken[each] == 1 else path)
-        for (name, _), each, path in zip(given, short, paths, strict=True)
+        for (name, _), each, path in zip(pairs, short, paths, strict=True)
     ]
 
 
@@ -92,7 +92,7 @@ def _metric_of(runs: Sequence[Logged]) -> str:
     usual = [name for name in _USUAL if name in shared]
     losses = sorted(name for name in shared if "loss" in name.lower())
     if usual:
-        # transformers ends a log with one train_loss beside its many of loss.
+        # transformers ends a log of many entries of loss with a single train_loss.
         return max(usual, key=lambda name: min(len(run.values[name]) for run in runs))
     if len(losses) == 1:
         return losses[0]
@@ -120,5 +120,5 @@ def _run(name: str, seed: int, logged: Logged, metric: str) -> Run:
 
 
 def _some(names: Sequence[str] | Mapping[str, object]) -> str:
-    some = list(names)
-    return ", ".join(some[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

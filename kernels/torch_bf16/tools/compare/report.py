@@ -1,4 +1,4 @@
-"""The record of a comparison, and what people see of it in a terminal."""
+"""Print the record of a comparison in a terminal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _COLUMNS = (
 
 
 def summary(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table of all rows: headings, without those that nothing is known of, and cells."""
+    """The table of all rows: headings and cells, without columns in which nothing is known."""
     rows = [_cells(each, found["reference"]) for each in found["rows"]]
     known = [n for n in range(len(_COLUMNS)) if any(row[n] not in ("", "-") for row in rows)]
     return [_COLUMNS[n] for n in known], [[row[n] for n in known] for row in rows]
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print it."""
+    """Print a record."""
     last = f"steps {found['first_step']:,} to {found['last_step']:,}"
     measure = f"{found['measure']}, mean of the last {found['final_over']} of them"
     columns, rows = summary(found)
@@ -43,13 +43,13 @@ def show(found: Mapping[str, Any]) -> None:
 
 def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
     against = row["against"]
-    both = against is not None and against["low"] is not None
+    has_interval = against is not None and against["low"] is not None
     size, ms = row["bytes"], row["ms"]
     return (
         row["name"],
         "no number" if row["final"] is None else f"{row['final']:.4f}",
         "" if row["name"] == reference else difference(against and against["mean"]),
-        f"{against['low']:+.4f} to {against['high']:+.4f}" if against and both else "",
+        f"{against['low']:+.4f} to {against['high']:+.4f}" if against and has_interval else "",
         _kept_cell(row),
         share(row["unmoved"]),
         f"{sum(size.values()):.2f}" if size else "-",
@@ -58,7 +58,7 @@ def _cells(row: Mapping[str, Any], reference: str) -> Sequence[str]:
 
 
 def difference(value: float | None) -> str:
-    """With its sign."""
+    """Format a difference with its sign."""
     return "-" if value is None else f"{value:+.4f}"
 
 

@@ -1,4 +1,4 @@
-"""What is compared: precisions, and optimizers of others, each a row of the result."""
+"""The rows of a comparison: precisions, and optimizers of other libraries."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Choice:
     """An optimizer by its class and options, as a user wrote it.
 
     Attributes:
-        text: that.
-        make: the class, or a function like it.
-        options: beside the parameters; an ``lr`` among them is what :meth:`over` takes.
+        text: what the user wrote.
+        make: the class, or a function that makes an optimizer.
+        options: its arguments after the parameters; an ``lr`` among them overrides :meth:`over`'s.
     """
 
     text: str
@@ -53,20 +53,20 @@ class Choice:
     options: Mapping[str, Any]
 
     def over(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        """The optimizer of a model's trainable parameters.
+        """Make the optimizer of a model's trainable parameters.
 
         Raises:
             ValueError: it cannot be made, or is not an optimizer.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         try:
-            made = self.make(parameters, **{"lr": lr, **self.options})
-        # It is somebody else's code.
+            optimizer = self.make(parameters, **{"lr": lr, **self.options})
+        # Another library's optimizer may raise anything.
         except Exception as error:
             raise ValueError(f"{self.text} cannot be made: {_one_line(error)}") from error
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(f"{self.text} made a {type(made).__name__} and no optimizer")
-        return made
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"{self.text} made a {type(optimizer).__name__}, not an optimizer")
+        return optimizer
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Row:
     """One way to train the model.
 
     Attributes:
-        name: in tables.
-        recipe: of this package; None for others.
-        dtype: of weights that are cast.
+        name: the row's name in tables.
+        recipe: a recipe of this package; None for other precisions.
+        dtype: the dtype that weights are cast to.
         autocast: whether the model computes in bf16 whatever its weights are.
-        own: the optimizer that this row alone has; None for the one that all share.
+        own: an optimizer that only this row has; None for the one that rows share.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def description(self) -> str:
-        """What it follows from, in a line."""
+        """How the row is trained, in one line."""
         if self.own is not None:
             return f"bf16 weights, bf16 autocast, {self.own.text}"
         if self.recipe is None:
@@ -104,10 +104,10 @@ class Row:
         """Cast a model and its optimizer, in place.
 
         Args:
-            model: in fp32.
-            make: makes the optimizer of its parameters, as users do: before
+            model: a model in fp32.
+            make: makes the optimizer of its parameters. It is called when users would do so: before
                 :func:`torch_bf16.prepare`, and after other casts.
-            seed: of the rounding noise.
+            seed: the seed of the rounding noise.
         """
         if self.recipe is None:
             model.to(self.dtype)
@@ -123,11 +123,11 @@ class Trained:
     """A model with its optimizer in one row's precision.
 
     Attributes:
-        row: which.
-        model: cast.
-        optimizer: of its parameters.
+        row: the row.
+        model: the model, cast.
+        optimizer: the optimizer of the model's parameters.
         kind: the optimizer's class before :func:`torch_bf16.prepare`.
-        groups: its options then.
+        groups: the optimizer's groups before :func:`torch_bf16.prepare`.
     """
 
     row: Row
@@ -138,22 +138,22 @@ class Trained:
 
     @property
     def resumable(self) -> bool:
-        """Whether a state dict goes back into a new optimizer without a bit lost."""
+        """Whether a new optimizer can load the state dict without losing a bit."""
         return self.kind.__module__.startswith(("torch.optim.", "torch_bf16."))
 
     def cast_batch(self, batch: Any) -> Any:
-        """A batch as the model takes it: bf16 where nothing casts it on the way."""
+        """A batch as the model takes it: in bf16 if the model has bf16 weights and no autocast."""
         if self.row.autocast or self.row.dtype == torch.float32:
             return batch
         return tree_map(_to_bf16, batch)
 
     def twin(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
-        """The same optimizer over others of fp32, in the same groups.
+        """The same optimizer over other, fp32 parameters, in the same groups.
 
-        It is torch's own of that name where there is one, which rounds nothing.
+        If torch has an optimizer of that name, it is torch's, which rounds nothing.
 
         Args:
-            parameters: those in place of each trained one.
+            parameters: the fp32 parameter in place of each trained one.
         """
         plain = re.sub("^(_|Flash)|(8bit|4bit|Fp8)$", "", self.kind.__name__)
         kind = getattr(torch.optim, plain, self.kind)
@@ -163,10 +163,10 @@ class Trained:
             options = {name: value for name, value in group.items() if name in takes}
             if "betas" in takes and "beta1" in group:
                 options["betas"] = (group["beta1"], group["beta2"])
-            # Others make a tensor of it.
+            # Some libraries make a tensor of it.
             options["lr"] = float(group["lr"])
-            own = [parameters[p] for p in group["params"] if p in parameters]
-            groups.append({**options, "params": own})
+            params = [parameters[p] for p in group["params"] if p in parameters]
+            groups.append({**options, "params": params})
         shared = {name: value for name, value in groups[0].items() if name != "params"}
         return kind(groups, **shared)
 
@@ -175,7 +175,7 @@ def choice_of(text: str) -> Choice:
     """An optimizer by its name, torch's without a module: ``SGD(momentum=0.9)``.
 
     Raises:
-        ImportError, ValueError: there is none, or options are not plain values.
+        ImportError, ValueError: there is no such class, or options are not plain values.
     """
     name, options = class_and_options(text)
     module, _, last = name.rpartition(":" if ":" in name else ".")
@@ -183,10 +183,10 @@ def choice_of(text: str) -> Choice:
 
 
 def row_of(name: str) -> Row:
-    """The precision of a name.
+    """The row of a precision, by its name.
 
     Raises:
-        ValueError: there is none; the message lists those that are known.
+        ValueError: the name is unknown; the message lists those that are known.
     """
     if name in (FP32, MIXED):
         return Row(name, dtype=torch.float32, autocast=name == MIXED)
@@ -206,7 +206,7 @@ def also_argument(text: str) -> Row:
     """The row of ``NAME=module:Class(option=value)``: bf16 weights and that optimizer.
 
     Raises:
-        ImportError, ValueError: it has no such form, or names nothing.
+        ImportError, ValueError: the text does not have this form, or it names nothing.
     """
     name, equals, target = text.partition("=")
     if not equals or not name.strip() or not target or "(" in name:

@@ -1,4 +1,4 @@
-"""How the learning rate goes over a run."""
+"""How the learning rate changes over a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All runs of a comparison, one after the other, and an interrupt between two steps."""
+"""Train all runs of a comparison, one after the other; Ctrl-C takes effect between two steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .training import OngoingRun, Plan, Run
 
 __all__ = ["train_all"]
 
-# Between two looks at what a killed process would leave behind.
+# Between two saves of a run, so that little is lost with a killed process.
 _SAVE_SECONDS = 60.0
 
 
 class _Interrupts:
-    """Ctrl-C, taken between two steps; a second one is taken at once."""
+    """Delays Ctrl-C until the end of a step; a second one takes effect at once."""
 
     def __init__(self) -> None:
         self.came = False
@@ -38,7 +38,7 @@ class _Interrupts:
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
     caught = _Interrupts()
-    # Other threads may not, and where Ctrl-C is ignored it stays so.
+    # Other threads may not set handlers; and if Ctrl-C is ignored, it stays so.
     if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield caught
         return
@@ -53,14 +53,14 @@ def train_all(plan: Plan, rows: Sequence[Row], seeds: int, store: Store) -> list
     """Train every row with every seed, all rows of a seed before the next seed.
 
     Args:
-        plan: what they share.
-        rows: the reference first.
-        seeds: how many.
-        store: what was trained before is taken from there.
+        plan: what all runs share.
+        rows: the rows, the reference first.
+        seeds: how many seeds.
+        store: the folder of runs; runs that are there are not trained again.
 
     Raises:
-        KeyboardInterrupt: after what there is was saved.
-        ValueError: a model, batches or optimizers are not as they must be.
+        KeyboardInterrupt: after the run in progress was saved.
+        ValueError: the model, its batches or an optimizer cannot be used.
     """
     found: dict[tuple[str, int], Run] = {}
     with progress_line(sys.stderr) as show, _interrupts() as interrupts:
@@ -92,12 +92,12 @@ def _train(
             if interrupts.came:
                 where = f"{row.name}, seed {seed}, step {training.done}"
                 progress.say(
-                    f"stopped at {where}; the same command goes on "
+                    f"stopped at {where}; the same command resumes "
                     + ("from there" if kept else "from the beginning of this run")
                 )
                 raise KeyboardInterrupt
     run = training.finish()
     broken = run.broken_at
-    last = f"loss {run.losses[-1]:.4f}" if broken is None else f"NO NUMBER at step {broken}"
+    last = f"loss {run.losses[-1]:.4f}" if broken is None else f"NOT A NUMBER at step {broken}"
     progress.finish(f"{len(run.losses)} steps, {last}")
     return run

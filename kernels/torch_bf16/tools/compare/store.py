@@ -1,4 +1,4 @@
-"""The folder of a comparison: finished runs, and where an interrupted one goes on."""
+"""The folder of a comparison: finished runs, and the states that interrupted runs resume from."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _OURS = re.compile(r"-seed\d+\.(json|pt|new)$")
 
 
 class Store:
-    """Runs in a folder, each with what it follows from.
+    """Runs in a folder, each with its origin: the model, settings and versions that made it.
 
-    A run that was made from something else is refused, so that a comparison is of one thing.
+    A run of another origin is refused, so that a comparison does not mix unlike runs.
 
     Args:
-        folder: is made where it is not there.
+        folder: the folder of the comparison; created if it does not exist.
         plan: what all runs share.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -42,10 +42,10 @@ class Store:
         self._plan = plan
 
     def load_finished(self, row: Row, seed: int) -> Run | None:
-        """A run that is there, None where it must be trained.
+        """A finished run; None if it must be trained.
 
         Raises:
-            ValueError: what is there is of another comparison, or no run.
+            ValueError: the file belongs to another comparison, or is not a run.
         """
         path = self._path(row, seed, ".json")
         if not path.exists():
@@ -55,23 +55,23 @@ class Store:
             origin, run = content["of"], Run(**content["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is not a run of compare ({type(error).__name__}: {error}); delete it, and "
-                "it is trained again"
+                f"{path} is not a run of compare ({type(error).__name__}: {error}); delete it to "
+                "train it again"
             ) from error
         self._check(path, origin, row)
         return run
 
     def save(self, row: Row, run: Run) -> None:
-        """Keep a finished run, and forget where it was interrupted."""
+        """Save a finished run, and delete the state of its interruption."""
         content = {"of": self._origin(row), "run": asdict(run)}
         self._write(self._path(row, run.seed, ".json"), json.dumps(content).encode())
         self._path(row, run.seed, ".pt").unlink(missing_ok=True)
 
     def load_interrupted(self, row: Row, seed: int) -> dict[str, Any] | None:
-        """The state of a run that was interrupted, None where there is none.
+        """The state of an interrupted run; None if there is none.
 
         Raises:
-            ValueError: the file is of another comparison, or damaged.
+            ValueError: the file belongs to another comparison, or is damaged.
         """
         path = self._path(row, seed, ".pt")
         if not path.exists():
@@ -79,23 +79,23 @@ class Store:
         try:
             content = torch.load(path, map_location=self._plan.device, weights_only=True)
             origin, state = content["of"], content["state"]
-        # What torch.load raises for a damaged file is not one class.
+        # torch.load raises exceptions of many classes for a damaged file.
         except Exception as error:
             raise ValueError(
-                f"{path}, an interrupted run, cannot be read ({type(error).__name__}); delete it, "
-                "and the run begins again"
+                f"{path}, an interrupted run, cannot be read ({type(error).__name__}); delete it "
+                "to begin the run again"
             ) from error
         self._check(path, origin, row)
         return state
 
     def save_interrupted(self, row: Row, training: OngoingRun) -> bool:
-        """Keep where a run stands; False where its optimizer's state cannot be relied on."""
+        """Save the state of an unfinished run; False if its optimizer's state cannot be trusted."""
         if not training.resumable:
             return False
         path = self._path(row, training.run.seed, ".pt")
-        beside = path.with_suffix(".new")
-        torch.save({"of": self._origin(row), "state": training.state()}, beside)
-        os.replace(beside, path)
+        new = path.with_suffix(".new")
+        torch.save({"of": self._origin(row), "state": training.state()}, new)
+        os.replace(new, path)
         return True
 
     def _path(self, row: Row, seed: int, ending: str) -> Path:
@@ -118,22 +118,22 @@ class Store:
 
     def _check(self, path: Path, origin: Mapping[str, Any], row: Row) -> None:
         wanted = self._origin(row)
-        other = [
+        differences = [
             f"{k} {origin.get(k)!r} and not {v!r}" for k, v in wanted.items() if origin.get(k) != v
         ]
-        if other:
+        if differences:
             raise ValueError(
-                f"{path} was made with {', '.join(other)}. Ask for the same, or give another "
+                f"{path} was made with {', '.join(differences)}. Ask for the same, or give another "
                 "--out, or --fresh to begin again"
             )
 
     def _write(self, path: Path, content: bytes) -> None:
-        beside = path.with_suffix(".new")
-        beside.write_bytes(content)
-        os.replace(beside, path)
+        new = path.with_suffix(".new")
+        new.write_bytes(content)
+        os.replace(new, path)
 
     def clear(self) -> None:
-        """Forget all runs; what else is in the folder stays."""
+        """Delete all runs; other files in the folder stay."""
         for path in self.folder.iterdir():
             if _OURS.search(path.name):
                 path.unlink()

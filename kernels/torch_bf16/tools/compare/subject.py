@@ -1,4 +1,4 @@
-"""What is trained: the user's factory, or the built-in model on a text."""
+"""The model that is trained: the user's, from a factory, or the built-in one, on a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Subject:
 
     Attributes:
         name: for people.
-        source: what tells it from another: the user's words and a hash of the file, or of the text.
+        source: what identifies it: the factory's name and a hash of its file, or a hash of the
+            text.
         text: bytes that the built-in model is trained on, uint8; None for a factory.
         factory: as the user wrote it; empty for the built-in model.
     """
@@ -42,20 +43,20 @@ class Subject:
         """A new model and its batches, which follow from the state of the random generators.
 
         Raises:
-            ImportError, ValueError: a factory is none; the message says why.
+            ImportError, ValueError: the factory cannot be used; the message says why.
         """
         if self.text is not None:
             return _built_in(self.text, steps)
-        made = training_of(self.factory)
-        trained = [p for p in made.model.parameters() if p.requires_grad]
+        training = training_of(self.factory)
+        trained = [p for p in training.model.parameters() if p.requires_grad]
         if not trained:
             raise ValueError(f"{self.factory}() returned a model without trainable parameters")
         if wrong := {p.dtype for p in trained} - {torch.float32}:
             raise ValueError(
                 f"{self.factory}() returned a model with weights in {', '.join(map(str, wrong))}; "
-                "return it in fp32, compare casts it for each precision"
+                "return it in fp32: compare casts it for each precision"
             )
-        return made
+        return training
 
 
 def _built_in(text: Tensor, steps: int) -> Training:
@@ -66,14 +67,14 @@ def _built_in(text: Tensor, steps: int) -> Training:
 
 
 def subject_of(factory: str | None, text: Path | None = None) -> Subject:
-    """What to train.
+    """The subject of a comparison.
 
     Args:
         factory: ``module:factory``; None for the built-in model.
         text: a file for the built-in model; None for the sources of Python's standard library.
 
     Raises:
-        ImportError, ValueError, OSError: the factory or the file is none.
+        ImportError, ValueError, OSError: the factory or the file cannot be used.
     """
     if factory is not None:
         return Subject(factory, f"{factory} {_source_hash(factory)}", factory=factory)
@@ -89,7 +90,7 @@ def subject_of(factory: str | None, text: Path | None = None) -> Subject:
 
 
 def _source_hash(factory: str) -> str:
-    """Of the file that defines it: a run is not gone on with after its model has changed."""
+    """A hash of the file that defines a factory: no run resumes after its model has changed."""
     found: Any = import_name(factory)
     code = getattr(found, "__code__", None)
     try:

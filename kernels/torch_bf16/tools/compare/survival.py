@@ -1,10 +1,10 @@
-"""What became of each layer's updates: the share that was stored, and elements that never moved.
+"""Measure, for each layer, the share of updates that was stored, and elements that never moved.
 
 A twin of the optimizer runs beside it in fp32, over some elements of each parameter and with the
-same gradients. In each window of steps it starts from the weights that are stored; how far it goes
-is what the optimizer intended, and the stored weights' way along it is what survived. That asks
-nothing of how numbers are stored, so it is the same for every optimizer that looks at elements one
-by one.
+same gradients. In each window of steps it starts from the weights that are stored; its movement is
+what the optimizer intended, and the stored weights' movement along it is what survived. That does
+not depend on how numbers are stored, so it works for every optimizer that updates elements one by
+one.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def exact_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> T
 
 
 class Survival:
-    """Watches one run.
+    """Measures the updates of one run.
 
     Args:
         trained: the run's model and optimizer, before the first step.
-        steps: of the run.
+        steps: how many steps the run takes.
 
     Attributes:
         ends: the last step of each window, from 1.
         sums: of each layer, for each window, ``<stored, intended>`` and ``<intended, intended>``.
-        missing: why updates are not measured; None where they are.
+        missing: why updates are not measured; None if they are.
     """
 
     def __init__(self, trained: Trained, steps: int) -> None:
@@ -68,13 +68,13 @@ class Survival:
         self.missing: str | None = None
         try:
             self._twin = trained.twin({p: self._twins[n] for n, p in self._named.items()})
-        # Somebody else's class, made in another way than by its groups.
+        # Another library's class may not be made from groups and their options.
         except Exception as error:
             self.missing = f"no fp32 twin of {trained.kind.__name__} can be made: {error}"
 
     @property
     def decodes(self) -> bool:
-        """Whether what the optimizer keeps beyond a weight is known here."""
+        """Whether what the optimizer keeps beyond a weight can be read here."""
         optimizer = self._trained.optimizer
         if isinstance(optimizer, BF16Optimizer):
             return True
@@ -82,22 +82,22 @@ class Survival:
         return not kinds.isdisjoint((SUM, MASTER))
 
     def before_step(self) -> None:
-        """Take the gradients over, before the optimizer has consumed them."""
+        """Copy the gradients to the twin, before the optimizer consumes them."""
         for name, parameter in self._named.items():
             gradient = parameter.grad
             self._twins[name].grad = None if gradient is None else self._sample(name, gradient)
 
     def after_step(self, step: int) -> None:
-        """Step the twin, and at a window's end look at what was stored.
+        """Step the twin, and at a window's end measure what was stored.
 
         Args:
-            step: that was taken, from 1.
+            step: the number of the step that was taken, from 1.
         """
         if self._twin is not None:
-            for group, own in zip(
+            for twin_group, group in zip(
                 self._twin.param_groups, self._trained.optimizer.param_groups, strict=False
             ):
-                set_rate(group, float(own["lr"]))
+                set_rate(twin_group, float(group["lr"]))
             try:
                 self._twin.step()
             except Exception as error:
@@ -110,20 +110,20 @@ class Survival:
         for name in self._named:
             weight = self._exact(name)
             self._moved[name] |= weight != self._first[name]
-            now = self._sample(name, weight)
+            stored = self._sample(name, weight)
             intended = (self._twins[name].detach() - self._start[name]).double()
             sums = by_layer[layer_of(name)]
-            sums[0] += float((now - self._start[name]).double() @ intended)
+            sums[0] += float((stored - self._start[name]).double() @ intended)
             sums[1] += float(intended @ intended)
-            self._start[name] = now
+            self._start[name] = stored
             with torch.no_grad():
-                self._twins[name].copy_(now)
+                self._twins[name].copy_(stored)
         if self._twin is not None:
             for layer, sums in by_layer.items():
                 self.sums[layer].append(sums)
 
     def count_unmoved(self) -> dict[str, tuple[int, int]]:
-        """Elements of each layer that were at no look another number, and all of them."""
+        """For each layer, elements that had not moved at any window's end, and all elements."""
         found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for name, moved in self._moved.items():
             found[layer_of(name)][0] += moved.numel() - int(moved.count_nonzero())
@@ -131,7 +131,7 @@ class Survival:
         return {layer: (stood, numel) for layer, (stood, numel) in found.items()}
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`load` goes on from, as tensors and primitives."""
+        """What :meth:`load` resumes from, as tensors and primitives."""
         return {
             **{"first": self._first, "moved": self._moved, "start": self._start},
             **{"ends": self.ends, "sums": dict(self.sums), "missing": self.missing},
@@ -140,7 +140,7 @@ class Survival:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Resume from a result of :meth:`state`."""
         self._first, self._moved, self._start = state["first"], state["moved"], state["start"]
         self.ends, self.missing = state["ends"], state["missing"]
         self.sums = defaultdict(list, state["sums"])

@@ -1,4 +1,4 @@
-"""One run: a seed, a row, and what was seen while it was trained."""
+"""Train one run, of one row with one seed, and record what it costs and loses."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Plan:
     """What all runs of a comparison share.
 
     Attributes:
-        subject: what is trained.
-        optimizer: of all rows that have none of their own.
+        subject: the model that is trained, and its batches.
+        optimizer: the optimizer of all rows that have none of their own.
         lr: peak learning rate.
-        steps: how many.
+        steps: how many steps each run takes.
         schedule: ``"cosine"``, a short warm-up and half a cosine, or ``"constant"``.
-        device: where.
+        device: the device to train on.
     """
 
     subject: Subject
@@ -48,29 +48,29 @@ class Plan:
     device: torch.device
 
     def factor(self, step: int) -> float:
-        """Of the learning rate in a step, from 0."""
+        """The factor of the learning rate in a step, counted from 0."""
         return 1.0 if self.schedule == "constant" else learning_rate_factor(step, self.steps)
 
 
 @dataclass
 class Run:
-    """What one run left behind.
+    """The record of one run.
 
     Attributes:
-        row: its name.
-        seed: of the weights, the batches and the noise.
-        steps: at which losses are known, from 1.
-        losses: of training.
-        seconds: of each step; empty where they are not known.
-        optimizer_seconds: the part of them in ``optimizer.step()``.
-        bytes: by role, when a backward pass has ended.
-        parameters: that are trained.
+        row: the row's name.
+        seed: the seed of the weights, the batches and the noise.
+        steps: the steps at which losses are known, from 1.
+        losses: the training losses at these steps.
+        seconds: the duration of each step; empty if unknown.
+        optimizer_seconds: the part of it that ``optimizer.step()`` took.
+        bytes: by role, at the end of a backward pass.
+        parameters: how many parameters are trained.
         ends: last steps of the windows in which updates were measured.
         survived: by layer, for each window, ``<stored, intended>`` and ``<intended, intended>``.
-        unmoved: by layer, elements that never moved, and all of them.
-        unmeasured: why updates were not measured.
+        unmoved: by layer, how many elements never moved, and how many there are.
+        unmeasured: why updates were not measured; None if they were.
         undecoded: whether the optimizer keeps more of a weight than can be read here.
-        options: of the optimizer.
+        options: the optimizer's class and options.
     """
 
     row: str
@@ -96,45 +96,45 @@ class Run:
 
 
 class OngoingRun:
-    """A run under way.
+    """A run in progress.
 
     Weights and batches follow from the seed alone; each step begins with the random generators in a
     state that follows from seed and step, so that dropout is the same in every row whatever an
-    optimizer draws, and a run that was interrupted goes on as if it had not been. Batches are drawn
-    in a stream of their own.
+    optimizer draws, and an interrupted run resumes as if it had not been interrupted. Batches are
+    drawn from a random stream of their own.
 
     Args:
         plan: what all runs share.
         row: the precision.
-        seed: see above.
-        state: of :meth:`state`, to go on from.
+        seed: the seed that all of this follows from.
+        state: a result of :meth:`state` to resume from.
 
     Attributes:
-        run: what is known so far.
+        run: the record so far.
     """
 
     def __init__(
         self, plan: Plan, row: Row, seed: int, state: dict[str, Any] | None = None
     ) -> None:
         _seed(seed)
-        made = plan.subject.make(plan.steps)
-        # Taken before optimizers are made, which may draw, and before data loaders do.
+        training = plan.subject.make(plan.steps)
+        # Saved before the optimizer and data loaders, too, draw random numbers.
         self._stream = _generators()
-        model = made.model.to(plan.device)
+        model = training.model.to(plan.device)
         model.train()
-        given = made.optimizer
+        existing = training.optimizer
 
         def make() -> torch.optim.Optimizer:
-            if given is None or row.own is not None:
-                lr = plan.lr if given is None else float(given.param_groups[0]["lr"])
+            if existing is None or row.own is not None:
+                lr = plan.lr if existing is None else float(existing.param_groups[0]["lr"])
                 return (row.own or plan.optimizer).over(model, lr)
-            return given
+            return existing
 
         self._trained = row.prepare(model, make, seed)
         optimizer = self._trained.optimizer
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._plan, self._seed = plan, seed
-        self._batches = made.cycle_batches()
+        self._batches = training.cycle_batches()
         self.run = Run(row.name, seed, options=_options(optimizer))
         self.run.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._survival = Survival(self._trained, plan.steps)
@@ -143,19 +143,19 @@ class OngoingRun:
 
     @property
     def done(self) -> int:
-        """Steps that were taken."""
+        """How many steps were taken."""
         return len(self.run.losses)
 
     @property
     def resumable(self) -> bool:
-        """Whether :meth:`state` says all that another process must know."""
+        """Whether :meth:`state` holds all that another process needs to resume."""
         return self.done > 0 and self._trained.resumable
 
     def steps(self) -> Iterator[float]:
-        """Take the steps that are left; gives the loss of each.
+        """Take the remaining steps; yields the loss of each.
 
         Raises:
-            ValueError: the batches end, or the model does not take one.
+            ValueError: the batches end, or the model cannot take one.
         """
         plan, run = self._plan, self.run
         model, optimizer = self._trained.model, self._trained.optimizer
@@ -173,7 +173,7 @@ class OngoingRun:
             loss.backward()
             value = loss.item()
             if not math.isfinite(value):
-                # What follows would be no number either.
+                # Later losses would not be finite either.
                 run.bytes = held_by_role(optimizer, model.parameters())
                 run.steps.append(step)
                 run.losses.append(value)
@@ -194,7 +194,7 @@ class OngoingRun:
             yield value
 
     def finish(self) -> Run:
-        """What the run left behind."""
+        """Complete the record of the run, and return it."""
         run, survival = self.run, self._survival
         run.ends, run.survived = survival.ends, dict(survival.sums)
         run.unmoved = {layer: list(counts) for layer, counts in survival.count_unmoved().items()}
@@ -203,7 +203,7 @@ class OngoingRun:
         return run
 
     def state(self) -> dict[str, Any]:
-        """What another process goes on from, as tensors and primitives."""
+        """What another process resumes from, as tensors and primitives."""
         return {
             "run": asdict(self.run),
             "model": self._trained.model.state_dict(),
@@ -223,7 +223,7 @@ class OngoingRun:
     def _step(self, step: int) -> None:
         try:
             self._trained.optimizer.step()
-        # It is somebody else's code.
+        # Another library's optimizer may raise anything.
         except Exception as error:
             raise ValueError(
                 f"{self.run.row}, seed {self._seed}: {self.run.options} fails in step {step}: "
@@ -243,7 +243,7 @@ class OngoingRun:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
+    """Move the tensors of a batch to a device."""
     return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
 
 

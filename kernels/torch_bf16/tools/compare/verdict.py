@@ -1,4 +1,4 @@
-"""What the figures mean, in sentences."""
+"""Judge the figures of a comparison, and say in sentences what they mean."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 __all__ = ["BAD", "judge"]
 
-REFERENCE, FINE, LOSES, STALLS, BROKEN, UNTOLD = (
+REFERENCE, FINE, LOSES, STALLS, BROKEN, UNDECIDED = (
     *("reference", "as good", "loses", "stalls", "broken"),
     "one pair",
 )
 BAD = (LOSES, STALLS, BROKEN)
-# Shares of the reference's improvement: what counts as lost, and what one pair alone can show.
+# Shares of the reference's improvement that count as lost: over several pairs, and in a single one.
 _LOST, _LOST_ALONE = 0.002, 0.05
 _STALLING = 0.5
 _MOST = 3
@@ -22,7 +22,8 @@ def judge(found: dict[str, Any]) -> None:
     """Give every row of the figures a ``verdict``, and the whole its sentences.
 
     Args:
-        found: of ``analyse()``; ``verdict`` of each row, ``sentences`` and ``healthy`` are added.
+        found: the result of ``analyse()``, to which ``verdict`` of each row, ``sentences`` and
+            ``healthy`` are added.
     """
     reference = next(row for row in found["rows"] if row["name"] == found["reference"])
     sentences = []
@@ -40,12 +41,12 @@ def judge(found: dict[str, Any]) -> None:
             _sentence(r, found["reference"]) for r in found["rows"] if r["verdict"] == kind
         ]
     near = [row for row in found["rows"] if row["verdict"] == FINE]
-    # Chance explains the others' difference, which the table has.
+    # Among many rows, differences that chance explains are left to the table.
     worth_saying = (
         near if len(near) <= _MOST else [row for row in near if not _by_chance(row["against"])]
     )
     sentences += [_sentence(row, found["reference"]) for row in worth_saying]
-    alone = [row for row in found["rows"] if row["verdict"] == UNTOLD and row["against"]]
+    alone = [row for row in found["rows"] if row["verdict"] == UNDECIDED and row["against"]]
     if alone:
         each = ", ".join(f"{row['name']} {row['against']['mean']:+.4f}" for row in alone)
         sentences.append(f"one pair cannot tell whether these are chance: {each}")
@@ -65,15 +66,15 @@ def _verdict(row: Mapping[str, Any], is_reference: bool, improvement: float) -> 
         return REFERENCE
     against = row["against"]
     if against is None:
-        return UNTOLD
+        return UNDECIDED
     if row["pairs"] == 1:
-        return LOSES if against["mean"] > _LOST_ALONE * improvement > 0 else UNTOLD
+        return LOSES if against["mean"] > _LOST_ALONE * improvement > 0 else UNDECIDED
     lost = against["mean"] > _LOST * max(improvement, 0.0)
     return LOSES if lost and against["low"] > 0 else FINE
 
 
 def _stalled_layers(row: Mapping[str, Any]) -> list[str]:
-    """Layers of which less than half of the updates was stored, and not by chance."""
+    """Layers that stored less than half of their updates, and not by chance."""
     if row["undecoded"]:
         return []
     return [

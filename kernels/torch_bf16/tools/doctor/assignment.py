@@ -20,42 +20,42 @@ State = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def assign_states(saved: Saved) -> tuple[dict[str, State], str | None]:
-    """The states by names of weights, and a note where some could not be told.
+    """Assign an optimizer's states to weights, by name; returns a note, too, if some are left over.
 
-    Names are taken where the state dict has them. Numbers go by shape and by the order of the
-    model, and only where that leaves no choice: a wrong one would look at other weights.
+    States that the state dict names are assigned by name. Numbered states are assigned by shape and
+    by the order of the model, and only if that leaves no choice: a mistake would mix up weights.
     """
     if saved.optimizer is None:
         return {}, None
     named, numbered = _states_by_name(saved.optimizer), _states_by_number(saved.optimizer)
     keys = saved_names(named, saved.tensors)
     found = {keys[name]: state for name, state in named.items() if name in keys}
-    lost = len(named) - len(found)
+    unassigned = len(named) - len(found)
     if numbered and not named:
         order = _order(saved)
-        classes: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        names_by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in order or saved.tensors:
             each = saved.tensors.get(name)
             if each is not None and each.dtype.is_floating_point and name not in _tied_names(saved):
-                classes[each.shape].append(name)
-        by_shape: dict[tuple[int, ...], list[tuple[int, State]]] = defaultdict(list)
+                names_by_shape[each.shape].append(name)
+        states_by_shape: dict[tuple[int, ...], list[tuple[int, State]]] = defaultdict(list)
         for group, shape, state in numbered:
-            by_shape[shape].append((group, state))
-        for shape, states in by_shape.items():
-            names = classes.get(shape, [])
-            one = len(names) == 1 or (
+            states_by_shape[shape].append((group, state))
+        for shape, states in states_by_shape.items():
+            names = names_by_shape.get(shape, [])
+            no_choice = len(names) == 1 or (
                 order is not None and len({group for group, _ in states}) == 1
             )
-            if len(names) == len(states) and one:
+            if len(names) == len(states) and no_choice:
                 found |= dict(zip(names, (state for _, state in states), strict=True))
             else:
-                lost += len(states)
-    if not lost:
+                unassigned += len(states)
+    if not unassigned:
         return found, None
     why = "numbered, and safetensors keeps no order" if not saved.ordered else "numbered"
     return found, (
-        f"{lost} of {lost + len(found)} states of the optimizer could not be told apart: they are "
-        f"{why}. Give the optimizer model.named_parameters() for the next time"
+        f"{unassigned} of {unassigned + len(found)} states of the optimizer could not be told "
+        f"apart: they are {why}. Next time, construct the optimizer with model.named_parameters()"
     )
 
 
@@ -68,10 +68,10 @@ def _states_by_name(optimizer: OptimizerStates) -> dict[str, State]:
             if isinstance(name, str) and key in optimizer.state:
                 found[name] = optimizer.state[key], group
     # torch.distributed.checkpoint and FSDP put names in place of numbers.
-    of = {key: group for group in groups for key in group.get("params", ())}
+    group_of = {key: group for group in groups for key in group.get("params", ())}
     for key, state in optimizer.state.items():
         if isinstance(key, str):
-            found[key] = state, of.get(key, groups[0] if len(groups) == 1 else {})
+            found[key] = state, group_of.get(key, groups[0] if len(groups) == 1 else {})
     return found
 
 
@@ -95,7 +95,7 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _tied_names(saved: Saved) -> set[str]:
-    """Names of tensors that are known by another name before."""
+    """Names of tensors that already appear under an earlier name."""
     seen, found = set(), set()
     for name, each in saved.tensors.items():
         if each.tied is not None and each.tied in seen:
@@ -105,7 +105,7 @@ def _tied_names(saved: Saved) -> set[str]:
 
 
 def _order(saved: Saved) -> Sequence[str] | None:
-    """Names in the order of the module's parameters, None where that cannot be known."""
+    """Names in the order of the module's parameters; None if that order is unknown."""
     if saved.ordered:
         return list(saved.tensors)
     config = Path(saved.path) / "config.json"

@@ -31,7 +31,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "or DCP",
     )
     parser.add_argument(
-        "--lr", type=positive_number, help="a learning rate in place of that in the checkpoint"
+        "--lr", type=positive_number, help="a learning rate in place of the checkpoint's"
     )
     parser.add_argument(
         "--most", type=int, default=_MOST, metavar="N", help=f"weights to list (default: {_MOST})"
@@ -43,13 +43,13 @@ def doctor(options: argparse.Namespace) -> int:
     """Say whether a run has been learning.
 
     Args:
-        options: parsed.
+        options: the parsed options.
 
     Returns:
-        The exit status: 0 where it has, 1 where weights stall or are broken.
+        The exit status: 0 if it has, 1 if weights stall or are broken.
 
     Raises:
-        ValueError, OSError, CheckpointError: a checkpoint is none; the message says why.
+        ValueError, OSError, CheckpointError: a checkpoint cannot be used; the message says why.
     """
     if len(options.checkpoints) > 2:
         raise ValueError(f"doctor takes one checkpoint or two, not {len(options.checkpoints)}")

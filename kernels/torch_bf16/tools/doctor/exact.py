@@ -1,4 +1,4 @@
-"""The weight that training goes on from: with its master, where the checkpoint has one."""
+"""Read the weight that training would resume from: with its master, if the checkpoint has one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch_bf16.tools.weights import SavedTensor
 __all__ = ["CHUNK", "Read", "has_master", "moment", "weight"]
 
 CHUNK = 1 << 21
-"""Elements that are looked at together: whole blocks of every format."""
+"""Elements that are read at a time: whole blocks of every format."""
 
 Read = Callable[[int, int], Tensor]
-"""``read(start, stop)``: so many elements, flat, in fp32."""
+"""``read(start, stop)``: those elements of the flattened tensor, in fp32."""
 
 
 def weight(tensor: SavedTensor, state: Mapping[str, Any]) -> Read:
-    """``read(start, stop)``: fp32 numbers, decoded with the master in ``state``, if any."""
+    """A reader of a weight in fp32, decoded with the master in ``state``, if any."""
     saved = {k: each for k, each in state.items() if k in MASTERS and isinstance(each, SavedTensor)}
     fits = all(each.shape == tensor.shape for each in saved.values())
     if tensor.dtype != torch.bfloat16 or not saved or not fits:
@@ -46,7 +46,7 @@ def has_master(tensor: SavedTensor, state: Mapping[str, Any]) -> bool:
 
 
 def moment(state: Mapping[str, Any], name: str) -> Read | None:
-    """``read(start, stop)``: fp32 numbers of a moment; None where it is in no known format."""
+    """A reader of a moment in fp32; None if the moment is in no known format."""
     format_ = stored_format(state, name)
     if format_ is None or not isinstance(state[name], SavedTensor):
         return None

@@ -1,4 +1,4 @@
-"""Two checkpoints, or one, gone through weight by weight."""
+"""Examine one checkpoint or two, weight by weight."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Examined:
-    """One weight.
+    """What was measured of one weight.
 
     Attributes:
-        name: in the later checkpoint.
-        shape: of it.
-        dtype: as it was saved last.
-        movement: what became of it.
-        next_update: what the optimizer's state says of a step, where there is one.
+        name: its name in the later checkpoint.
+        shape: its shape.
+        dtype: its dtype in the later checkpoint.
+        movement: how far its elements moved.
+        next_update: the update that the optimizer's state makes; None if that cannot be known.
         rounding: what happens to small updates, as far as the later checkpoint tells.
-        master: whether a checkpoint has an exact master of it.
-        lacks: which checkpoint, ``"earlier"`` or ``"later"``, has no master where the other one
+        master: whether either checkpoint has an exact master of it.
+        lacks: which checkpoint, ``"earlier"`` or ``"later"``, has no master although the other one
             does, so that the bf16 numbers of both were compared; else None.
     """
 
@@ -50,12 +50,12 @@ class Examined:
 
 @dataclass(frozen=True)
 class Examination:
-    """All weights of a run.
+    """What was measured of all weights of a run.
 
     Attributes:
-        weights: that both checkpoints have.
+        weights: the weights that both checkpoints have.
         compared: whether there are two checkpoints.
-        steps: from the first to the second, or of the only one; None where that is not told.
+        steps: from the earlier checkpoint to the later, or up to the only one; None if unknown.
         notes: what was left out, and why.
     """
 
@@ -74,14 +74,14 @@ def examine(
     """Go through a run's checkpoints, one piece of one weight in memory at a time.
 
     Args:
-        before: the earlier one; None to look at the later one's optimizer alone.
-        after: the later one.
+        before: the earlier checkpoint; None to examine only the later one's optimizer.
+        after: the later checkpoint.
         lr: a learning rate in place of the one in ``after``.
-        progress: is told how it goes.
+        progress: called with a line of text for each weight.
 
     Raises:
-        CheckpointError: they have no weight in common, the earlier one is the later one by its
-            step, or there is one and nothing to say of it.
+        CheckpointError: the checkpoints have no weight in common, the earlier one has the higher
+            step, or there is only one and its optimizer's state cannot be used.
     """
     _refuse_swapped(before, after)
     notes = [*(before.notes if before else []), *after.notes]
@@ -98,12 +98,12 @@ def examine(
         )
     found = []
     nothing: State = ({}, {})
-    for number, (name, old, new) in enumerate(pairs):
+    for number, (name, old_name, new) in enumerate(pairs):
         progress(f"{number + 1} of {len(pairs)}: {name}")
         state, group = states.get(name, nothing)
-        then = None if before is None or old is None else before.tensors[old]
-        known = nothing[0] if old is None else earlier.get(old, nothing)[0]
-        first, last, lacks = _readers(then, known, new, state)
+        old = None if before is None or old_name is None else before.tensors[old_name]
+        old_state = nothing[0] if old_name is None else earlier.get(old_name, nothing)[0]
+        first, last, lacks = _readers(old, old_state, new, state)
         moved = movement(first, last, new.numel)
         found.append(
             Examined(
@@ -113,7 +113,7 @@ def examine(
                 moved,
                 next_update(weight(new, state), state, group, new.numel, lr),
                 rounding(new, state, header),
-                has_master(new, state) or (then is not None and has_master(then, known)),
+                has_master(new, state) or (old is not None and has_master(old, old_state)),
                 lacks,
             )
         )
@@ -121,8 +121,8 @@ def examine(
         if lacking := sum(each.lacks == which for each in found):
             notes.append(
                 f"{path} lacks the exact masters of {lacking} weights, which the other checkpoint "
-                "has with its optimizer's state: their bf16 numbers were compared, so that only "
-                "moves of a bf16 spacing show"
+                "has in its optimizer's state: their bf16 numbers were compared, so that only "
+                "moves of at least a bf16 spacing show"
             )
     return Examination(found, before is not None, _steps(before, after, states), notes)
 
@@ -137,26 +137,30 @@ def _refuse_swapped(before: Saved | None, after: Saved) -> None:
 
 
 def _readers(
-    then: SavedTensor | None, known: Mapping[str, Any], new: SavedTensor, state: Mapping[str, Any]
+    old: SavedTensor | None,
+    old_state: Mapping[str, Any],
+    new: SavedTensor,
+    state: Mapping[str, Any],
 ) -> tuple[Read | None, Read, str | None]:
-    """What is compared of a weight, which is what both checkpoints have, and which lacks a master.
+    """Readers of a weight in both checkpoints, as precise as both allow, and which lacks a master.
 
     Args:
-        then: the weight in the earlier checkpoint, None without one.
-        known: what the optimizer kept for it there.
-        new: the weight in the later one.
-        state: what the optimizer keeps for it there.
+        old: the weight in the earlier checkpoint; None if there is no earlier one.
+        old_state: what the optimizer in the earlier checkpoint keeps for it.
+        new: the weight in the later checkpoint.
+        state: what the optimizer in the later checkpoint keeps for it.
     """
-    if then is None:
+    if old is None:
         return None, weight(new, state), None
-    had, has = (has_master(*each) or _is_wide(each[0]) for each in ((then, known), (new, state)))
+    pair = ((old, old_state), (new, state))
+    had, has = (has_master(*each) or _is_wide(each[0]) for each in pair)
     if had and has:
-        return weight(then, known), weight(new, state), None
-    first, last = weight(then, {}), weight(new, {})
-    if _is_wide(then):
-        # Training in fewer bits began with a cast.
+        return weight(old, old_state), weight(new, state), None
+    first, last = weight(old, {}), weight(new, {})
+    if _is_wide(old):
+        # Training in fewer bits began with this cast.
         return (lambda a, b: first(a, b).to(new.dtype).float()), last, None
-    lacks = "earlier" if has_master(new, state) else "later" if has_master(then, known) else None
+    lacks = "earlier" if has_master(new, state) else "later" if has_master(old, old_state) else None
     return first, last, lacks
 
 
@@ -167,8 +171,11 @@ def _is_wide(tensor: SavedTensor) -> bool:
 def _pairs(
     before: Saved | None, after: Saved, notes: list[str]
 ) -> list[tuple[str, str | None, SavedTensor]]:
-    """Names in the later and in the earlier checkpoint, and the later tensor; tied ones once."""
-    mine = {
+    """Each weight's names in the later and the earlier checkpoint, and the later tensor.
+
+    Tied weights are listed once.
+    """
+    weights = {
         name: each
         for name, each in after.tensors.items()
         if each.dtype in _FLOATS
@@ -176,18 +183,18 @@ def _pairs(
         and not name.endswith(("running_mean", "running_var"))
     }
     seen: set[Any] = set()
-    for name, each in list(mine.items()):
+    for name, each in list(weights.items()):
         if each.tied is not None and each.tied in seen:
-            del mine[name]
+            del weights[name]
         seen.add(each.tied)
-    if not mine:
+    if not weights:
         raise CheckpointError(f"{after.path} holds no floating-point weights")
     if before is None:
-        return [(name, None, each) for name, each in mine.items()]
-    theirs = _match_names(before, mine)
+        return [(name, None, each) for name, each in weights.items()]
+    old_names = _match_names(before, weights)
     pairs, shapes = [], []
-    for name, each in mine.items():
-        old = theirs.get(name)
+    for name, each in weights.items():
+        old = old_names.get(name)
         if old is None:
             continue
         if before.tensors[old].shape != each.shape:
@@ -196,27 +203,27 @@ def _pairs(
             pairs.append((name, old, each))
     if shapes:
         notes.append(f"{len(shapes)} weights have other shapes, such as {shapes[0]}")
-    if missing := len(mine) - len(pairs) - len(shapes):
+    if missing := len(weights) - len(pairs) - len(shapes):
         notes.append(f"{missing} weights of {after.path} are not in {before.path}")
     if not pairs:
-        mine_first, theirs = ", ".join(list(mine)[:3]), ", ".join(list(before.tensors)[:3])
+        first, second = (", ".join(list(names)[:3]) for names in (before.tensors, weights))
         raise CheckpointError(
-            f"{before.path} and {after.path} have no weight of one name and shape: {theirs} and so "
-            f"on there, {mine_first} and so on here. They are not of one run"
+            f"{before.path} and {after.path} have no weight of the same name and shape: {first}, "
+            f"... in the first, {second}, ... in the second. They are not of one run"
         )
     return pairs
 
 
-def _match_names(before: Saved, mine: dict[str, SavedTensor]) -> dict[str, str]:
-    """By names as they are, else without what wrappers add, else without one side's first part."""
-    for ours, others in (
+def _match_names(before: Saved, weights: dict[str, SavedTensor]) -> dict[str, str]:
+    """Match names as they are, else without wrappers' parts, else without one side's first part."""
+    for later, earlier in (
         (str, str),
         (bare_name, bare_name),
         (_inner, bare_name),
         (bare_name, _inner),
     ):
-        short = {others(name): name for name in before.tensors}
-        if found := {name: short[ours(name)] for name in mine if ours(name) in short}:
+        short = {earlier(name): name for name in before.tensors}
+        if found := {name: short[later(name)] for name in weights if later(name) in short}:
             return found
     return {}
 

@@ -1,10 +1,10 @@
-"""How far the elements of a weight went between two checkpoints, by their size.
+"""How far the elements of a weight moved between two checkpoints, by their size.
 
-Of what training does to weights, their size says nothing: in a run that loses no updates, small and
-large elements of a matrix go equally far on average, whatever of them is saved. Rounding to nearest
-lets an element move only where an update is at least half a bf16 spacing, which grows with it:
-there the large ones stand still. Sizes are told apart by powers of two, within which bf16 has one
-spacing.
+In a run that loses no updates, how far an element moves does not depend on its size: small and
+large elements of a matrix move equally far on average, in whatever format they are saved. Rounding
+to nearest lets an element move only if an update is at least half a bf16 spacing, which grows with
+the element, so large elements stand still. Elements are grouped by powers of two, between which
+bf16 has a single spacing.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["Movement", "half_spacings", "movement"]
 
 _EXPONENTS = 256
 _BIAS, _MANTISSA = 127, 7
-# Elements of one size for a mean, and sizes, from the smallest on, that are taken together.
+# Elements of one size that a mean needs, and sizes, from the smallest on, that are pooled.
 _ENOUGH, _SIZES = 64, 4
 
 
 @dataclass
 class Movement:
-    """What became of one weight.
+    """How far the elements of one weight moved; "now" is the later checkpoint.
 
     Attributes:
-        numel: its elements.
-        moved: those that are another number now.
-        distance: sum of how far they went.
-        below: those that went less than half a bf16 spacing.
-        ones: those that are exactly 1.0 now.
-        ones_before: those that were.
+        numel: how many elements it has.
+        moved: elements whose number changed.
+        distance: sum of the distances that elements moved.
+        below: elements that moved, but by less than half a bf16 spacing.
+        ones: elements that are exactly 1.0 now.
+        ones_before: elements that were exactly 1.0 before.
         nan: NaNs now.
         infinite: infinities now.
-        rounded: whether all its numbers are numbers of bf16.
-        half_spacings: sum of half a bf16 spacing at each number now.
-        counts: elements by the exponent that they had.
-        distances: how far those of each exponent went, together.
+        rounded: whether all its numbers now are bf16 numbers.
+        half_spacings: sum over all elements of half a bf16 spacing at their number now.
+        counts: elements by their exponent before.
+        distances: sums of the distances that elements moved, by their exponent before.
     """
 
     numel: int
@@ -60,7 +60,7 @@ class Movement:
 
     @property
     def unmoved(self) -> float:
-        """Share of the elements that are what they were."""
+        """Share of the elements whose number did not change."""
         return 1 - self.moved / self.numel if self.numel else 0.0
 
     @property
@@ -70,12 +70,12 @@ class Movement:
 
     @property
     def reference(self) -> float | None:
-        """How far elements go on average that are small enough for every update to count.
+        """Mean distance of the elements that are small enough for every update to count.
 
-        None where none are: too few elements, or all of one size.
+        None if there are none: the weight has too few elements, or all are of one size.
         """
         means = self.distances / self.counts.clamp(min=1)
-        # They went by many units, so that rounding has left their distance as it was.
+        # They moved by several half spacings, so rounding has hardly changed their distance.
         resolved = (self.counts >= _ENOUGH) & (means > 4 * _HALF)
         if not resolved.any():
             return None
@@ -84,12 +84,12 @@ class Movement:
 
     @property
     def finest(self) -> float:
-        """Half a bf16 spacing of the smallest element that there was."""
+        """Half a bf16 spacing at the smallest element before."""
         return float(_HALF[int(self.counts.nonzero()[0])])
 
     @property
     def survived(self) -> float | None:
-        """Which share of the way the elements went that the small ones among them went."""
+        """How far all elements moved, as a share of how far the small ones among them moved."""
         reference = self.reference
         if reference is None or not self.numel:
             return None
@@ -98,7 +98,7 @@ class Movement:
 
     @property
     def standing(self) -> float | None:
-        """The size from which on elements stand still, None where none do."""
+        """The size from which on elements stand still; None if none do."""
         reference = self.reference
         if reference is None:
             return None
@@ -112,12 +112,12 @@ class Movement:
 
 
 def movement(before: Read | None, after: Read, numel: int) -> Movement:
-    """Compare a weight with what it was, a piece at a time.
+    """Compare a weight with its earlier numbers, a piece at a time.
 
     Args:
-        before: reads its elements as fp32; None where there is one checkpoint alone.
-        after: reads those of the later checkpoint.
-        numel: how many there are.
+        before: reads the elements of the earlier checkpoint; None if there is only one checkpoint.
+        after: reads the elements of the later checkpoint.
+        numel: how many elements there are.
     """
     found = Movement(numel)
     for start in range(0, numel, CHUNK):

@@ -1,4 +1,4 @@
-"""The update that an optimizer's state in a checkpoint makes, and what rounding leaves of it."""
+"""The next update, by an optimizer's state in a checkpoint, and what rounding leaves of it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .movement import half_spacings
 __all__ = ["NextUpdate", "Rounding", "next_update", "rounding"]
 
 Rounding = str
-"""``"nearest"``, ``"stochastic"``, ``"none"`` where weights have more bits than bf16 or what they
-lost is kept, or ``"unknown"``."""
+"""``"nearest"``, ``"stochastic"``, ``"none"`` if weights have more bits than bf16 or the lost bits
+are kept, or ``"unknown"``."""
 
 
 @dataclass(frozen=True)
 class NextUpdate:
-    """What a step does to one weight.
+    """What the next step does to one weight.
 
     Attributes:
         update: root mean square of the update.
         survived: ``<s, d> / <d, d>`` of the update ``d`` and of ``s``, what rounding to nearest
             bf16 leaves of it.
         below: share of the elements whose update is less than half a bf16 spacing.
-        lr: the group's learning rate, or its initial one where that has come down to 0.
-        step: how many were taken.
+        lr: the group's learning rate, or its initial one if that has come down to 0.
+        step: how many steps were taken.
     """
 
     update: float
@@ -49,7 +49,7 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
     Args:
         tensor: the weight.
         state: what the optimizer keeps for it, possibly nothing.
-        header: what our optimizers say of themselves.
+        header: the header that our optimizers save; empty for others.
     """
     if tensor.dtype != torch.bfloat16 or has_master(tensor, state):
         return "none" if tensor.dtype.itemsize >= 4 or has_master(tensor, state) else "unknown"
@@ -61,15 +61,15 @@ def rounding(tensor: SavedTensor, state: Mapping[str, Any], header: Mapping[str,
     if recipe := header.get("recipe"):
         return "nearest" if recipe.get("weights") == "bf16_nearest" else "stochastic"
     moments = [each for each in state.values() if isinstance(each, SavedTensor)]
-    # torch makes moments like their parameter: beside fp32 ones it was fp32, and was saved in bf16.
-    alike = bool(moments) and all(each.dtype == torch.bfloat16 for each in moments)
-    return "nearest" if alike else "unknown"
+    # torch gives moments their parameter's dtype: with fp32 ones it was fp32, and saved in bf16.
+    all_bf16 = bool(moments) and all(each.dtype == torch.bfloat16 for each in moments)
+    return "nearest" if all_bf16 else "unknown"
 
 
 def next_update(
     weight: Read, state: Mapping[str, Any], group: Mapping[str, Any], numel: int, lr: float | None
 ) -> NextUpdate | None:
-    """The update of an optimizer of Adam's kind or with momentum; None of any other.
+    """The next update of an optimizer of Adam's kind or with momentum; None for any other.
 
     Args:
         weight: reads its elements as fp32.
@@ -84,19 +84,19 @@ def next_update(
     update = _update(state, group, rate, step)
     if update is None or not rate or not numel:
         return None
-    both = squares = 0.0
+    product = squares = 0.0
     below = 0
     for start in range(0, numel, CHUNK):
         stop = min(start + CHUNK, numel)
         w = weight(start, stop)
         d = update(w, start, stop).nan_to_num_(0.0, 0.0, 0.0)
         stored = (w + d).bfloat16().float() - w.bfloat16().float()
-        both += float(stored.double() @ d.double())
+        product += float(stored.double() @ d.double())
         squares += float(d.double() @ d.double())
         below += int((d.abs() < half_spacings(w)).sum())
     if not squares:
         return None
-    return NextUpdate(math.sqrt(squares / numel), both / squares, below / numel, rate, step)
+    return NextUpdate(math.sqrt(squares / numel), product / squares, below / numel, rate, step)
 
 
 def _update(
@@ -111,14 +111,14 @@ def _update(
     if first is None or second is None or not isinstance(betas, (tuple, list)) or len(betas) != 2:
         return None
     rates = [min(max(_number(beta, 0.0), 0.0), 1 - 1e-12) for beta in betas]
-    one, two = (1 - beta ** max(step, 1) for beta in rates)
+    bias1, bias2 = (1 - beta ** max(step, 1) for beta in rates)
     eps, decay = _number(group.get("eps"), 1e-8), _number(group.get("weight_decay"), 0.0)
-    # Else the decay is in the moments.
+    # A decay that is not decoupled is in the moments.
     decay = decay if group.get("decoupled_weight_decay", True) else 0.0
 
     def adam(w: Tensor, start: int, stop: int) -> Tensor:
-        root = second(start, stop).div_(two).sqrt_().add_(eps)
-        return first(start, stop).div_(one).div_(root).add_(w, alpha=decay).mul_(-lr)
+        root = second(start, stop).div_(bias2).sqrt_().add_(eps)
+        return first(start, stop).div_(bias1).div_(root).add_(w, alpha=decay).mul_(-lr)
 
     return adam
 

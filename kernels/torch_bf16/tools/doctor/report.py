@@ -1,4 +1,4 @@
-"""The record of an examination, and what people see of it."""
+"""The record of an examination, and its table and sentences for people."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def record(found: Examination, verdict: Verdict, paths: Mapping[str, str]) -> di
 
 
 def show(content: Mapping[str, Any], most: int) -> None:
-    """Print it.
+    """Print a record for people.
 
     Args:
         content: the record.
-        most: weights in the table.
+        most: how many weights the table lists at most.
     """
     steps = "" if content["steps"] is None else f", {content['steps']:,} steps"
     print(" -> ".join(content[key] for key in ("before", "after") if key in content) + steps)

@@ -1,4 +1,4 @@
-"""What an examination means, in sentences."""
+"""Judge an examination, and explain the verdict in sentences."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Finding", "Verdict", "judge"]
 STALLS, BROKEN, LOSES, STANDS = "stalls", "broken", "loses", "stands still"
 UNSEEN, UNJUDGED, FINE = "not seen", "not judged", "learns"
 _BAD = (STALLS, BROKEN)
-_STALLING = 0.5  # as in the monitor: less than that share of the updates arrives
+_STALLING = 0.5  # as in the monitor: a smaller share of the updates arrives
 _LOSING = 0.9
 _MOST = 8
-_STEPS = 100_000  # where their number is not told
+_STEPS = 100_000  # assumed if their number is unknown
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one weight.
+    """The verdict on one weight.
 
     Attributes:
-        weight: which.
+        weight: the weight.
         verdict: ``"stalls"``, ``"broken"``, ``"loses"``, ``"stands still"`` (frozen, or without a
             gradient: not by rounding), ``"not seen"`` (it has an exact master, which one of the
             checkpoints lacks, and no bf16 number moved), ``"not judged"`` (one checkpoint, which
             does not say what its next update is, or how it is rounded) or ``"learns"``.
-        lost: share of what it was to move that it did not; None where that was not looked at.
-        why: what shows it, ``"size"``, ``"gain"``, ``"state"``, ``"rounding"`` or empty.
+        lost: the share missing of the distance that it should move; None if it was not judged.
+        why: the evidence: ``"size"``, ``"gain"``, ``"state"``, ``"rounding"`` or empty.
     """
 
     weight: Examined
@@ -44,10 +44,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all that means.
+    """The verdict on a run.
 
     Attributes:
-        findings: worst first.
+        findings: of all weights, worst first.
         sentences: for people, worst first.
         healthy: whether nothing stalls and nothing is broken.
     """
@@ -58,14 +58,14 @@ class Verdict:
 
 
 def judge(found: Examination) -> Verdict:
-    """Judge a run by what became of its weights and by what its optimizer is about to do."""
+    """Judge a run by how its weights moved and by the next update of its optimizer."""
     references = [each.movement.reference for each in found.weights]
     known = [each for each in references if each is not None]
     usual = statistics.median(known) if known else None
     gains = _gains_stand_still(found, usual)
-    # Of bf16 weights that were saved in fp32 all are bf16 numbers; one alone may be by chance.
-    wide = all(each.movement.rounded for each in found.weights)
-    findings = [_finding(each, found.compared, gains, wide) for each in found.weights]
+    # bf16 weights that were saved in fp32 are all bf16 numbers; a single weight may be by chance.
+    all_rounded = all(each.movement.rounded for each in found.weights)
+    findings = [_finding(each, found.compared, gains, all_rounded) for each in found.weights]
     order = (BROKEN, STALLS, LOSES, STANDS, UNSEEN, UNJUDGED, FINE)
     findings.sort(key=lambda each: (order.index(each.verdict), -(each.lost or 0.0)))
     kinds: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
@@ -77,20 +77,21 @@ def judge(found: Examination) -> Verdict:
         count = sum(len(members) for _, members in more)
         sentences.append(f"and {count} more weights of {len(more)} other kinds")
     bad = any(each.verdict in _BAD for each in findings)
-    same = found.compared and not any(each.weight.movement.moved for each in findings)
-    still = same and not any(each.verdict == UNSEEN for each in findings)
+    unchanged = found.compared and not any(each.weight.movement.moved for each in findings)
+    still = unchanged and not any(each.verdict == UNSEEN for each in findings)
     if still:
         sentences.insert(0, "not one element differs: the same checkpoint twice, or nothing learns")
-    sentences.append(_summary(findings, found, bad or same))
+    sentences.append(_summary(findings, found, bad or unchanged))
     return Verdict(findings, sentences, not bad and not still)
 
 
-def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding:
+def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> Finding:
     moved, plan = each.movement, each.next_update
     if moved.nan or moved.infinite:
         return Finding(each, BROKEN, (moved.nan + moved.infinite) / moved.numel)
-    # Numbers that bf16 does not have were not rounded to it.
-    nearest = wide if each.dtype.itemsize > 2 else each.rounding in ("nearest", "unknown")
+    # A weight with numbers that bf16 does not have was not rounded to it.
+    unsure = each.rounding in ("nearest", "unknown")
+    nearest = all_rounded if each.dtype.itemsize > 2 else unsure
     rounded = moved.rounded and not each.master and nearest
     lost, why = 0.0, ""
     if compared and rounded:
@@ -102,23 +103,23 @@ def _finding(each: Examined, compared: bool, gains: bool, wide: bool) -> Finding
     if 1 - lost < _STALLING:
         return Finding(each, STALLS, lost, why)
     if plan is not None and each.rounding == "nearest" and plan.survived < _LOSING:
-        # What has moved so far, and stops now that the learning rate is low, has been learning.
+        # A weight that has moved so far, and stops only now that the rate is low, has learned.
         learned = why == "size" and 1 - lost > _LOSING
         stalls = plan.survived < _STALLING and not learned
         return Finding(each, STALLS if stalls else LOSES, 1 - plan.survived, "state")
     if compared and not moved.moved:
         return Finding(each, STANDS if each.lacks is None else UNSEEN, 0.0)
-    untold = each.rounding == "unknown" or (each.rounding == "nearest" and plan is None)
-    if untold and not compared:
+    unclear = each.rounding == "unknown" or (each.rounding == "nearest" and plan is None)
+    if unclear and not compared:
         return Finding(each, UNJUDGED, None, "state" if plan is None else "rounding")
     return Finding(each, LOSES if 1 - lost < _LOSING else FINE, lost, why)
 
 
 def _gains_stand_still(found: Examination, usual: float | None) -> bool:
-    """Whether not one of the gains that were 1.0 moved, where others went as far as would show.
+    """Whether none of the gains that were 1.0 moved, while other weights moved far enough to show.
 
-    All of a model's are looked at, because a copy in bf16 of weights that do learn shows few of the
-    gains moving in a short run.
+    All gains of a model are checked together, because in a bf16 copy of weights that do learn, few
+    of them move in a short run.
     """
     gains = [w.movement for w in found.weights if w.movement.ones_before == w.movement.numel]
     if not found.compared or usual is None or not gains:
@@ -144,7 +145,7 @@ def _sentence(
         infinite = sum(each.movement.infinite for each in weights)
         return f"{several} is broken: {nan:,} NaN and {infinite:,} infinities of {numel:,} numbers"
     if verdict == STANDS:
-        # What others went, spread over all steps, would have moved its smallest elements.
+        # Frozen if the others' distance, even spread over all steps, would move its finest element.
         least = (usual or 0.0) / max(found.steps or 0, _STEPS)
         fine = all(not w.movement.rounded or w.movement.finest < least for w in weights)
         why = ", and not by rounding: it is frozen, or no gradient reaches it"
@@ -158,7 +159,7 @@ def _sentence(
             "exact master, and only one of the two checkpoints has that"
         )
     if verdict == UNJUDGED:
-        fault = "the state of its optimizer, if any, tells no next update"
+        fault = "its optimizer's state, if any, does not determine the next update"
         if why == "rounding":
             fault = "the checkpoint does not say how it was rounded"
         return f"{several} was not judged: {fault}. Give an earlier checkpoint, too"
@@ -213,8 +214,8 @@ def _summary(findings: Sequence[Finding], found: Examination, bad: bool) -> str:
         return f"VERDICT: {len(broken)} of {len(findings)} weights hold NaN or infinities"
     if any(each.verdict == UNSEEN for each in findings) and bad:
         return (
-            "VERDICT: these two cannot tell: no bf16 number changed, and one of them lacks the "
-            "exact masters. Give two checkpoints with their optimizer's state"
+            "VERDICT: these two checkpoints cannot tell: no bf16 number changed, and one of them "
+            "lacks the exact masters. Give two checkpoints with their optimizer's state"
         )
     if bad:
         return "VERDICT: nothing was learned between the two"

@@ -1,4 +1,4 @@
-"""What a forward and a backward pass hold beside the weights, measured by taking one."""
+"""Measure what a forward and a backward pass hold beside the weights, by running them once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Batch", "activations", "batch_argument"]
 
 _PART = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 _TOKENS = "input_ids"
-# Which is out of memory, as a mere RuntimeError says.
+# torch reports that a CPU is out of memory by a mere RuntimeError that names its allocator.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
@@ -33,7 +33,7 @@ class Batch:
     """The inputs of one step: shapes and dtypes, in the order in which ``forward`` takes them.
 
     Attributes:
-        inputs: of each; None as the dtype for int64 where the model takes tokens, else fp32.
+        inputs: shape and dtype of each; None is int64 if the model takes tokens, else fp32.
     """
 
     inputs: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
@@ -65,11 +65,11 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
         model: on the meta device; not changed.
         precision: how it is cast, and whether gradients are released.
         batch: the inputs.
-        device: meta, to trace the CPU's kernels over tensors without memory; or where to take the
-            step: a CPU, or a GPU, whose allocator then tells.
+        device: meta, to trace the CPU's kernels over tensors without memory; or a CPU or a GPU, to
+            take the step there, which a GPU's allocator measures.
 
     Raises:
-        ValueError: the model does not take such a batch.
+        ValueError: the model cannot take such a batch.
         MemoryError: the step does not fit on the device.
     """
     traced = device.type == "meta"
@@ -93,7 +93,7 @@ def activations(model: nn.Module, precision: Precision, batch: Batch, device: to
             with LiveBytes() as live:
                 _step(model, inputs, precision, place)
             return live.peak
-        # The rest is the user's model.
+        # A user's model may raise anything.
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error):
                 raise MemoryError(
@@ -123,17 +123,17 @@ def _fake() -> AbstractContextManager[Any]:
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Give a model memory of its own on a device; tied weights stay tied."""
-    made: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def memory_for(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
+        if id(tensor) not in copies:
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             new = new.normal_(0, 0.02) if new.is_floating_point() else new.zero_()
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
-            # With the old one, whose id must not be given to another.
-            made[id(tensor)] = new, tensor
-        return made[id(tensor)][0]
+            # Beside the old tensor, whose id must not be reused.
+            copies[id(tensor)] = new, tensor
+        return copies[id(tensor)][0]
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -142,19 +142,19 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 def _inputs(model: nn.Module, batch: Batch, device: torch.device) -> Any:
     tokens = _TOKENS in inspect.signature(model.forward).parameters
-    made = []
+    tensors = []
     for shape, dtype in batch.inputs:
         dtype = dtype or (torch.int64 if tokens else torch.float32)
         floats = dtype.is_floating_point
-        made.append((torch.randn if floats else torch.zeros)(shape, dtype=dtype, device=device))
+        tensors.append((torch.randn if floats else torch.zeros)(shape, dtype=dtype, device=device))
     if not tokens:
-        return made
-    names = [_TOKENS, "labels"][: 2 if len(made) == 1 and _takes_labels(model) else 1]
-    return dict(zip(names, made * 2, strict=False)) if len(made) == 1 else made
+        return tensors
+    names = [_TOKENS, "labels"][: 2 if len(tensors) == 1 and _takes_labels(model) else 1]
+    return dict(zip(names, tensors * 2, strict=False)) if len(tensors) == 1 else tensors
 
 
 def _for_tokens(batch: Batch, inputs: Any) -> str:
-    """How tokens are said, where numbers were taken for granted."""
+    """How to ask for tokens, if inputs without a dtype were taken to be fp32."""
     if isinstance(inputs, Mapping) or all(dtype is not None for _, dtype in batch.inputs):
         return ""
     shapes = ("x".join(map(str, shape)) for shape, dtype in batch.inputs if dtype is None)
@@ -170,8 +170,7 @@ def _step(model: nn.Module, inputs: Any, precision: Precision, device: torch.dev
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         if precision.dtype == torch.bfloat16 and not autocast:
             inputs = _to_bf16(inputs)
-        given = isinstance(inputs, Mapping)
-        output = model(**inputs) if given else model(*inputs)
+        output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
         loss = getattr(output, "loss", None)
         if not isinstance(loss, Tensor):
             leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)

@@ -35,7 +35,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         type=_ranks,
         default=8,
         metavar="N",
-        help="number of ranks of FSDP2 or DeepSpeed (default: 8; 1 for none)",
+        help="number of ranks of FSDP2 or DeepSpeed (default: 8; 1 for no sharding)",
     )
     parser.add_argument(
         "--optimizer",
@@ -77,16 +77,16 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def estimate(options: argparse.Namespace) -> int:
-    """Say what a run will take.
+    """Say how much memory a run will take.
 
     Args:
-        options: parsed.
+        options: the parsed options.
 
     Returns:
-        The exit status: 0 where it could be said.
+        The exit status: 0.
 
     Raises:
-        ValueError, OSError, RuntimeError, ImportError: MODEL is none, or an option cannot be meant.
+        ValueError, OSError, RuntimeError, ImportError: MODEL or an option cannot be used.
     """
     optimizer = optimizer_spec(options.optimizer)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -169,29 +169,33 @@ def _notes(shapes: ModelShapes, optimizer: OptimizerSpec, options: argparse.Name
         )
     if optimizer.rule.stage_states:
         notes.append(
-            f"{optimizer.rule.name.title()} looks at whole matrices: on ranks each has an owner, "
-            "what it gathers and computes with is in the recipes' peaks, and what it sends in "
-            "theirs per step"
+            f"{optimizer.rule.name.title()} works on whole matrices: each has a rank that owns it; "
+            "the recipes' peaks count what an owner gathers and computes with, 'sent per step' "
+            "what is sent to owners and by them"
         )
         if optimizer.rule is MUON and any(each.hidden is None for each in shapes.weights):
-            notes.append("no module says which matrices are embeddings, AdamW's: all are Muon's")
+            notes.append(
+                "without a module, embeddings, which are AdamW's, look like other matrices: all "
+                "are counted as Muon's"
+            )
     notes.append(
-        "three formats are those of weights and moments: "
+        "three formats in a name are those of weights and moments: "
         'get_recipe("bf16-stochastic", weights=..., exp_avg=..., exp_avg_sq=...)'
     )
     if options.ranks > 1:
         notes.append(
-            "DDP's buckets are a copy of all gradients, which stays where gradients are released; "
-            "with gradient_as_bucket_view=True the buckets are the gradients"
+            "DDP's buckets are a copy of all gradients, which stays even if gradients are "
+            "released; with gradient_as_bucket_view=True the buckets are the gradients"
         )
         notes.append(
-            "at the peak of a rank, the root's weights and two layers' are whole and one layer's "
-            "gradients are reduced, in fp32; a numbered module is a layer, and gathered twice"
+            "at a rank's peak, the weights of the root and of two layers are whole, and one "
+            "layer's gradients are reduced, in fp32; a numbered module is a layer, and is gathered "
+            "twice"
         )
         if options.reduce == "bf16_wire":
             notes.append(
-                "the recipes send gradients in bf16 and hold a layer's in fp32, as they leave and "
-                "as they come"
+                "the recipes send gradients in bf16, and hold one layer's in fp32 and twice in "
+                "bf16: as they are sent and as they are received"
             )
     return notes
 
@@ -202,9 +206,9 @@ def _zero_notes(shapes: ModelShapes, options: argparse.Namespace) -> list[str]:
         "ZeRO-3 leaves whole (stage3_param_persistence_threshold)"
     ]
     if any(each.stays_fp32 for each in shapes.weights):
-        notes.append("batch norm stays in fp32, which DeepSpeed casts: no recipe trains there")
+        notes.append("recipes keep batch norm in fp32, but DeepSpeed casts it: none trains there")
     elif options.accumulate != "bf16_nearest":
-        notes.append("DeepSpeed adds micro-batches up by itself: no --accumulate there")
+        notes.append("DeepSpeed sums micro-batches itself: --accumulate has no effect there")
     return notes
 
 

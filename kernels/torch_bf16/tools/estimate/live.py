@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, where no device says it: CPUs, meta and fake tensors."""
+"""Count the bytes of living tensors where no allocator does: on CPUs, of meta and fake tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that operations make while it is entered.
+    """Counts the memory of tensors that operations create while the mode is active.
 
     Attributes:
-        now: bytes that live.
-        peak: the most that lived at once.
+        now: bytes that are alive now.
+        peak: the most bytes that were alive at once.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
         before = {id(each) for each in self._storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for each in self._storages(result):
-            # A view, or what was written in place, is not new memory.
+            # A view, or the result of an in-place operation, is not new memory.
             if id(each) not in before and each not in self._known:
                 self._known.add(each)
                 size = each.nbytes()

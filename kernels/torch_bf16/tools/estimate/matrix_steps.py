@@ -1,6 +1,6 @@
-"""What a step holds for a while where its rule looks at whole matrices: Muon's and Adafactor's.
+"""Memory and traffic of a step whose rule works on whole matrices: Muon's and Adafactor's.
 
-The rounds are those of :mod:`torch_bf16.engine.ownership`; what lives in them at once follows
+The rounds are those of :mod:`torch_bf16.engine.ownership`; what lives at once in a round follows
 :mod:`torch_bf16.engine.direction_solver`, in kernels that work in place, as those of CPUs and GPUs
 do.
 """
@@ -29,25 +29,25 @@ from .shapes import Weight
 
 __all__ = ["ROWS", "MatrixStep", "matrix_step"]
 
-# FSDP2's placement, without importing what defines it, which takes longer than all else here.
+# FSDP2's placement, without importing its module, which takes longer than all else here.
 ROWS = SimpleNamespace(dim=0, is_replicate=lambda: False, is_partial=lambda: False)
-# Bytes per element at once where a master is put together, in integers.
+# Bytes per element that are alive at once while a master is put together, in integers.
 _DECODING = {"bf16+16": 21, "bf16+8": 17, "bf16+fp32": 14}
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Bytes per element of what a direction makes.
+    """Bytes per element that computing a direction takes.
 
     Attributes:
-        prepared: of this rank's part, until all of the round is done.
-        preparing: of that at the worst time.
-        sent: from a part to its owner.
-        answer: of a solution, and what is sent back of it.
-        reply: bytes, not per element, that each rank gets instead.
-        kept: beside it, where this rank holds all.
-        finishing: of a part, for one parameter at a time.
-        solving: of one matrix; None for Newton-Schulz iterations.
+        prepared: of this rank's part, until the whole round is done.
+        preparing: of this rank's part, at the worst moment of its preparation.
+        sent: of a part that is sent to its owner.
+        answer: of a solution, and of a part of it that is sent back.
+        reply: bytes, not per element, that each rank gets instead of an answer.
+        kept: beside a solution, if this rank holds the whole matrix.
+        finishing: of a part at the end, for one parameter at a time.
+        solving: of one matrix while it is solved; None for Newton-Schulz iterations.
     """
 
     prepared: int
@@ -61,7 +61,7 @@ class _Cost:
 
 
 class _Held:
-    """A weight as :class:`torch_bf16.engine.ownership.Cut` asks for it."""
+    """A weight with the attributes of :class:`torch_bf16.engine.ownership.Cut`."""
 
     def __init__(self, weight: Weight, spans: Mapping[int, Span]) -> None:
         self.parameter, self.shape, self.numel = weight, weight.shape, weight.numel
@@ -72,7 +72,7 @@ class _Held:
 
 
 class MatrixStep(NamedTuple):
-    """What a rank holds and sends where a rule looks at whole matrices.
+    """What a rank holds and sends if a rule works on whole matrices.
 
     Attributes:
         peak: the most bytes at once beside weights, gradients and states.
@@ -89,28 +89,31 @@ def matrix_step(
     """What a rank holds and sends in a step.
 
     Args:
-        weights: those that are trained, their rules, and their dtypes as parameters.
+        weights: the trained weights, their rules, and their dtypes as parameters.
         recipe: how they are stored.
-        ranks: over which FSDP2 shards them.
-        rank: which of them.
+        ranks: the number of ranks over which FSDP2 shards them.
+        rank: the rank's number.
     """
     spans = cache(lambda shape: _spans(shape, ranks))
-    every = [(_Held(each, spans(each.shape)), rule, dtype) for each, rule, dtype in weights]
-    every = [each for each in every if each[1].stage_states]
-    costs = {id(held.parameter): _cost(held, rule, dtype, recipe) for held, rule, dtype in every}
-    cut = [(held, rule) for held, rule, _ in every]
+    matrices = [
+        (_Held(each, spans(each.shape)), rule, dtype)
+        for each, rule, dtype in weights
+        if rule.stage_states
+    ]
+    costs = {id(held.parameter): _cost(held, rule, dtype, recipe) for held, rule, dtype in matrices}
+    cut = [(held, rule) for held, rule, _ in matrices]
     if ranks > 1:
         rounds = rounds_over(range(ranks), rank, cut) if cut else []
     else:
         kinds = alike(cut, lambda each: (each[1].name, each[0].shape))
-        rounds = [each for some in kinds for each in rounds_here(some)]
-    found = [_Round(each, costs) for each in rounds]
-    peak = max((size for each in found for size in each.phases()), default=0)
-    return MatrixStep(peak, sum(each.away + each.back for each in found))
+        rounds = [each for kind in kinds for each in rounds_here(kind)]
+    sizes = [_Round(each, costs) for each in rounds]
+    peak = max((size for each in sizes for size in each.phases()), default=0)
+    return MatrixStep(peak, sum(each.away + each.back for each in sizes))
 
 
 def _spans(shape: tuple[int, ...], ranks: int) -> dict[int, Span]:
-    """What each rank holds: rows."""
+    """Each rank's span of a weight: some of its rows."""
     if ranks == 1 or not shape:
         return {rank: Span.of_whole("", shape) for rank in range(ranks)}
     row, found = prod(shape[1:]), {}
@@ -145,10 +148,12 @@ class _Round:
     """Bytes of a round on one rank.
 
     Attributes:
-        here: prepared, of this rank's parts.
-        gathered: whole tensors of which other ranks hold parts, come from these, and sent to other
-            owners.
-        answers, back: that come from other owners, and sent to other ranks.
+        here: this rank's parts, prepared.
+        gathered: the whole tensors that this rank owns and other ranks hold parts of.
+        come: the parts of these tensors that other ranks send.
+        away: this rank's parts that are sent to other owners.
+        answers: what other owners send back.
+        back: what this rank, as an owner, sends back to other ranks.
     """
 
     def __init__(self, round_: Round, costs: Mapping[int, _Cost]) -> None:
@@ -162,19 +167,19 @@ class _Round:
             self._preparing = max(self._preparing, (cost.preparing - cost.prepared) * part)
             self._finishing = max(self._finishing, cost.finishing * part)
             for unit in units:
-                numel, mine = prod(unit.shape), unit.spans[me].numel
+                numel, own = prod(unit.shape), unit.spans[me].numel
                 if unit.owner != me:
-                    self.away += cost.sent * mine
-                    self.answers += cost.answer * mine + cost.reply
+                    self.away += cost.sent * own
+                    self.answers += cost.answer * own + cost.reply
                     continue
-                self._groups[cost, unit.shape].append(mine)
-                if mine < numel:
+                self._groups[cost, unit.shape].append(own)
+                if own < numel:
                     self.gathered += cost.sent * numel
-                    self.come += cost.sent * (numel - mine)
-                self.back += cost.answer * (numel - mine) + cost.reply * (len(unit.spans) - 1)
+                    self.come += cost.sent * (numel - own)
+                self.back += cost.answer * (numel - own) + cost.reply * (len(unit.spans) - 1)
 
     def phases(self) -> Iterator[int]:
-        """Bytes at the times at which there may be most."""
+        """Bytes at every moment of the round that may be its peak."""
         here = self.here
         yield here + self._preparing
         yield here + self.away + self.come
@@ -193,7 +198,7 @@ class _Round:
 
 
 def _solution_bytes(cost: _Cost, shape: Sequence[int], count: int) -> int:
-    """Bytes at once, solutions too, of all tensors of one shape."""
+    """The most bytes at once while all tensors of one shape are solved, with the solutions."""
     numel, rows = prod(shape), min(shape, default=0)
     if cost.solving is not None:
         return cost.solving * numel

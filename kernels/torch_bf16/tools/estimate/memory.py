@@ -1,4 +1,4 @@
-"""Bytes of a run by what they hold, from the formats, the rule and the sharding themselves."""
+"""Bytes of a run by what they hold, computed from the formats, the rule and the sharding."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["Held", "Memory", "dtype_of", "held_of", "matrix_step_of", "memory", 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device: what lives from step to step, and what for a while in each.
+    """Bytes on one device: those that live from step to step, and those of a part of each step.
 
     Attributes:
-        weights: parameters.
-        buffers: those of the model.
-        gradients: all of them; where they are released, of the largest parameter or FSDP unit.
-        moments: of the optimizer.
-        master: what weights have beyond the parameter.
-        sums: of gradients over micro-batches, where they have a format of their own.
+        weights: of parameters.
+        buffers: of the model's buffers.
+        gradients: of all gradients; if they are released, of the largest parameter or FSDP unit.
+        moments: of the optimizer's moments.
+        master: of what weights have beyond the parameter.
+        sums: of sums of gradients over micro-batches, if they have a format of their own.
         staging: of the buffers that states in host memory pass through.
-        passing: what lives beside all these at the worst time, activations not counted: torch's
-            scratch in ``optimizer.step()``, in the first step the bits that the cast took, or what
-            Muon and Adafactor gather and compute with.
-        unsaved: of weights, buffers and master, what checkpoints do not hold.
-        host: of moments and master, what is in host memory; it is in none of the others.
-        buckets: of DDP, a copy of all gradients; in none of the others.
+        passing: of what lives beside all these at the worst moment, without activations: torch's
+            scratch in ``optimizer.step()``; in the first step, the bits that the cast set aside; or
+            what Muon and Adafactor gather and compute with.
+        unsaved: the part of weights, buffers and master that checkpoints do not hold.
+        host: of moments and masters in host memory, which no other attribute counts.
+        buckets: of DDP's buckets, a copy of all gradients, which no other attribute counts.
     """
 
     weights: int = 0
@@ -56,31 +56,31 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """What lives from one step to the next."""
+        """Bytes that live from one step to the next."""
         return self.weights + self.buffers + self.moments + self.master
 
     @property
     def held(self) -> int:
-        """That, and the gradients: what lives when a backward pass has ended."""
+        """Bytes that live at the end of a backward pass: states, gradients, sums and staging."""
         return self.states + self.gradients + self.sums + self.staging
 
     @property
     def saved(self) -> int:
-        """What a checkpoint of model and optimizer holds."""
+        """Bytes that a checkpoint of model and optimizer holds."""
         return self.states + self.host - self.unsaved
 
     def peak(self, beside: int = 0) -> int:
-        """The most at one time.
+        """The most bytes at one time.
 
         Args:
-            beside: bytes of activations and of what is gathered; none of it lives in a step of the
-                optimizer.
+            beside: bytes of activations and of what is gathered; none of them live during the
+                optimizer's step.
         """
         return self.held + max(self.passing, beside)
 
 
 def part_of(shape: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-    """The shape of what a rank holds of a parameter under ``fully_shard``."""
+    """The shape of a rank's part of a parameter under ``fully_shard``."""
     if ranks == 1 or not shape:
         return shape
     box = box_at(shape, (ranks,), (rank,), (ROWS,))
@@ -91,7 +91,7 @@ def dtype_of(weight: Weight, precision: Precision) -> torch.dtype:
     """The dtype of a parameter in a precision."""
     if weight.frozen_as is not None:
         return weight.frozen_as
-    # Lightning's bf16-true and model.bfloat16() cast whatever floats.
+    # Lightning's bf16-true and model.bfloat16() cast every floating-point tensor.
     stays = weight.stays_fp32 and precision.recipe is not None
     return torch.float32 if stays else precision.dtype
 
@@ -103,31 +103,31 @@ def memory(
     ranks: int = 1,
     rank: int = 0,
 ) -> Memory:
-    """What a rank holds.
+    """The memory of one rank.
 
     Args:
-        shapes: of the model.
+        shapes: the shapes of the model.
         precision: how its numbers are kept.
-        optimizer: what it keeps, and what its step takes.
-        ranks: over which FSDP2 shards it.
-        rank: which of them; none holds more than rank 0.
+        optimizer: the states that it keeps, and the scratch of its step.
+        ranks: the number of ranks over which FSDP2 shards the model.
+        rank: the rank's number; none holds more than rank 0.
     """
     volatile = shapes.buffer_bytes - shapes.persistent_bytes
     narrowed = shapes.narrowed_bytes if precision.loses else 0
     buffers = shapes.buffer_bytes - narrowed
     sizes: dict[str, int] = defaultdict(int, buffers=buffers, unsaved=volatile)
     gradients: dict[str, int] = defaultdict(int)
-    sums, scratch, remainders, looking = 0, 0.0, [0], [0.0]
+    sums, scratch, remainders, single_scratches = 0, 0.0, [0], [0.0]
     kinds: dict[tuple[object, ...], Held] = {}
     offloads = precision.recipe is not None and precision.recipe.offload == "states"
     for each in shapes.weights:
-        # Layers repeat: a few kinds are all there are among thousands of weights.
+        # Layers repeat: thousands of weights are of a few kinds.
         if (held := kinds.get(each.kind)) is None:
             part, dtype = part_of(each.shape, ranks, rank), dtype_of(each, precision)
             held = kinds[each.kind] = held_of(each, part, dtype, precision, optimizer)
         sizes["weights"] += held.weights
         if not each.trained:
-            # Kept for as long as it may still be trained.
+            # A frozen weight's remainder is kept: the weight may be trained later.
             sizes["host" if offloads else "master"] += held.remainder
             sizes["unsaved"] += held.remainder
             continue
@@ -138,11 +138,11 @@ def memory(
         else:
             sizes["master"] += held.master
             sizes["moments"] += held.moments
-        # What has the master's bytes becomes the master; and what will be on the host waits there.
+        # A remainder as large as the master becomes it; one of an offloaded weight is on the host.
         remainders.append(0 if held.remainder == held.master or offloads else held.remainder)
         if (rule := optimizer.rule_of(each)).stage_states:
-            # torch's look at one tensor after the other.
-            looking.append((optimizer.scratch or 0.0) * held.weights)
+            # torch's optimizers of this kind step one tensor after the other.
+            single_scratches.append((optimizer.scratch or 0.0) * held.weights)
         else:
             scratch += (optimizer.scratch_of(rule) or 0.0) * held.weights
         gradients[each.unit if ranks > 1 else each.name] += held.weights
@@ -151,11 +151,11 @@ def memory(
     largest = max(gradients.values(), default=0)
     passing = max(remainders) if precision.released else sum(remainders)
     if not shapes.known:
-        # One matrix is all there is, and not the largest of anything.
+        # One matrix stands for all weights, and not for the largest of them.
         largest, passing = 0, 0 if precision.released else passing
     if not precision.released:
         passing = max(passing, matrix_step_of(shapes, precision, optimizer, ranks, rank).peak)
-    scratch = max(scratch, *looking)
+    scratch = max(scratch, *single_scratches)
     return Memory(
         **sizes,
         gradients=largest if one_at_a_time else sum(gradients.values()),
@@ -168,7 +168,7 @@ def memory(
 def matrix_step_of(
     shapes: ModelShapes, precision: Precision, optimizer: OptimizerSpec, ranks: int, rank: int = 0
 ) -> MatrixStep:
-    """What a rule that looks at whole matrices holds and sends; args as for :func:`memory`."""
+    """Memory and traffic of a rule that works on whole matrices; arguments as in :func:`memory`."""
     if precision.recipe is None or not optimizer.rule.stage_states or not shapes.known:
         return MatrixStep()
     trained = [
@@ -200,11 +200,11 @@ def held_of(
     precision: Precision,
     optimizer: OptimizerSpec,
 ) -> Held:
-    """What a rank holds of a weight, of which it has a part of that shape."""
+    """Bytes that a rank holds of a weight; ``part`` is the shape of the rank's part."""
     count, recipe, rule = prod(part), precision.recipe, optimizer.rule_of(weight)
     weights = count * dtype.itemsize
     states = [each for each in (*rule.states, *rule.stage_states) if each.shape is None]
-    # Whole on every rank.
+    # Factors are whole on every rank.
     factors = sum(prod(each.shape(weight.shape)) for each in rule.stage_states if each.shape)
     if recipe is None:
         return Held(count, weights, 0, 0, len(states) * weights + factors * dtype.itemsize)
@@ -220,7 +220,7 @@ def held_of(
 
 
 def _bytes(format_: Format, part: tuple[int, ...], first: int = 0) -> int:
-    """Of a format's planes, from the first on."""
+    """Bytes of a format's planes, from number ``first`` on."""
     if not prod(part):
         return 0
     return sum(prod(each.shape(part)) * each.dtype.itemsize for each in format_.planes[first:])
@@ -231,5 +231,5 @@ def _remainder_itemsize(weight: Weight, dtype: torch.dtype, recipe: Recipe) -> i
     if dtype != torch.bfloat16 or weight.frozen_as is not None:
         return 0
     planes = recipe.format_of("weights", weight.shape).planes[1:]
-    # 16 bits also where the format goes on with eight of them.
+    # 16 bits, even if the format keeps only eight of them.
     return max(planes[0].dtype.itemsize, 2) if planes else 0

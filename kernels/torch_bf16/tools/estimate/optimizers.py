@@ -1,4 +1,4 @@
-"""Which numbers an optimizer keeps, and what its step takes beside them."""
+"""The states that an optimizer keeps, and the scratch that its step needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLASSES = (
     *(muon.Muon, adafactor.Adafactor),
 )
 OPTIMIZERS = {each.__name__: each for each in _CLASSES}
-# Rule and scratch without options. Making an optimizer imports all of torch's compiler.
+# Rule and scratch without options; to measure them would import all of torch's compiler.
 PLAIN: dict[str, tuple[Rule, float | None]] = {
     "AdamW": (rules.ADAMW, 1.0),
     "Adam": (rules.ADAM, 1.0),
@@ -48,14 +48,14 @@ _PROBE = (512, 512)
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What an optimizer needs.
+    """The memory that an optimizer needs.
 
     Attributes:
-        name: as it was given.
-        rule: whose states it keeps.
-        scratch: elements, of the parameters' dtype, that torch's own step holds for each parameter
-            in its default on GPUs, ``foreach=True``; None where torch has no such optimizer. Of
-            those that look at whole tensors for one at a time.
+        name: the optimizer as the user wrote it.
+        rule: the rule, which says what states it keeps.
+        scratch: elements, of the parameters' dtype, that torch's own step holds for each element of
+            the parameters in its default on GPUs, ``foreach=True``; None if torch has no such
+            optimizer. Optimizers that work on whole tensors hold it for one tensor at a time.
     """
 
     name: str
@@ -63,7 +63,7 @@ class OptimizerSpec:
     scratch: float | None
 
     def rule_of(self, weight: Weight) -> Rule:
-        """The rule of a weight: Muon's matrices have AdamW beside them."""
+        """The rule of a weight: beside Muon's matrices, AdamW updates all other weights."""
         if self.rule is rules.MUON and not _is_orthogonalised(weight):
             return rules.ADAMW
         if self.rule is rules.ADAFACTOR and len(weight.shape) < 2:
@@ -71,7 +71,7 @@ class OptimizerSpec:
         return self.rule
 
     def scratch_of(self, rule: Rule) -> float | None:
-        """That of what :meth:`rule_of` found."""
+        """The scratch of a rule that :meth:`rule_of` returned."""
         return self.scratch if rule is self.rule else PLAIN["AdamW"][1]
 
 
@@ -83,7 +83,7 @@ def optimizer_spec(text: str) -> OptimizerSpec:
     """An optimizer by its class and options: ``AdamW`` or ``SGD(momentum=0.9)``.
 
     Raises:
-        ValueError: it is none of those that keep numbers for each element, or an option is wrong.
+        ValueError: the optimizer is not in :data:`OPTIMIZERS`, or an option is wrong.
     """
     name, options = _parse(text)
     if options:
@@ -93,19 +93,21 @@ def optimizer_spec(text: str) -> OptimizerSpec:
 
 
 def measure_spec(text: str, name: str, options: Mapping[str, Any]) -> OptimizerSpec:
-    """The same, found by making the optimizer and by a step of torch's."""
-    # With numbers: torch's Adafactor reads some.
+    """The same, measured by making the optimizer and by taking a step with torch's own."""
+    # Not on the meta device: torch's Adafactor reads numbers.
     parameter = torch.zeros(_PROBE, requires_grad=True)
-    made: Any = OPTIMIZERS[name]
+    our_class: Any = OPTIMIZERS[name]
     try:
-        optimizer = made([parameter], **{"lr": 1e-3, **options}, backend="eager")
+        optimizer = our_class([parameter], **{"lr": 1e-3, **options}, backend="eager")
         rule = optimizer.rule_of_parameter(optimizer.param_groups[0], parameter)
-        known = getattr(torch.optim, name, None)
-        theirs = known and _make(known, parameter, {**options, "foreach": not rule.stage_states})
-    # It is torch's code, and raises what its lines happen to.
+        torch_class = getattr(torch.optim, name, None)
+        torch_optimizer = torch_class and _make(
+            torch_class, parameter, {**options, "foreach": not rule.stage_states}
+        )
+    # torch's constructors may raise anything.
     except Exception as error:
         raise ValueError(f"{text!r} cannot be made: {error}") from error
-    return OptimizerSpec(text, rule, theirs and _scratch(theirs, parameter))
+    return OptimizerSpec(text, rule, torch_optimizer and _scratch(torch_optimizer, parameter))
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -117,12 +119,14 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _make(
-    known: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
+    torch_class: type[torch.optim.Optimizer], parameter: torch.Tensor, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """torch's, with those of the options that it has."""
-    accepted = inspect.signature(known).parameters
+    """torch's optimizer, with those options that it has."""
+    accepted = inspect.signature(torch_class).parameters
     wanted = {"lr": 1e-3, **options}
-    return known([parameter], **{key: each for key, each in wanted.items() if key in accepted})
+    return torch_class(
+        [parameter], **{key: each for key, each in wanted.items() if key in accepted}
+    )
 
 
 def _scratch(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:

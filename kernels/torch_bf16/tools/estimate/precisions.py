@@ -28,10 +28,10 @@ class Precision:
     """A way to keep the numbers of a run.
 
     Attributes:
-        name: for people; that of a recipe, or its formats of weights and moments.
+        name: for people: a recipe's name, or its formats of weights and moments.
         recipe: None for torch's own optimizers.
-        dtype: of parameters that are cast.
-        autocast: whether fp32 weights are computed with in bf16.
+        dtype: the dtype that parameters are cast to.
+        autocast: whether the model computes in bf16 with fp32 weights.
         released: whether each gradient is freed by its own step.
         loses: whether rounding to nearest loses updates.
     """
@@ -45,7 +45,7 @@ class Precision:
 
     @property
     def sums(self) -> str | None:
-        """The format of sums of gradients beside the gradients; None where ``p.grad`` is all."""
+        """The format of sums of gradients beside ``p.grad``; None if gradients add up there."""
         recipe = self.recipe
         return None if recipe is None or recipe.accumulate == "bf16_nearest" else recipe.accumulate
 
@@ -55,7 +55,7 @@ TORCH = (
     Precision("bf16-mixed", dtype=torch.float32, autocast=True),
     Precision("bf16-true", loses=True),
 )
-"""Those of torch's own optimizers."""
+"""The precisions of torch's own optimizers."""
 
 
 def precisions(
@@ -64,15 +64,15 @@ def precisions(
     offload: str = "none",
     roles: Collection[str] = ("exp_avg", "exp_avg_sq"),
 ) -> Iterator[Precision]:
-    """All of them, the largest first.
+    """All precisions, the largest first.
 
     Args:
-        accumulate: the recipes' format for sums of gradients; beside others than ``bf16_nearest``,
-            which are kept over several passes, released gradients save nothing and are left out.
+        accumulate: the recipes' format for sums of gradients. All but ``bf16_nearest`` are kept
+            over several passes: then releasing gradients saves nothing and is left out.
         reduce: how the recipes' gradients are summed over ranks.
-        offload: what of the recipes lives in host memory.
-        roles: of the moments that the optimizer keeps; of recipes that differ in none of their
-            formats the first is listed.
+        offload: what the recipes keep in host memory.
+        roles: the roles of the moments that the optimizer keeps; of recipes with the same formats
+            for these, only the first is listed.
     """
     *wide, nearest = TORCH
     yield from wide

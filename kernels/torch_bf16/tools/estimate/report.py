@@ -1,4 +1,4 @@
-"""The record of an estimate, and what people see of it."""
+"""The record of an estimate, and how it is printed for people."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def row(
     part: Memory | None,
     traffic: Traffic | None,
 ) -> dict[str, Any]:
-    """One precision as numbers, in bytes.
+    """The record of one precision, in bytes.
 
     Args:
-        precision: which.
-        alone: on one device.
-        live: what a forward and backward pass hold, gradients counted; None where not measured.
-        part: on rank 0 of several; None for one device.
-        traffic: of that rank.
+        precision: the precision.
+        alone: its memory on one device.
+        live: what a forward and backward pass hold, with gradients; None if not measured.
+        part: its memory on rank 0 of several; None for one device.
+        traffic: what that rank gathers, reduces and sends.
     """
     activations = None if live is None else max(0, live - alone.gradients)
     peak = alone.peak(activations or 0)
@@ -108,7 +108,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def _label(each: Mapping[str, Any]) -> str:
-    # Under the row of the same recipe.
+    # Printed below the row of the same recipe.
     if each.get("released"):
         return "  gradients released"
     return f"{each['precision']} (loses updates)" if each["loses_updates"] else each["precision"]

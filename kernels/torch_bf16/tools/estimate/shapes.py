@@ -24,13 +24,13 @@ class Weight:
     """A parameter.
 
     Attributes:
-        name: of its module's place and its own.
-        shape: of the whole tensor.
+        name: its full name in the model.
+        shape: the shape of the whole tensor.
         trained: whether it requires a gradient.
         stays_fp32: whether ``cast_model`` leaves it in fp32, as norms with running statistics.
-        frozen_as: its dtype where it is frozen in another than fp32; every precision leaves it.
-        hidden: whether Muon orthogonalises its updates, as ``param_groups(model, muon=True)`` says;
-            None where no model says it: then all matrices are.
+        frozen_as: its dtype if it is frozen in another one than fp32, which every precision keeps.
+        hidden: whether Muon orthogonalises its updates, as ``param_groups(model, muon=True)``
+            decides; None if there is no model: then Muon orthogonalises all matrices.
     """
 
     name: str
@@ -52,24 +52,24 @@ class Weight:
 
     @cached_property
     def unit(self) -> str:
-        """What FSDP2 gathers it with: the first numbered module it lies in, ``""`` for the root."""
-        found = _NUMBERED.match(self.name)
-        return found[0] if found else ""
+        """The FSDP2 unit that it belongs to: its first numbered module, or ``""`` for the root."""
+        match = _NUMBERED.match(self.name)
+        return match[0] if match else ""
 
 
 @dataclass
 class ModelShapes:
-    """The parameters of a model, tied ones once, and the bytes of what is none.
+    """The parameters of a model, tied ones once, and the bytes of its buffers.
 
     Attributes:
-        source: where they come from, for people.
+        source: where the shapes come from, for people.
         weights: the parameters.
-        buffer_bytes: of all buffers.
-        persistent_bytes: of those that checkpoints hold.
-        narrowed_bytes: that ``model.bfloat16()`` takes from them; no recipe does.
-        known: whether shapes are those of a model; else all is one matrix.
-        notes: what is to be known about them.
-        model: on the meta device, where there is one.
+        buffer_bytes: bytes of all buffers.
+        persistent_bytes: bytes of the buffers that checkpoints hold.
+        narrowed_bytes: bytes that ``model.bfloat16()`` saves on buffers, which no recipe does.
+        known: whether the shapes are those of a model; else one matrix stands for all weights.
+        notes: caveats for the user.
+        model: the model on the meta device, if there is one.
     """
 
     source: str
@@ -88,7 +88,7 @@ class ModelShapes:
 
     @property
     def trained(self) -> int:
-        """Elements of those that require a gradient."""
+        """Elements of the parameters that require a gradient."""
         return sum(each.numel for each in self.weights if each.trained)
 
 

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` brings to a rank for a while, and sends over the wire."""
+"""What ``fully_shard`` gathers on a rank, and what it sends over the wire."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Traffic:
 
     Attributes:
         gathered: bytes of whole weights at one time: the root's and those of two layers.
-        reduced: bytes of whole gradients at one time: of the largest unit, in the one they are
-            reduced in, and in the weights' dtype or as what travels in bf16 and what comes.
-        sent: bytes that a rank sends, and as many that it receives, per step.
+        reduced: bytes of whole gradients at one time, of the largest unit: in the dtype that they
+            are reduced in, and besides in the weights' dtype or, on a bf16 wire, as they are sent
+            and as they are received.
+        sent: bytes that a rank sends per step; it receives as many.
     """
 
     gathered: int
@@ -38,14 +39,14 @@ class Traffic:
 def traffic(
     shapes: ModelShapes, precision: Precision, optimizer: OptimizerSpec, ranks: int
 ) -> Traffic:
-    """What a step brings and sends.
+    """What a step gathers, reduces and sends.
 
     Args:
-        shapes: of the model.
-        precision: weights go in bf16 in all but ``32-true``; gradients as its recipe's ``reduce``
-            says.
-        optimizer: it may send matrices.
-        ranks: over which the model is sharded.
+        shapes: the shapes of the model.
+        precision: weights are sent in bf16 in all but ``32-true``; gradients as its recipe's
+            ``reduce`` says.
+        optimizer: its step may send matrices, too.
+        ranks: the number of ranks over which the model is sharded.
     """
     whole: dict[str, int] = defaultdict(int)
     gradients: dict[str, int] = defaultdict(int)
@@ -55,7 +56,7 @@ def traffic(
     sent = 0
     for each in shapes.weights:
         dtype = torch.bfloat16 if precision.autocast else dtype_of(each, precision)
-        # Collectives take parts of one size, that of rank 0.
+        # In a collective all parts have the size of rank 0's.
         part = prod(part_of(each.shape, ranks))
         whole[each.unit] += part * ranks * dtype.itemsize
         gathers = 1 if each.unit == "" else 2

@@ -1,4 +1,4 @@
-"""From what a user names to shapes: a config, a factory, a checkpoint, a number."""
+"""Find the shapes of what a user names: a config, a factory, a checkpoint or a number."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def model_shapes(text: str) -> ModelShapes:
-    """The shapes that a user's word stands for.
+    """The shapes of the model that an argument names.
 
     Args:
         text: one of :data:`KINDS`.
 
     Raises:
-        ValueError, OSError, CheckpointError, ImportError: it stands for none; the message says why.
+        ValueError, OSError, CheckpointError, ImportError: it names no model; the message says why.
     """
     path = Path(text)
     if path.exists():
@@ -51,7 +51,7 @@ def model_shapes(text: str) -> ModelShapes:
         return _of_factory(text)
     hint = f"{text!r} is not a file or folder here"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        hint += "; of a model on a hub, download config.json first"
+        hint += "; for a model on a hub, download its config.json first"
     raise ValueError(f"{hint}. MODEL is a {KINDS}")
 
 
@@ -63,8 +63,8 @@ def _of_number(text: str, match: re.Match[str]) -> ModelShapes:
     if rest := count % _COLUMNS:
         weights.append(Weight("layers.0.rest", (1, rest)))
     note = (
-        "a number has no shapes: all is taken for matrices of rows that are whole blocks, and what "
-        "is there one tensor or one layer at a time is left out: released gradients, and what "
+        "a number has no shapes: all weights are counted as matrices whose rows are whole blocks, "
+        "and memory of one tensor or one layer at a time is left out: released gradients, and what "
         "FSDP gathers. A config.json, a factory or a checkpoint says more"
     )
     return ModelShapes(f"{count:,} parameters", weights, known=False, notes=[note])
@@ -96,7 +96,7 @@ def _of_config(path: Path) -> ModelShapes:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Imports and new models leave no garbage; looking for it takes a fifth of their time."""
+    """Imports and new models leave no garbage; collecting it would take a fifth of their time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -120,14 +120,14 @@ def _build(path: Path, content: dict[str, Any]) -> nn.Module:
         if path.name != "config.json":
             config = type(config).from_json_file(path)
         name = next(iter(content.get("architectures") or []), None)
-        made = getattr(transformers, name, None) if isinstance(name, str) else None
-        if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
-            made = _head_of(transformers, config)
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            cls = _head_of(transformers, config)
         with torch.device("meta"):
-            return made._from_config(config, dtype=torch.float32)
+            return cls._from_config(config, dtype=torch.float32)
     except ImportError:
         raise
-    # A config with wrong numbers raises almost anything.
+    # A config with wrong numbers may raise almost anything.
     except Exception as error:
         raise ValueError(
             f"transformers {transformers.__version__} builds no model from {path}: "
@@ -136,7 +136,7 @@ def _build(path: Path, content: dict[str, Any]) -> nn.Module:
 
 
 def _head_of(transformers: Any, config: Any) -> Any:
-    """A class for a config that names none: with the output layer, where there is such a class."""
+    """A class for a config that names none: with the output layer, if there is such a class."""
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
@@ -144,28 +144,28 @@ def _head_of(transformers: Any, config: Any) -> Any:
 
 
 def _of_factory(text: str) -> ModelShapes:
-    made = import_name(text)
-    if not isinstance(made, nn.Module):
-        if not callable(made):
+    model = import_name(text)
+    if not isinstance(model, nn.Module):
+        if not callable(model):
             raise ValueError(
-                f"{text!r} is a {type(made).__name__}, and no module or factory of one"
+                f"{text!r} is a {type(model).__name__}, and no module or factory of one"
             )
         try:
             with torch.device("meta"):
-                made = made()
-        # It is the user's code.
+                model = model()
+        # A user's code may raise anything.
         except Exception as error:
             raise ValueError(
                 f"{text}() failed on the meta device, which has shapes and no numbers: "
                 f"{type(error).__name__}: {error}. It is called without arguments, and must make "
                 "a model without reading weights or numbers of its tensors"
             ) from error
-    # Of the factories of recommend and compare, the model.
-    if isinstance(made, (tuple, list)) and made:
-        made = made[0]
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"{text}() returned a {type(made).__name__} and no torch.nn.Module")
-    return shapes_of(made, text)
+    # Factories for recommend and compare return the model first.
+    if isinstance(model, (tuple, list)) and model:
+        model = model[0]
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{text}() returned a {type(model).__name__}, not a torch.nn.Module")
+    return shapes_of(model, text)
 
 
 def _of_checkpoint(path: Path) -> ModelShapes:
@@ -183,5 +183,5 @@ def _of_checkpoint(path: Path) -> ModelShapes:
             buffers += each.numel * each.dtype.itemsize
     if not weights:
         raise ValueError(f"{path} holds no floating-point weights that could be trained")
-    notes = [*saved.notes, "of a checkpoint all floating-point tensors are taken for parameters"]
+    notes = [*saved.notes, "all floating-point tensors of a checkpoint are counted as parameters"]
     return ModelShapes(str(path), weights, buffers, buffers, notes=notes)

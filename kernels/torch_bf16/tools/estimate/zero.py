@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO leaves on a rank: of its own ways to train in bf16, and of recipes."""
+"""Bytes on a rank under DeepSpeed's ZeRO: with its own ways to train in bf16, and with recipes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["ZeroRow", "zero_rows"]
 
 @dataclass(frozen=True)
 class ZeroRow:
-    """Bytes of all ranks together, gradients and DeepSpeed's buckets for its messages not counted.
+    """Bytes of one precision, without gradients and DeepSpeed's buckets for its messages.
 
     Attributes:
-        name: of the precision.
+        name: the precision's name.
         loses: whether rounding to nearest loses updates.
-        weights: in bf16, of every copy of the model.
-        states: moments and what is kept beside the weights, of which no rank has a copy.
+        weights: bytes of one copy of the model, in bf16.
+        states: bytes of moments and of what is kept beside the weights, on all ranks together.
     """
 
     name: str
@@ -36,11 +36,11 @@ class ZeroRow:
     states: int
 
     def on_rank(self, stage: int, ranks: int) -> int:
-        """What each of ``ranks`` keeps; the stages before 3 cut no weights."""
+        """Bytes on each of ``ranks``; the stages before 3 do not split weights."""
         return self.weights // (ranks if stage == 3 else 1) + self.states // ranks
 
     def record(self, ranks: int) -> dict[str, Any]:
-        """As numbers, in bytes."""
+        """The row for JSON, in bytes on each rank."""
         stages = {f"stage_{stage}": self.on_rank(stage, ranks) for stage in (1, 2, 3)}
         return {"precision": self.name, "loses_updates": self.loses, **stages}
 
@@ -48,27 +48,27 @@ class ZeroRow:
 def zero_rows(
     shapes: ModelShapes, optimizer: OptimizerSpec, precisions: Iterable[Precision]
 ) -> Iterator[ZeroRow]:
-    """DeepSpeed's own two ways, and the recipes that train in its engine.
+    """Rows of DeepSpeed's own two ways, and of the recipes that train in its engine.
 
-    None for schedule-free optimizers, which cannot be evaluated there, nor for those that look at
-    whole matrices.
+    There are none for schedule-free optimizers, which cannot be evaluated there, nor for optimizers
+    that work on whole matrices.
 
     Args:
-        shapes: of the model; DeepSpeed casts all of it.
-        optimizer: what it keeps, and what its step takes.
-        precisions: those to choose from.
+        shapes: the shapes of the model, all of which DeepSpeed casts.
+        optimizer: the states that it keeps, and the scratch of its step.
+        precisions: the precisions to choose from.
     """
     rule = optimizer.rule
     if rule.stage_states or any(each.role == ITERATE for each in rule.states):
         return
     weights = sum(_weight_bytes(each) for each in shapes.weights)
     trained = [each for each in shapes.weights if each.trained]
-    # Layers repeat, and kinds of weights are few.
-    one = {each.kind: each for each in trained}
-    times = Counter(each.kind for each in trained)
-    kinds = [(one[kind], times[kind]) for kind in one]
-    numbers, count = sum(each.numel for each in trained), len(rule.states)
-    yield ZeroRow("DeepSpeed, fp32 masters", False, weights, numbers * 4 * (1 + count))
+    # Layers repeat: weights are of a few kinds.
+    examples = {each.kind: each for each in trained}
+    counts = Counter(each.kind for each in trained)
+    kinds = [(examples[kind], counts[kind]) for kind in examples]
+    numel, moments = sum(each.numel for each in trained), len(rule.states)
+    yield ZeroRow("DeepSpeed, fp32 masters", False, weights, numel * 4 * (1 + moments))
     cast = any(each.stays_fp32 for each in shapes.weights)
     for precision in [] if cast else filter(_trains, precisions):
         states = 0
@@ -76,8 +76,8 @@ def zero_rows(
             held = held_of(each, each.shape, torch.bfloat16, precision, optimizer)
             states += number * (held.master + held.moments)
         yield ZeroRow(precision.name, False, weights, states)
-    # Its master is a copy of the weights.
-    yield ZeroRow("DeepSpeed, bf16 states", True, weights, numbers * 2 * (1 + count))
+    # Its master is a bf16 copy of the weights.
+    yield ZeroRow("DeepSpeed, bf16 states", True, weights, numel * 2 * (1 + moments))
 
 
 def _trains(precision: Precision) -> bool:
@@ -90,5 +90,5 @@ def _trains(precision: Precision) -> bool:
 
 def _weight_bytes(weight: Weight) -> int:
     stored = weight.frozen_as or torch.bfloat16
-    # DeepSpeed casts whatever floats.
+    # DeepSpeed casts every floating-point tensor.
     return weight.numel * (2 if stored.is_floating_point else stored.itemsize)

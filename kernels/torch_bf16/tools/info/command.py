@@ -1,4 +1,4 @@
-"""``python -m torch_bf16 info``: its options, what it finds, and how that is shown."""
+"""``python -m torch_bf16 info``: its options, its record, and how that is printed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["add_info_arguments", "info"]
 
 # Processor time, medians over AdamW and SGD in both modes on one x86-64 thread with AVX-512.
 _COST = (
-    "That takes about 20 ms of a\nCPU's kernels and 45 ms of eager ones, beside compiling, and "
-    "once: verdicts are kept."
+    "That takes about 20 ms\nwith a CPU's kernels and 45 ms with eager ones, plus compiling, and "
+    "only once: verdicts are kept."
 )
 
 
@@ -38,10 +38,10 @@ def add_info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def info(options: argparse.Namespace) -> int:
-    """Say what a bug report needs.
+    """Print what a bug report needs.
 
     Args:
-        options: parsed.
+        options: the parsed options.
     """
     found = record()
     if options.json:
@@ -52,9 +52,9 @@ def info(options: argparse.Namespace) -> int:
 
 
 def record() -> dict[str, Any]:
-    """All of it, ready for JSON; nothing in it names a user or a host."""
+    """Everything that ``info`` shows, ready for JSON; nothing in it names a user or a machine."""
     works, why = hook()
-    now = verdicts()
+    kept = verdicts()
     place = folder()
     return {
         "schema": 1,
@@ -87,8 +87,8 @@ def record() -> dict[str, Any]:
         "backends": {str(device): _backends(device) for device in devices()},
         "proofs": {
             "folder": None if place is None else str(place),
-            "kept": len(now),
-            "failed": [[*key[:2], fault] for key, fault in now if fault is not None],
+            "kept": len(kept),
+            "failed": [[*key[:2], fault] for key, fault in kept if fault is not None],
         },
         "obstacles": [asdict(each) for each in obstacles()],
     }
@@ -97,7 +97,7 @@ def record() -> dict[str, Any]:
 def _backends(device: torch.device) -> dict[str, Any]:
     try:
         chosen = choose(device).name
-    # It is among the obstacles.
+    # The obstacles report this error.
     except (BackendUnavailableError, ValueError):
         chosen = None
     return {"used": chosen, "not_here": explain(device)}
@@ -120,10 +120,10 @@ def _show(found: Mapping[str, Any]) -> None:
             print(f"  {name:8} {state}{'  <- used' if name == each['used'] else ''}")
     _show_proofs(found["proofs"])
     _show_hosts(found)
-    print(f"\nwhat is replaced in torch, and when ({SWITCH}=all, or names, turns it off):")
+    print(f"\nwhat is patched in torch, and when ({SWITCH}=all, or names, turns it off):")
     for each in found["torch_patches"]:
         state = each["applied_by"] if each["enabled"] else "turned off"
-        print(f"  {each['name']:18} {state}: {each['target']}")
+        print(f"  {each['name']:20} {state}: {each['target']}")
     print("\nenvironment:")
     for name, value in found["variables"].items():
         print(f"  {name}={value}")
@@ -138,7 +138,7 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _show_hosts(found: Mapping[str, Any]) -> None:
     print(f"\nhook of torch: {found['hook']['why']}")
-    print("hosts (tested from, up to; modules of theirs that are changed when they are imported):")
+    print("hosts (oldest and newest version tested; modules of theirs that are patched on import):")
     for each in found["hosts"]:
         version = each["version"] or "not installed"
         tested = f"{each['oldest'] or '-'} to {each['newest_tested']}"
@@ -150,7 +150,7 @@ def _show_proofs(proofs: Mapping[str, Any]) -> None:
     print(
         "\nproofs: before its first use on a device, each variant of a kernel takes two steps over "
         "270,000 made-up\nelements, and its bits are compared with those that NumPy computed. "
-        f"{_COST}\nA backend that was asked for by name is not tried."
+        f"{_COST}\nA backend that was asked for by name skips this proof."
     )
     if proofs["folder"] is None:
         print("  no verdict can be kept: set TORCH_BF16_CACHE to a folder that can be written")

@@ -36,27 +36,27 @@ HOOKED = {
     "trl": (),
     "peft": ("peft.",),
 }
-"""For each host, how the names of its modules begin; none are hooked of those that use another."""
+"""For each host, the prefixes of its modules' names; empty if it is hooked through another host."""
 
 _OFF = ("0", "false", "no", "off")
 
 
 def hook() -> tuple[bool, str]:
-    """Whether hosts get to know the modes without an import of ours, and what stands in the way."""
+    """Whether hosts know the modes without an import of this package, and why or why not."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         return False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch loads no extension"
     if os.environ.get("BF16_AUTOLOAD", "1").strip().lower() in _OFF:
         return False, f"BF16_AUTOLOAD={os.environ['BF16_AUTOLOAD']} turns it off"
     points = importlib.metadata.entry_points(group="torch.backends")
     if not any(each.name == "bf16" for each in points):
-        return False, "the package is on the path and not installed, so torch does not find it"
+        return False, "the package is on the path but not installed, so torch does not find it"
     if "bf16_autoload" not in sys.modules:
-        return False, "installed, and torch has not called it, or has failed to"
+        return False, "installed, but torch has not called it, or the call failed"
     return True, "installed, and called by torch"
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """For each host its version, the oldest and the newest that were tested, and what is hooked."""
+    """A row for each host: its version, the oldest and newest one tested, and what is hooked."""
     autoload = sys.modules.get("bf16_autoload")
     waiting = {name for each in sys.meta_path for name in getattr(each, "names", ())}
     rows = []
@@ -84,13 +84,13 @@ def version_of(name: str) -> str | None:
 
 
 def needed(name: str) -> str | None:
-    """The oldest version that this package asks for; None where it does not say."""
+    """The oldest version that this package requires; None if it sets no bound."""
     try:
         wanted = importlib.metadata.requires("torch-bf16") or []
     except importlib.metadata.PackageNotFoundError:
         return None
     pattern = re.compile(rf"{re.escape(name)}(?:\[.*?\])?\s*>=\s*([\d.]+)")
-    # What developers install is newer than it must be.
+    # The dev extra requires newer versions than users need.
     wanted = [each for each in wanted if not re.search(r"extra == .dev", each)]
     return next((found[1] for each in wanted if (found := pattern.match(each))), None)
 

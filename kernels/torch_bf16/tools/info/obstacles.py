@@ -1,4 +1,4 @@
-"""What would be refused, fall back or be slow on this machine, before a run meets it."""
+"""Find what would be refused, fall back or be slow on this machine, before a run meets it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something that a run would meet.
+    """Something on this machine that would stop a run, slow it down or surprise its user.
 
     Attributes:
         kind: ``"refused"``, ``"slow"`` or ``"note"``.
-        what: happens, and why.
-        instead: what works.
+        what: what happens, and why.
+        instead: what works instead.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Obstacle:
 
 
 def obstacles() -> list[Obstacle]:
-    """All that are known, what is refused first."""
+    """All obstacles on this machine, refusals first."""
     found = [
         *(*_versions(), *_environment(), *_backends(), *_verdicts()),
         *(*_hardware(), *_caches(), *_forks()),
@@ -67,9 +67,9 @@ def obstacles() -> list[Obstacle]:
 
 
 def verdicts() -> list[tuple[list[str], str | None]]:
-    """On the kernels of this version under this torch: those of others are history."""
-    now = {torch.__version__, source_hash()}
-    return [(key, fault) for key, fault in all_verdicts() if now <= set(key)]
+    """Verdicts on the kernels of this version under this torch; those of others are history."""
+    current = {torch.__version__, source_hash()}
+    return [(key, fault) for key, fault in all_verdicts() if current <= set(key)]
 
 
 def _versions() -> Iterator[Obstacle]:
@@ -100,7 +100,7 @@ def _versions() -> Iterator[Obstacle]:
     if not works:
         yield Obstacle(
             "refused",
-            f"hosts do not know the modes by themselves: {why}",
+            f"hosts do not know the modes without an import: {why}",
             "import lightning_bf16 or accelerate_bf16 in the script, or pip install torch-bf16",
         )
 
@@ -109,7 +109,7 @@ def _environment() -> Iterator[Obstacle]:
     refused = False
     for variable, read in _READERS.items():
         try:
-            # Each alone, so that the first that cannot be read hides no other.
+            # One at a time, so that one faulty variable does not hide another.
             read({variable: os.environ.get(variable, "")})
         except ValueError as error:
             refused = refused or variable in OPTIONS
@@ -174,13 +174,15 @@ def _backends() -> Iterator[Obstacle]:
         except BackendUnavailableError as error:
             yield Obstacle("refused", str(error), "unset TORCH_BF16_BACKEND")
             continue
-        # Said of the variable.
+        # Already reported for the variable.
         except ValueError:
             continue
         reason = explain(device).get(fastest)
         if chosen == "eager" and reason:
             yield Obstacle(
-                "slow", f"steps on {device} are eager, many times slower: {reason}", "see there"
+                "slow",
+                f"steps on {device} are eager, many times slower: {reason}",
+                "remove that cause",
             )
     if torch.cuda.is_available() and not torch.version.hip and not _compiler():
         yield Obstacle(
@@ -217,8 +219,8 @@ def _hardware() -> Iterator[Obstacle]:
     if not torch.cuda.is_available() and not _CPU_BF16 & _cpu_flags():
         yield Obstacle(
             "slow",
-            "this processor has no bf16 products (avx512_bf16, amx_bf16): torch's take up to 40 "
-            "times as long as fp32 ones",
+            "this processor has no instructions for bf16 products (avx512_bf16, amx_bf16): torch's "
+            "take up to 40 times as long as fp32 ones",
             "compute='fp32' (BF16_COMPUTE=fp32), which computes in fp32 over the same bf16 weights",
         )
 
@@ -255,7 +257,7 @@ def disabled_patches() -> list[str]:
     """The patches of torch that the environment turns off.
 
     Raises:
-        ValueError: it names one that does not exist.
+        ValueError: it names a patch that does not exist.
     """
     return [name for name in PATCHES if not is_enabled(name)]
 
@@ -295,7 +297,7 @@ def _read(path: str) -> str:
 
 
 def _numba_writes() -> bool:
-    """Whether one of the folders that Numba would keep kernels in can be written."""
+    """Whether Numba can write to one of the folders in which it would keep kernels."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     if named:
         return _writable(Path(named))

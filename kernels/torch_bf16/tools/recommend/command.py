@@ -46,7 +46,9 @@ def add_recommend_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"steps of the whole run (default: what the host says, else {_ASSUMED})",
     )
     parser.add_argument(
-        "--lr", type=positive_number, help="AdamW's, if a factory returns no optimizer"
+        "--lr",
+        type=positive_number,
+        help="AdamW's learning rate, if a factory returns no optimizer",
     )
     parser.add_argument(
         "--most", type=count, default=_MOST, metavar="N", help=f"layers to list (default: {_MOST})"
@@ -59,11 +61,11 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
     """Say which recipe loses nothing.
 
     Args:
-        options: parsed.
-        script_arguments: what followed ``--``.
+        options: the parsed options.
+        script_arguments: the arguments after ``--``.
 
     Returns:
-        The exit status: 0 where it could be said.
+        The exit status: 0 if a recipe was recommended.
 
     Raises:
         ValueError, OSError, ImportError: there is no such training, or it cannot be measured.
@@ -75,7 +77,7 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
     notes = _plan(found, options.total_steps)
     verdict = judge(list(found.parameters.values()))
     shapes, held, note = sizes(found, verdict.candidates)
-    # A factory is no program.
+    # A factory is not a program.
     command = shlex.join(["python", text, *script_arguments]) if Path(text).exists() else text
     notes += [note] if note else []
     content = record(command, found, verdict, shapes, held, notes)
@@ -87,7 +89,7 @@ def recommend(options: argparse.Namespace, script_arguments: Sequence[str]) -> i
 
 
 def _check(found: Observation) -> None:
-    """Refuse what no recipe can train, and what cannot be judged."""
+    """Refuse a training that no recipe can train, or that cannot be judged."""
     for optimizer in found.optimizers:
         if isinstance(optimizer, BF16Optimizer):
             continue
@@ -99,36 +101,36 @@ def _check(found: Observation) -> None:
     if not found.looks and found.converted:
         raise ValueError(
             f"{', '.join(found.converted)} steps over bf16 weights and was converted at its first "
-            "step; none of the steps after it was looked at: give --steps 2 or more"
+            "step; none of the steps after it was observed: give --steps 2 or more"
         )
     if not found.parameters and found.infinite:
         raise ValueError(
-            f"the gradients of all {found.infinite} steps that were looked at hold NaN or "
+            f"the gradients of all {found.infinite} steps that were observed hold NaN or "
             "infinities; no format of weights can help"
         )
     if not found.parameters and found.unseen:
         raise ValueError(
-            f"what {type(found.optimizers[0]).__name__} intends for {len(found.unseen)} weights is "
-            "not known before it is stored; give the training weights in fp32 and torch's own class"
+            f"the updates by {type(found.optimizers[0]).__name__} of {len(found.unseen)} weights "
+            "are not known before they are stored; train fp32 weights with torch's own class"
         )
 
 
 def _plan(found: Observation, asked: int | None) -> list[str]:
-    """Follow the schedule to its end, and tell each parameter how long the run is; with notes."""
+    """Follow the schedule to its end, set each parameter's length of the run, and return notes."""
     host = found.host or Host("pytorch")
     total = asked or host.steps or _ASSUMED
     notes = []
     if asked is None and host.steps is None:
         notes.append(
-            f"the run is taken for {total:,} steps: --total-steps says otherwise, and what is lost "
-            "depends on it"
+            f"the run is assumed to take {total:,} steps: what is lost depends on their number, so "
+            "give it as --total-steps"
         )
     total = max(total, max(found.steps))
     for number, optimizer in enumerate(found.optimizers):
         rates, why = planned_rates(optimizer, found.rates[number], total)
         if why is not None and len(rates) > found.steps[number]:
-            notes.append(f"the last learning rate is taken for the rest of the run: {why}")
-        # Of each group; one that was added after the first steps has the last one's.
+            notes.append(f"the last learning rate is assumed for the rest of the run: {why}")
+        # One length per group; a group added after the first steps has that of the last one.
         columns = zip(*rates, strict=False)
         lengths = [float(total) if math.isnan(c[0]) else sum(map(abs, c)) for c in columns]
         for each in found.parameters.values():

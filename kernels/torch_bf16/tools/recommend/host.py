@@ -1,4 +1,4 @@
-"""Who calls an optimizer, for how many steps, and at which learning rates: asked, not imported."""
+"""Find who calls an optimizer, for how many steps, and at which learning rates; imports no host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = ["Host", "host_of", "planned_rates"]
 
-# Of a method that calls the step, its module's beginning, and what writes the two lines.
+# Prefixes of the modules whose methods call the step, and the hosts that they belong to.
 _HOSTS = {
     "transformers.trainer": "trainer",
     "lightning.pytorch": "lightning",
@@ -29,12 +29,12 @@ _MOST = 200_000
 
 @dataclass(frozen=True)
 class Host:
-    """Who trains.
+    """The program that trains.
 
     Attributes:
         name: ``"trainer"``, ``"lightning"``, ``"pytorch_lightning"``, ``"fabric"``,
             ``"lightning_fabric"``, ``"accelerate"`` or ``"pytorch"``.
-        steps: of the whole run, where the host knows it.
+        steps: the length of the whole run, if the host knows it.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Host:
 
 
 def host_of(frame: FrameType | None) -> Host:
-    """The host among the callers of an optimizer's step.
+    """Find the host among the callers of an optimizer's step.
 
     Args:
-        frame: of the innermost one.
+        frame: the innermost caller's.
     """
     found: list[tuple[str, Any]] = []
     while frame is not None:
@@ -54,7 +54,7 @@ def host_of(frame: FrameType | None) -> Host:
             if module.startswith(prefix):
                 found.append((name, frame.f_locals.get("self")))
         frame = frame.f_back
-    # The Trainer steps through Accelerate, and Lightning's through a strategy of Fabric's.
+    # The Trainer steps through Accelerate, and Lightning's Trainer through a strategy of Fabric.
     for wanted in dict.fromkeys(_HOSTS.values()):
         owners = [owner for name, owner in found if name == wanted]
         if owners:
@@ -63,12 +63,12 @@ def host_of(frame: FrameType | None) -> Host:
 
 
 def _steps(owner: Any) -> int | None:
-    """Of the whole run, as the object that trains says."""
+    """The length of the whole run, if the object that trains knows it."""
     try:
         steps = getattr(getattr(owner, "state", None), "max_steps", None)
         if not steps:
             steps = getattr(owner, "estimated_stepping_batches", None)
-    # Lightning's is a property, which may load data.
+    # In Lightning it is a property, which may load data.
     except Exception:
         return None
     known = isinstance(steps, (int, float)) and math.isfinite(steps) and steps > 0
@@ -78,16 +78,16 @@ def _steps(owner: Any) -> int | None:
 def planned_rates(
     optimizer: torch.optim.Optimizer, taken: list[list[float]], steps: int
 ) -> tuple[list[list[float]], str | None]:
-    """The learning rates of a run that will not go on: its schedule is stepped to the end.
+    """Learning rates of the whole of a run that has been ended: steps its schedule to the end.
 
     Args:
-        optimizer: whose groups a schedule sets; mutated.
+        optimizer: its groups' rates are set by the schedule; mutated.
         taken: the rates of its groups at each step that was taken.
-        steps: of the whole run.
+        steps: the length of the whole run.
 
     Returns:
-        Rates of the groups for each step, and why the last ones were taken for all that follow;
-        None where the schedule told them.
+        Rates of the groups for each step, and why the last ones are assumed for all later steps;
+        None if the schedule gave them.
     """
     rates = taken[:steps]
     missing = steps - len(rates)
@@ -107,7 +107,7 @@ def planned_rates(
             try:
                 for each in schedulers:
                     each.step()
-            # Some end, such as OneCycleLR, and some want a metric.
+            # Some schedulers end, such as OneCycleLR, and some need a metric.
             except Exception as error:
                 rest = [rates[-1]] * (missing - done)
                 return rates + rest, f"{type(error).__name__} in the schedule: {error}"
@@ -116,16 +116,16 @@ def planned_rates(
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """The schedulers of an optimizer, but not those that another one steps."""
-    # Not isinstance(), which asks lazy modules and proxies what they are.
+    """The schedulers of an optimizer, except those that another scheduler steps."""
+    # Not isinstance(), which calls into lazy modules and proxies.
     living = [x for x in gc.get_objects() if issubclass(type(x), LRScheduler)]
-    own = [x for x in living if _bare(getattr(x, "optimizer", None)) is optimizer]
-    inner = {id(y) for x in own for y in getattr(x, "_schedulers", ())}
-    return (x for x in own if id(x) not in inner)
+    attached = [x for x in living if _bare(getattr(x, "optimizer", None)) is optimizer]
+    inner = {id(y) for x in attached for y in getattr(x, "_schedulers", ())}
+    return (x for x in attached if id(x) not in inner)
 
 
 def _bare(optimizer: Any) -> Any:
-    """An optimizer without what Accelerate or Fabric has put around it."""
+    """An optimizer without Accelerate's or Fabric's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

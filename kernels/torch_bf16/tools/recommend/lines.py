@@ -1,4 +1,4 @@
-"""What to write to train with a recipe, for each of the ways in which a training can be started."""
+"""What to write to train with a recipe, for each host and launcher."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PLUGINS = {
 
 
 def lines(host: str, candidate: Candidate, command: str) -> list[str]:
-    """The lines.
+    """The lines to write to train with a recipe.
 
     Args:
-        host: of :class:`.host.Host`.
+        host: a name of :class:`.host.Host`.
         candidate: the recipe.
-        command: what starts the training.
+        command: the command that starts the training.
     """
     mode, options = candidate.mode, candidate.options
     named = "".join(f", {name}={value!r}" for name, value in options.items())
@@ -51,12 +51,12 @@ def lines(host: str, candidate: Candidate, command: str) -> list[str]:
 
 
 def launch_line(host: str, candidate: Candidate, command: str) -> str | None:
-    """What the shell says to train a script unchanged; None where no launcher names the recipe.
+    """The shell command that trains a script unchanged; None if no launcher can name the recipe.
 
     Args:
-        host: of :class:`.host.Host`.
+        host: a name of :class:`.host.Host`.
         candidate: the recipe.
-        command: what starts the training: ``python`` and its arguments.
+        command: the command that starts the training: ``python`` and its arguments.
     """
     if host in _PLUGINS:
         return " ".join([f"BF16_MODE={candidate.mode}", *_variables(candidate.options), command])

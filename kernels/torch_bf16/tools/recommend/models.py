@@ -1,4 +1,4 @@
-"""The modules that an optimizer trains, found by its parameters, and what passes through them."""
+"""Find the modules that an optimizer trains, by its parameters, and measure what they compute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = 1 << 16
 
 
 def to_tf32(x: Tensor) -> Tensor:
-    """Round fp32 to the 10 bits of fraction that TF32's products take, ties to even."""
+    """Round fp32 to TF32's 10 bits of fraction, ties to even."""
     bits = x.view(torch.int32)
     rounded = bits + 0xFFF + ((bits >> 13) & 1)
     return torch.where(x.isfinite(), (rounded & ~0x1FFF).view(torch.float32), x)
@@ -31,17 +31,17 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "tf32": to_tf32,
     "fp16": lambda x: x.half().float(),
 }
-"""What each format of products makes of fp32 numbers."""
+"""How each format of products rounds fp32 numbers."""
 
 
 @dataclass
 class Passing:
-    """What went through a module.
+    """What was measured of a module's outputs.
 
     Attributes:
-        largest: of its outputs' absolute values.
-        errors: of its outputs, root mean square relative to theirs, where inputs and weights are
-            first rounded to a format of :data:`ROUNDED`; empty for modules without a product.
+        largest: their largest absolute value.
+        errors: their root mean square error, relative to their own size, if inputs and weights are
+            first rounded to each format of :data:`ROUNDED`; empty for modules without a product.
     """
 
     largest: float
@@ -52,9 +52,9 @@ class Models:
     """The outermost living modules that own some parameters.
 
     Attributes:
-        roots: those modules.
-        passing: what was seen of their parts, by name.
-        measuring: whether their parts are looked at.
+        roots: the outermost modules.
+        passing: what was measured of their submodules, by name.
+        measuring: whether their submodules are being measured.
     """
 
     def __init__(self) -> None:
@@ -66,9 +66,13 @@ class Models:
         self._handles: list[Any] = []
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Look for the modules that own parameters."""
+        """Find the modules that own some parameters.
+
+        Args:
+            parameters: the parameters of one optimizer.
+        """
         wanted = {id(each) for each in parameters}
-        # Not isinstance(), which asks lazy modules and proxies what they are.
+        # Not isinstance(), which calls into lazy modules and proxies.
         living = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
         living = [x for x in living if "_modules" in vars(x)]
         parts = {id(y) for x in living for y in x._modules.values() if y is not None}
@@ -88,7 +92,7 @@ class Models:
         return self._names.get(id(parameter))
 
     def measure(self) -> None:
-        """Look at what passes through the modules from now on."""
+        """Measure the outputs of submodules from now on."""
         self.measuring = True
         for root, prefix in zip(self.roots, self._prefixes, strict=True):
             for name, module in root.named_modules():
@@ -97,7 +101,7 @@ class Models:
                     self._handles.append(module.register_forward_hook(hook))
 
     def release(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -116,15 +120,15 @@ class Models:
 
 
 def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
-    """What rounding inputs and weights does to a module's output, for each format.
+    """The error in a module's output from rounding its inputs and weights, for each format.
 
     Args:
-        module: whose output is a product, or rows of its weight; else nothing is measured.
-        inputs: what it was called with; a part of the first dimension is used.
+        module: if its output is not a product, or rows of its weight, nothing is measured.
+        inputs: its positional arguments; only a part of the first dimension is used.
     """
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     known = isinstance(module, _KINDS) and inputs and isinstance(inputs[0], Tensor)
-    if not known or not all(is_whole(p) and p.is_floating_point() for p in own.values()):
+    if not known or not all(is_whole(p) and p.is_floating_point() for p in parameters.values()):
         return {}
     x = inputs[0].detach()
     if not x.numel():
@@ -133,9 +137,9 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
     floats = x.is_floating_point()
 
     def output(rounded: Callable[[Tensor], Tensor]) -> Tensor:
-        given = rounded(x.float()) if floats else x
-        weights = {name: rounded(p.detach().float()) for name, p in own.items()}
-        return _output(module, given, weights["weight"], weights.get("bias"))
+        rounded_x = rounded(x.float()) if floats else x
+        weights = {name: rounded(p.detach().float()) for name, p in parameters.items()}
+        return _output(module, rounded_x, weights["weight"], weights.get("bias"))
 
     with torch.autocast(x.device.type, enabled=False):
         exact = output(lambda each: each)
@@ -143,12 +147,12 @@ def errors_of(module: nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
         if not bool(size.isfinite()) or not float(size):
             return {}
         found = {n: float((output(each) - exact).norm() / size) for n, each in ROUNDED.items()}
-    # What is rounded already does not show what that has cost.
+    # Without an error in bf16, numbers were already rounded, which hides what that has cost.
     return found if found["bf16"] else {}
 
 
 def _output(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # Not by calling it, which would call the hooks of others.
+    # Calling the module would call other people's hooks.
     if isinstance(module, nn.Embedding):
         return functional.embedding(x, weight)
     if isinstance(module, nn.Linear):

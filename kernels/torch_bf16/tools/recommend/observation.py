@@ -1,4 +1,4 @@
-"""Watching the optimizers of a process, whoever steps them, and ending it when enough was seen."""
+"""Observe the optimizers of a process, whoever calls them, and end it after enough steps."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SAMPLE = 4096
 
 
 class Enough(BaseException):
-    """Ends a training that was measured.
+    """Ends a training that has been measured.
 
-    No ``Exception``: those of a script, of a search for a batch size or of a loop that restarts
-    would be taken for failures of a step.
+    It is not an ``Exception``, which a script, a search for a batch size or a loop that restarts
+    would take for a failed step.
     """
 
 
@@ -44,20 +44,20 @@ class Refused(Enough):
 
 @dataclass
 class Observation:
-    """What was seen of a training.
+    """What was observed of a training.
 
     Attributes:
         optimizers: in the order of their first steps.
-        steps: of each, as many as were taken.
+        steps: how many steps each optimizer took.
         rates: learning rates of each optimizer's groups, one row per step; NaN for a group that has
             none.
-        parameters: what was seen of each.
+        parameters: the sums of each parameter, by its ``id``.
         host: who calls the optimizers, and for how many steps.
         models: the outermost modules that own the parameters.
-        converted: names of optimizers over bf16 weights, whose intended updates could only be seen
-            by converting them.
+        converted: classes of optimizers over bf16 weights, whose intended updates could only be
+            seen by converting them.
         unseen: names of parameters whose updates cannot be known before they are stored.
-        infinite: steps that were looked at and had gradients that are not finite.
+        infinite: observed steps with gradients that are not finite.
     """
 
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -72,22 +72,23 @@ class Observation:
 
     @property
     def looks(self) -> int:
-        """How many steps were looked at."""
+        """How many steps were observed."""
         return max((each.looks for each in self.parameters.values()), default=0)
 
 
 class Observer:
-    """Looks at the second half of some steps of every optimizer, then ends the ``with`` block.
+    """Observes the second half of some steps of every optimizer, then ends the ``with`` block.
 
-    It writes nothing, so that those steps are what they would have been; but optimizers over bf16
-    weights are converted to exact masters, because what they intend is rounded away otherwise.
+    It writes nothing, so those steps are what they would have been, with one exception: optimizers
+    over bf16 weights are converted to exact masters, because what they intend is rounded away
+    otherwise.
 
     Args:
-        steps: of an optimizer, at least 1.
-        progress: is told after each.
+        steps: how many steps an optimizer takes, at least 1.
+        progress: called with a line of text after each step.
 
     Raises:
-        ValueError: at the end of the block, what cannot be measured.
+        ValueError: at the end of the block, if the training cannot be measured.
     """
 
     def __init__(self, steps: int, progress: Callable[[str], None]) -> None:
@@ -117,7 +118,7 @@ class Observer:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        # Of an optimizer that steps another one, the outer one is what moves the weights.
+        # If an optimizer steps another one, the outer one decides how the weights move.
         if self._depth > 1:
             return
         number = self._number(optimizer)
@@ -167,8 +168,8 @@ class Observer:
         if kinds:
             raise Refused(
                 f"{type(optimizer).__name__} trains weights in "
-                f"{', '.join(sorted(map(str, kinds)))}, and recipes are for fp32 ones that become "
-                "bf16: give it weights in fp32 (precision='32-true', dtype=torch.float32)"
+                f"{', '.join(sorted(map(str, kinds)))}, but recipes are for fp32 weights that "
+                "become bf16: give it weights in fp32 (precision='32-true', dtype=torch.float32)"
             )
         found.models.add(parameters)
         if found.host is None:
@@ -180,8 +181,8 @@ class Observer:
     def _watch(self, optimizer: BF16Optimizer, number: int) -> None:
         if optimizer._engine.release is not None:
             raise Refused(
-                f"{type(optimizer).__name__} steps inside the backward pass, one parameter at a "
-                "time: its gradients are released. Leave release_gradients out to measure it"
+                f"{type(optimizer).__name__} releases gradients: it steps inside the backward "
+                "pass, one parameter at a time. Leave release_gradients out to measure it"
             )
         watcher = _Watcher(self, optimizer, number)
         self._watching[number] = watcher
@@ -219,7 +220,7 @@ class Observer:
         self._before.clear()
 
     def sums(self, parameter: Tensor, at: tuple[int, int]) -> ParameterSums:
-        """Where what is seen of a parameter is kept."""
+        """The sums of a parameter, created at its first step."""
         known = self.found.parameters
         if id(parameter) not in known:
             name = self.found.models.name_of(parameter) or f"parameter {len(known)}"
@@ -228,7 +229,7 @@ class Observer:
 
 
 class _Watcher:
-    """Sees what an optimizer of ours intends, whatever it stores."""
+    """Observes the updates that one of our optimizers intends, before they are rounded."""
 
     def __init__(self, observer: Observer, optimizer: BF16Optimizer, number: int) -> None:
         self.optimizer, self.looking = optimizer, False
@@ -262,7 +263,7 @@ class _Watcher:
 
 
 def _sample(parameter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some elements of a parameter and of its gradient, on the CPU, and their places."""
+    """Some elements of a parameter and of its gradient, on the CPU; their places; the memory."""
     memory, gradient = local(parameter).detach(), local(parameter.grad)  # pyright: ignore
     where = places(memory.numel(), _SAMPLE, memory.device)
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -276,5 +277,5 @@ def _rate(group: dict[str, Any]) -> float:
 
 
 def _positive(rate: float) -> float:
-    # Without a learning rate, updates are counted as they are.
+    # Without a learning rate, updates are not divided by anything.
     return 1.0 if math.isnan(rate) else abs(rate)

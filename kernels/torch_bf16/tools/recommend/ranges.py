@@ -16,19 +16,19 @@ _FP16_MOST = 65504.0
 
 
 def ranges(verdict: Verdict, passing: Mapping[str, Passing]) -> dict[str, Any]:
-    """By format, what would become of the numbers that were seen.
+    """What each format would make of the numbers that were observed.
 
     Args:
-        verdict: whose layers know their gradients.
-        passing: what was seen of modules.
+        verdict: its layers hold the observed gradients.
+        passing: what was observed of modules.
 
     Returns:
-        For each format the share of all gradients that are not zero and would be, the same with the
+        For each format the share of nonzero gradients that would become zero, the same with the
         best scale of the loss, the modules whose outputs or gradients would be infinite, and the
-        error of the outputs of products, relative, of the layer in the middle and the worst one.
+        relative error of products' outputs, for the median layer and the worst one.
     """
     everything = verdict.everything
-    # As large as the largest gradient allows: what a GradScaler comes to.
+    # As large as the largest gradient allows, which a GradScaler approaches.
     scale = _FP16_MOST / everything.largest if everything.largest else 1.0
     infinite = [name for name, each in passing.items() if each.largest > _FP16_MOST]
     infinite += [each.name for each in verdict.layers if each.largest > _FP16_MOST]

@@ -14,7 +14,7 @@ _SHOWN = 0.0005
 
 
 def reasons(content: Mapping[str, Any]) -> list[str]:
-    """The sentences, for a record that has all else."""
+    """Write the sentences for a record that is otherwise complete."""
     rows = {each["name"]: each for each in content["recipes"]}
     chosen = rows[content["recommended"]]
     found = [_nearest(content, rows["bf16-true"])]

@@ -1,4 +1,4 @@
-"""The record of a recommendation, and what people see of it."""
+"""The record of a recommendation, and how it is printed for people."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def record(
     """Everything about a recommendation, ready for JSON.
 
     Args:
-        command: what starts the training, or names it where it is no program.
-        found: what was seen.
+        command: the command that starts the training, or the name of a factory.
+        found: what was observed.
         verdict: what follows from it.
-        shapes: of the models.
-        held: bytes by precision.
-        notes: what is to be known.
+        shapes: the shapes of the models.
+        held: the memory that each precision takes.
+        notes: caveats for the user; mutated.
     """
     host = found.host or Host("pytorch")
     rates = [abs(lr) for run in found.rates for row in run for lr in row if not math.isnan(lr)]
@@ -69,13 +69,13 @@ def record(
     if found.converted:
         notes.append(
             f"{', '.join(found.converted)} steps over bf16 weights, so what it intends is lost "
-            "before it can be seen: from its second step on it was converted to exact masters"
+            "before it can be seen: it was converted to exact masters from its second step on"
         )
     if found.infinite:
         notes.append(f"{found.infinite} steps with gradients that are not finite were left out")
     if found.unseen:
         notes.append(
-            f"{len(found.unseen)} weights of rules that look at whole matrices were not measured"
+            f"{len(found.unseen)} weights were not measured: their rules work on whole matrices"
         )
     content["reasons"] = reasons(content)
     return content
@@ -97,8 +97,8 @@ def _recipes(
         }
         for name in (_NEAREST, "bf16-mixed", "32-true")
     ]
-    own = [_recipe(each, held[each.name], peak) for each in verdict.candidates]
-    return [rows[0], *own, *rows[1:]]
+    candidates = [_recipe(each, held[each.name], peak) for each in verdict.candidates]
+    return [rows[0], *candidates, *rows[1:]]
 
 
 def _recipe(each: Candidate, held: Memory, peak: float | None) -> dict[str, Any]:
@@ -137,17 +137,17 @@ def _layer(each: Layer, steps: int) -> dict[str, Any]:
 
 
 def show(content: Mapping[str, Any], most: int) -> None:
-    """Print it.
+    """Print a record for people.
 
     Args:
         content: the record.
-        most: layers in the table.
+        most: how many layers the table lists at most.
     """
     optimizers, lr = ", ".join(content["optimizers"]), content["lr"]
     at = "" if lr is None else f" at lr {lr:.3g}"
     print(
         f"{content['command']}: {content['trained']:,} weights by {optimizers}{at}, "
-        f"{content['looks']} of {content['steps']} steps looked at, {content['total_steps']:,} "
+        f"{content['looks']} of {content['steps']} steps observed, {content['total_steps']:,} "
         "steps in all"
     )
     columns = ("recipe", "MB", "peak", "noise / drift", "S", "loses below lr", "")
@@ -171,11 +171,11 @@ def show(content: Mapping[str, Any], most: int) -> None:
         print(f"- {sentence}")
     for note in content["notes"]:
         print(f"  note: {note}")
-    print("\nTo write:\n")
+    print("\nWhat to write:\n")
     for line in content["lines"]:
         print(f"    {line}")
     if content["launch"]:
-        print(f"\nOr, with nothing written:\n\n    {content['launch']}")
+        print(f"\nOr, without changing the script:\n\n    {content['launch']}")
 
 
 def _recipe_cells(each: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Taking some steps of a user's training: a factory's, or those of a script that runs as it is."""
+"""Take some steps of a user's training: of a factory's, or of a script that runs as it is."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def observe(
     lr: float | None,
     progress: Callable[[str], None],
 ) -> Observation:
-    """What was seen in some steps of a training.
+    """Take some steps of a training and observe them.
 
     Args:
         text: one of :data:`KINDS`.
-        arguments: of a script.
-        steps: to take.
-        lr: of AdamW, for a factory that returns no optimizer.
-        progress: is told after each step.
+        arguments: the script's arguments.
+        steps: how many steps to take.
+        lr: the learning rate of AdamW, for a factory that returns no optimizer.
+        progress: called with a line of text after each step.
 
     Raises:
-        ValueError, OSError, ImportError: it is none, or nothing can be measured; the message says
-            why.
+        ValueError, OSError, ImportError: there is no such training, or it cannot be measured; the
+            message says why.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(
@@ -78,8 +78,8 @@ def _of_factory(
         optimizer = torch.optim.AdamW(trained, lr=lr)
     elif lr is not None:
         raise ValueError(f"--lr {lr:g}: {text}() returned an optimizer, which has its own")
-    own = {id(p) for p in trained}
-    if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+    trained_ids = {id(p) for p in trained}
+    if trained_ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"{text}() returned a {type(optimizer).__name__} that has none of the model's "
             "trainable parameters"
@@ -97,7 +97,7 @@ def _of_factory(
             loss.backward()
             try:
                 optimizer.step()
-            # It is somebody else's code.
+            # A user's optimizer may raise anything.
             except Exception as error:
                 raise ValueError(
                     f"{text}: {type(optimizer).__name__} took no step: {type(error).__name__}: "
@@ -116,7 +116,7 @@ def _of_script(
         except SystemExit as error:
             if error.code:
                 ended = f"exited with status {error.code} (its own arguments go after --)"
-        # It is the user's code.
+        # A user's code may raise anything.
         except Exception as error:
             taken = max(observer.found.steps, default=0)
             raise ValueError(
@@ -124,20 +124,20 @@ def _of_script(
                 f"{type(error).__name__}: {str(error).strip()[:500]}"
             ) from error
     taken = max(observer.found.steps, default=0)
-    # It may be shorter than what was asked for.
+    # The script may end after fewer steps than were asked for.
     if observer.found.looks or taken >= steps:
         return observer.found
     what = f"after {taken} of {steps} steps" if taken else "without a step of any optimizer"
-    least = " Give --steps fewer" if taken > 1 else ""
+    advice = " Give a smaller --steps" if taken > 1 else ""
     raise ValueError(
-        f"{path} {ended} {what}, so nothing was measured; it must train, by an optimizer of "
-        f"torch.optim or a class of its kind.{least}"
+        f"{path} {ended} {what}, so nothing was measured; it must train with an optimizer of "
+        f"torch.optim or another subclass of torch.optim.Optimizer.{advice}"
     )
 
 
 @contextlib.contextmanager
 def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """What a script finds as if it were started by itself; what it prints goes to stderr."""
+    """Arguments and import path as if the script were started alone; its output goes to stderr."""
     argv, place = sys.argv, str(path.resolve().parent)
     added = {name: value for name, value in _QUIET.items() if name not in os.environ}
     os.environ.update(added)
@@ -155,12 +155,12 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """The last line of the script itself, on the way to an error."""
-    own = str(path.resolve())
+    """The last line of the script itself in an error's traceback."""
+    script = str(path.resolve())
     lines = [
         each.lineno
         for each in traceback.extract_tb(error.__traceback__)
-        if str(Path(each.filename).resolve()) == own
+        if str(Path(each.filename).resolve()) == script
     ]
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}"

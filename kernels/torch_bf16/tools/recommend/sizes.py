@@ -1,4 +1,4 @@
-"""What each recipe holds of a training that was seen, by the functions of ``estimate``."""
+"""The memory that each recipe takes for an observed training, by the functions of ``estimate``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .verdict import Candidate
 
 __all__ = ["sizes"]
 
-# How torch steps, and not what it keeps.
+# Options that change how torch steps, but not what it keeps.
 _HOW = ("lr", "foreach", "fused", "capturable", "differentiable")
 
 
 def sizes(
     found: Observation, candidates: list[Candidate]
 ) -> tuple[ModelShapes, dict[str, Memory], str | None]:
-    """Bytes on one device, activations not counted.
+    """Bytes on one device, without activations.
 
     Args:
-        found: whose models and optimizers are counted.
-        candidates: recipes.
+        found: the observed models and optimizers.
+        candidates: the recipes.
 
     Returns:
-        The shapes, memory by name, torch's own precisions too, and what is to be known about it.
+        The shapes; memory by name, of torch's own precisions too; and a caveat, if there is one.
     """
     shapes = _shapes(found)
     optimizer, note = _spec_of(found.optimizers)
@@ -53,12 +53,12 @@ def _spec_of(optimizers: list[torch.optim.Optimizer]) -> tuple[OptimizerSpec, st
     name = kinds[0]
     if len(kinds) == 1 and name in OPTIMIZERS:
         known: Any = inspect.signature(OPTIMIZERS[name]).parameters
-        given = {k: v for k, v in optimizers[0].defaults.items() if k in known and v is not None}
-        given = {k: v for k, v in given.items() if k not in _HOW}
+        options = {k: v for k, v in optimizers[0].defaults.items() if k in known and v is not None}
+        options = {k: v for k, v in options.items() if k not in _HOW}
         try:
-            return measure_spec(name, name, given), None
-        # An option that ours has not: convert() says so, too.
+            return measure_spec(name, name, options), None
+        # An option that our class lacks; convert() reports it, too.
         except ValueError:
             pass
-    note = f"moments are counted as AdamW's: those of {', '.join(kinds)} are not known before"
+    note = f"moments are counted as AdamW's: those of {', '.join(kinds)} are not known in advance"
     return OptimizerSpec("AdamW", *PLAIN["AdamW"]), note

@@ -1,15 +1,16 @@
-"""How far weights go, counted in the spacings of the formats that could store them.
+"""How far weights move, in spacings of the formats that could store them.
 
 A weight ``w`` lies between two bf16 numbers that are ``u`` apart, and its optimizer moves it by
-``d``. Stochastic rounding adds noise to the step, of a variance of at most ``u |d|``, and of just
-that where ``|d|`` is small beside ``u``. Over the steps of a run the variances add up, and so do
-the updates, here those of a layer::
+``d``. Stochastic rounding adds noise to the step, with a variance of at most ``u |d|``, and close
+to that if ``|d|`` is much smaller than ``u``. Over the steps of a run the variances add up, and so
+do the updates, here those of a layer::
 
     S = (sum of the steps' d)^2 / (sum of the steps' u |d|)
 
-For one element with one update that is the distance that it goes, in spacings, and ``1 / sqrt(S)``
-is noise over drift (docs/numerics.md). Both sums are proportional to the learning rate, so that a
-few steps tell of a whole schedule; a format with ``b`` bits more has ``2^b`` times the ``S``.
+For one element whose updates are all the same, ``S`` is the distance that it moves, in spacings,
+and ``1 / sqrt(S)`` is noise over drift (docs/numerics.md). Both sums are proportional to the
+learning rate, so that a few steps tell of a whole schedule; a format with ``b`` more bits has
+``2^b`` times the ``S``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 __all__ = ["BITS", "Layer", "ParameterSums", "look"]
 
 BITS = {"bf16_stochastic": 0, "bf16+8": 8}
-"""For each format of weights that is rounded stochastically, the bits that it has beyond bf16's."""
+"""For each format of weights that is rounded stochastically, its bits beyond those of bf16."""
 
 _NAMES = ("squares", "nearest", "path", "unit", "noise")
 # Exponents of fp32, subnormal numbers too, as torch.frexp gives them.
@@ -34,21 +35,21 @@ _FP16_LOST = 2.0**-25
 
 
 class ParameterSums:
-    """What was seen of one parameter.
+    """What was observed of one parameter.
 
     Args:
-        name: of the parameter.
-        shape: of the whole parameter.
+        name: the parameter's name.
+        shape: the shape of the whole parameter.
+        rate: which learning rate its updates follow: the numbers of its optimizer and group.
 
     Attributes:
-        looks: how many.
-        rate: which learning rate its updates follow: its optimizer and group.
-        sums: of all looks, in fp64, each divided by the learning rate as often as it is
+        looks: how many steps were observed.
+        sums: over all observed steps, in fp64, each divided by the learning rate as often as it is
             proportional to it: squared updates, what rounding to nearest bf16 leaves of updates
             (``<stored, d>``), sizes of updates, spacings, and the variance of noise.
-        exponents: of the gradients that are not zero, how many have each exponent.
-        elements: that were looked at, each time.
-        largest: of the gradients' absolute values.
+        exponents: how many of the nonzero gradients have each exponent.
+        elements: how many elements were observed in each step.
+        largest: the largest absolute value of a gradient.
         length: sum of the learning rates of the whole run, or the number of its steps.
     """
 
@@ -66,32 +67,32 @@ class ParameterSums:
         return len(self.shape) < 2
 
     def add(self, weight: Tensor, update: Tensor, gradient: Tensor, lr: float) -> None:
-        """Take one look into account.
+        """Add one observed step.
 
         Args:
             weight: some elements before the step, fp32 or fp64.
-            update: what the step was to add to them.
-            gradient: of these elements, finite.
-            lr: learning rate of the step, positive.
+            update: what the step would add to them without rounding.
+            gradient: the gradient of these elements, finite.
+            lr: the learning rate of the step, positive.
         """
         self.looks += 1
         self.elements = weight.numel()
         self.sums += look(weight.double(), update.double(), lr).cpu()
         size = gradient.detach().float().abs()
         self.largest = max(self.largest, float(size.max()) if size.numel() else 0.0)
-        found = torch.frexp(size[size > 0])[1].long() - _LOWEST
+        exponents = torch.frexp(size[size > 0])[1].long() - _LOWEST
         self.exponents += torch.bincount(
-            found.clamp_(0, _EXPONENTS - 1), minlength=_EXPONENTS
+            exponents.clamp_(0, _EXPONENTS - 1), minlength=_EXPONENTS
         ).cpu()
 
 
 def look(weight: Tensor, update: Tensor, lr: float) -> Tensor:
-    """The sums of one look, in the order in which :class:`ParameterSums` keeps them.
+    """The sums of one observed step, in the order in which :class:`ParameterSums` keeps them.
 
     Args:
         weight: fp64.
         update: fp64, of the same shape.
-        lr: what updates are divided by.
+        lr: the learning rate that updates are divided by.
 
     Returns:
         fp64, one number per sum.
@@ -107,12 +108,11 @@ def look(weight: Tensor, update: Tensor, lr: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """Some parameters together.
+    """The parameters of a layer, or of several.
 
     Attributes:
-        name: theirs without the last part.
-        elements: of all of them, that is of the whole parameters.
-        parameters: what was seen of them.
+        name: the parameters' names without the last part.
+        parameters: what was observed of them.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Elements of the whole parameters."""
+        """Elements of all parameters, each counted whole."""
         return sum(numel(each.shape) for each in self.parameters)
 
     @property
@@ -133,7 +133,7 @@ class Layer:
         return (self._sum("squares") / self.elements) ** 0.5
 
     def spacings(self) -> float:
-        """How far an element goes in the whole run, there and back, in spacings of bf16."""
+        """How far an element moves in the whole run, there and back, in spacings of bf16."""
         return self._sum("path", 1) / self._sum("unit")
 
     def nearest(self) -> float:
@@ -152,23 +152,23 @@ class Layer:
         """Share of the gradients that fp16 would round to zero.
 
         Args:
-            scale: that the loss is multiplied by first.
+            scale: the factor by which the loss is multiplied first.
         """
         counts = torch.stack([each.exponents for each in self.parameters]).sum(0)
         total = int(counts.sum())
         # Numbers of exponent e are below 2^e.
-        lost = 2.0 ** (torch.arange(_EXPONENTS, dtype=torch.float64) + _LOWEST)
-        return int(counts[lost * scale <= _FP16_LOST].sum()) / total if total else 0.0
+        bounds = 2.0 ** (torch.arange(_EXPONENTS, dtype=torch.float64) + _LOWEST)
+        return int(counts[bounds * scale <= _FP16_LOST].sum()) / total if total else 0.0
 
     @property
     def largest(self) -> float:
-        """Of the gradients' absolute values."""
+        """The largest absolute value of a gradient."""
         return max(each.largest for each in self.parameters)
 
     def _sum(self, name: str, power: int = 0) -> float:
-        """Of all elements in a step; times the length of the run, as often as that counts."""
+        """A sum over all elements in one step, times the run's length to the given power."""
         place = _NAMES.index(name)
-        # Samples stand for the whole.
+        # The observed elements stand for the whole parameter.
         return sum(
             float(each.sums[place])
             * numel(each.shape)

@@ -1,24 +1,24 @@
-"""Which recipe loses nothing, by the noise that it adds to what is learned.
+"""Judge which recipe loses nothing, by the noise that it adds to what is learned.
 
-Of the updates of a run, stochastic rounding leaves the mean and adds noise; ``S`` is drift over
-noise, squared (:mod:`.updates`). Where the loss is as curved along the one as along the other, and
-the run goes all the way to where it is lowest, noise takes back
+Stochastic rounding preserves the mean of a run's updates and adds noise; ``S`` is drift over noise,
+squared (:mod:`.updates`). If the loss is as curved along the noise as along the drift, and the run
+goes all the way to where the loss is lowest, noise takes back
 
     lost = noise^2 / drift^2 = 1 / S
 
-of the improvement, and less where the run ends before. So 99.8 % of the improvement need
+of the improvement, and less if the run ends before that. So 99.8 % of the improvement need
 
     S >= 500
 
-of all matrices together, and a layer of its own the 50 spacings below which noise is more than a
-seventh of what it learns (docs/numerics.md). A format with ``b`` bits more than bf16 has spacings
+of all matrices together, and each layer must move by the 50 spacings below which noise is more than
+a seventh of what it learns (docs/numerics.md). A format with ``b`` bits more than bf16 has spacings
 that are ``2^b`` times finer and an ``S`` that is ``2^b`` times larger. ``S`` is proportional to the
-learning rates, so a recipe begins to lose at ``500 / S`` of them.
+learning rates, so a recipe begins to lose when they are ``500 / S`` times what they were.
 
-Held against what was measured (examples/results): ``bf16-stochastic`` reached 99.73 % and less at
-the rates of the sweep, where ``S`` is 110 and less, and 99.69 % at 3e-4, where it is 286. At 1e-3,
-772, it reached 99.78 % of what exact masters did, give or take 0.22 %. Far below, losses are
-smaller than 1 / S, because those runs end long before the loss is lowest.
+Compared with measurements (examples/results): ``bf16-stochastic`` reached 99.73 % or less at the
+rates of the sweep, where ``S`` is 110 or less, and 99.69 % at 3e-4, where ``S`` is 286. At 1e-3,
+where ``S`` is 772, it reached 99.78 % of what exact masters did, give or take 0.22 %. At much lower
+rates, losses are smaller than 1 / S, because those runs end long before the loss is lowest.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Candidate:
     """A recipe and what it would do to this training.
 
     Attributes:
-        name: as users write it.
-        mode: the named recipe that it is made of.
-        options: what differs from that.
+        name: the recipe's name for users.
+        mode: the mode that it is derived from.
+        options: the options in which it differs from that mode.
         distance: ``S`` of all matrices together.
-        worst: the layer with the smallest ``S``, and that; None without matrices.
+        worst: the layer with the smallest ``S``, and this ``S``; None without matrices.
     """
 
     name: str
@@ -69,30 +69,30 @@ class Candidate:
 
     @property
     def noise(self) -> float:
-        """Of what is learned: noise over drift."""
+        """Noise over drift: noise as a share of what is learned."""
         return self.distance**-0.5
 
     @property
     def needed(self) -> float:
         """How many times larger the learning rates would have to be for it to lose nothing."""
-        of_layer = 0.0 if self.worst is None else LAYER_DISTANCE / self.worst[1]
-        return max(DISTANCE / self.distance, of_layer)
+        worst_layer = 0.0 if self.worst is None else LAYER_DISTANCE / self.worst[1]
+        return max(DISTANCE / self.distance, worst_layer)
 
     @property
     def loses(self) -> bool:
-        """Whether it loses more than a five hundredth."""
+        """Whether it loses more than 1/500 of the improvement, or too much in one layer."""
         return self.needed > 1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to train with.
+    """The recipe to train with, and how it was chosen.
 
     Attributes:
         chosen: the smallest recipe that loses nothing.
-        candidates: the smallest first.
-        layers: by name of the layer, those with the smallest ``S`` in bf16 first; vectors last.
-        everything: the matrices and the vectors.
+        candidates: all recipes that were judged, the smallest first.
+        layers: matrices first, by increasing ``S`` in bf16, then vectors.
+        everything: all matrices and vectors together.
     """
 
     chosen: Candidate
@@ -109,17 +109,17 @@ _CANDIDATES = (
 
 
 def candidates(matrices: Layer, layers: list[Layer]) -> list[Candidate]:
-    """Every recipe with what it would lose, the smallest first.
+    """Judge every recipe, the smallest first.
 
     Args:
-        matrices: all of them together.
-        layers: those of one name each.
+        matrices: all matrices together.
+        layers: the same matrices, layer by layer.
     """
     found = []
     for name, mode, options in _CANDIDATES:
         format_ = get_recipe(mode, **options).weights
-        own = [(each.name, each.distance(format_)) for each in layers if each.moves]
-        worst = min(own, key=lambda each: each[1], default=None)
+        distances = [(each.name, each.distance(format_)) for each in layers if each.moves]
+        worst = min(distances, key=lambda each: each[1], default=None)
         distance = matrices.distance(format_) if matrices.moves else math.inf
         found.append(Candidate(name, mode, options, distance, worst))
     return found
@@ -129,7 +129,7 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
     """Choose a recipe.
 
     Args:
-        parameters: what was seen of each, with the length of the run.
+        parameters: what was observed of each parameter, and the length of the run.
 
     Raises:
         ValueError: nothing moves, so that nothing can be lost.
@@ -137,7 +137,7 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
     everything = Layer("all weights", tuple(parameters))
     if not parameters or not everything.moves:
         raise ValueError(
-            "no weight is to move: every update that was looked at is exactly 0. The learning rate "
+            "no weight would move: every update that was observed is exactly 0. The learning rate "
             "is 0 there (a longer warm-up than --steps?), or no gradient reaches a weight"
         )
     by_layer: dict[tuple[bool, str], list[ParameterSums]] = defaultdict(list)
@@ -147,9 +147,9 @@ def judge(parameters: list[ParameterSums]) -> Verdict:
     for (is_vector, module), members in by_layer.items():
         name = module
         if (not is_vector, module) in by_layer:
-            # The bias of a matrix is a row of its own.
-            own = [each.name.rpartition(".")[2] for each in members]
-            name = f"{module}.{' + '.join(own)}"
+            # A layer with matrices and vectors has a row for each.
+            last_parts = [each.name.rpartition(".")[2] for each in members]
+            name = f"{module}.{' + '.join(last_parts)}"
         (vectors if is_vector else matrices).append(Layer(name, tuple(members)))
     whole = Layer("all matrices", tuple(p for each in matrices for p in each.parameters))
     found = candidates(whole, matrices)

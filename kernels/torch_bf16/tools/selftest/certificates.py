@@ -1,6 +1,6 @@
-"""Certificates of all kernels that the named recipes ask for, tried anew in several processes.
+"""Certificates of all kernels that the named recipes need, tried afresh in several processes.
 
-A process that a kernel kills takes its own verdict along and no other.
+A kernel that kills its process costs no verdict on another kernel.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Certificate:
     """What the trial of a variant found.
 
     Attributes:
-        variant: its name.
-        backend: what was tried.
-        fault: why it must not be used; None where its bits are right.
-        seconds: that took, compiling included.
+        variant: the variant's name.
+        backend: the backend that was tried.
+        fault: why it must not be used; None if its bits are right.
+        seconds: how long the trial took, with compiling.
     """
 
     variant: str
@@ -50,10 +50,10 @@ class Certificate:
 
 
 def variants_for(device: torch.device) -> list[Variant]:
-    """What AdamW, SGD, Lion and Muon run for matrices and vectors, in bf16 and in fp32.
+    """The variants that AdamW, SGD, Lion and Muon use for matrices and vectors, in bf16 and fp32.
 
-    For the named recipes and one with int8 moments; on a GPU also for what several kinds of
-    sharding cut into runs.
+    They cover the named recipes and one with int8 moments, and on a GPU also parameters that
+    several kinds of sharding cut into runs.
     """
     found: dict[Variant, None] = {}
     for rule in _RULES:
@@ -77,7 +77,7 @@ def variants_for(device: torch.device) -> list[Variant]:
 
 @contextmanager
 def fresh_verdicts() -> Iterator[None]:
-    """Nothing that an earlier run on this machine found counts, and nothing is left for later."""
+    """Use a temporary folder of verdicts: earlier ones do not count, and none are left behind."""
     before = os.environ.get(_FOLDER)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[_FOLDER] = folder
@@ -95,13 +95,13 @@ def certify(
     """Try every variant of :func:`variants_for` with the first backend for the device.
 
     Args:
-        device: where.
-        processes: that compile and try at a time; 0 for this one alone, which then does not
-            survive a kernel that ends its process.
-        progress: is told, line by line, what is going on.
+        device: the device to try them on.
+        processes: how many processes compile and try at a time; with 0, this process does, and does
+            not survive a kernel that kills it.
+        progress: called with lines of text about the progress.
 
     Returns:
-        A certificate for each, in that order.
+        A certificate for each variant, in the order of :func:`variants_for`.
     """
     variants, backend = variants_for(device), choose(device).name
     names = [each.name + ("_strided" if each.strided else "") for each in variants]
@@ -130,11 +130,11 @@ def certify(
                     del workers[worker.pipe]
                     if not worker.left:
                         continue
-                    number, *others = worker.left
+                    number, *remaining = worker.left
                     code = worker.process.exitcode
                     fault, seconds = f"the process that tried it ended with {code}", 0.0
-                    if others:
-                        start(others)
+                    if remaining:
+                        start(remaining)
                 found[number] = Certificate(names[number], backend, fault, seconds)
                 if len(found) % 10 == 0 or fault:
                     progress(f"{len(found)} of {len(variants)} kernels tried")
@@ -151,19 +151,19 @@ class _Worker:
     def __init__(self, device: torch.device, numbers: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self.left = list(numbers)
-        self.pipe, theirs = context.Pipe(duplex=False)
+        self.pipe, child_pipe = context.Pipe(duplex=False)
         self.process: Any = context.Process(
-            target=_try, args=(theirs, str(device), self.left), daemon=True
+            target=_try, args=(child_pipe, str(device), self.left), daemon=True
         )
-        # Ctrl-C reaches it, too: it inherits the mask, and its parent ends it. The tracker, which
-        # resets the mask, must run before.
+        # Ctrl-C reaches the child, too, so the child inherits a mask that blocks it; the parent
+        # ends the child. The resource tracker, which resets the mask, must be running before.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        theirs.close()
+        child_pipe.close()
 
 
 def _try(pipe: Connection, device: str, numbers: Sequence[int]) -> None:
@@ -173,7 +173,7 @@ def _try(pipe: Connection, device: str, numbers: Sequence[int]) -> None:
 
 
 def _trial(variant: Variant) -> tuple[str | None, float]:
-    """The fault that the first backend for the device has with a variant, and the seconds."""
+    """The fault of the device's first backend with a variant, and how long the trial took."""
     start = time.perf_counter()
     try:
         fault = fault_of(choose(variant.device), variant)

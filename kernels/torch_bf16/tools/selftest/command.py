@@ -39,19 +39,19 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.add_argument(
-        "--plot", type=file_to_write, metavar="FILE", help="draw the times there, as PNG"
+        "--plot", type=file_to_write, metavar="FILE", help="draw the times to FILE, as PNG"
     )
 
 
 def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Find out whether the package works here, and how fast; print it, and write it if asked to.
+    """Check whether the package works here, and how fast it is; print and write the record.
 
     Args:
-        options: parsed.
-        arguments: as they were given, for the record.
+        options: the parsed options.
+        arguments: the command's arguments, for the record.
 
     Returns:
-        The exit status: 0 where all is right, 1 where something is not.
+        The exit status: 0 if everything is right, else 1.
     """
     if options.plot and not can_plot():
         say("no plot: matplotlib is missing (pip install 'torch-bf16[plots]')")
@@ -70,12 +70,12 @@ def selftest(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     start, notes = time.perf_counter(), []
-    place = _environment(device)
+    environment = _environment(device)
     fast = "cpu" if device.type == "cpu" else "triton"
-    reason = place["backends"][fast]
+    reason = environment["backends"][fast]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    # A GPU that one process may use at a time is this one's.
-    exclusive = place["device_state"].get("compute_mode") not in (None, "Default")
+    # A GPU in an exclusive mode admits no process beside this one.
+    exclusive = environment["device_state"].get("compute_mode") not in (None, "Default")
     processes = 0 if exclusive else min(_PROCESSES, cores or 1)
     say(f"trying the kernels of {device} in {processes or 'no other'} processes")
     certificates = certify(device, processes, say)
@@ -104,7 +104,7 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         "kind": "selftest",
         "date": date(),
         "command": command_line(arguments),
-        "environment": place,
+        "environment": environment,
         "certificates": [asdict(each) for each in certificates],
         "checks": [asdict(each) for each in outcomes],
         "speed": measured,
@@ -116,7 +116,7 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
-    """What a selftest runs on: nothing in it names a user, a host or a folder."""
+    """What a selftest runs on; nothing in it names a user, a machine or a folder."""
     return {
         "device": str(device),
         **machine(device),

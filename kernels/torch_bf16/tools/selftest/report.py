@@ -1,4 +1,4 @@
-"""What people see of a selftest."""
+"""Print the record of a selftest for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast steps over real models' shapes are, beside torch's fused AdamW."""
+"""Time steps over real models' shapes against torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .certificates import INT8_MOMENTS
 
 __all__ = ["models_for", "speed"]
 
-# On a CPU, where the real ones would take minutes.
+# For CPUs, on which the real shapes would take minutes.
 _SMALL: dict[str, Shapes] = {
     "gpt2-small-layers": gpt2(layers=4, width=256, vocabulary=8000, context=256),
     "llama-small-layers": llama(4, 256, 1024, 128, 8000, tied=True),
@@ -32,7 +32,7 @@ _ROUNDS = {"cpu": 3, "cuda": 20}
 
 
 def models_for(device: torch.device) -> dict[str, Shapes]:
-    """Shapes by a name: those of gpt2-124m and llama-1b on a GPU, smaller ones on a CPU."""
+    """Shapes by name: those of gpt2-124m and llama-1b on a GPU, smaller ones on a CPU."""
     if device.type == "cpu":
         return dict(_SMALL)
     return {name: MODELS[name] for name in ("gpt2-124m", "llama-1b")}
@@ -47,10 +47,10 @@ def speed(
     """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
 
     Args:
-        device: where.
-        model: what the shapes are called.
-        shapes: of the parameters.
-        progress: is told, line by line, what is going on.
+        device: the device to measure on.
+        model: the name of the shapes.
+        shapes: the shapes of the parameters.
+        progress: called with lines of text about the progress.
 
     Raises:
         MemoryError: torch's fused AdamW does not fit.

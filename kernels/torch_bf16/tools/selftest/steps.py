@@ -1,4 +1,4 @@
-"""Whole optimizers on a device against the eager backend, bit for bit, in what training does."""
+"""Compare whole optimizers with the eager backend, bit for bit, in situations of training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .certificates import INT8_MOMENTS
 __all__ = ["Check", "NotHere", "Outcome", "all_checks", "differences", "run", "waiting_is_an_error"]
 
 Check = Callable[[torch.device], str | None]
-"""What is wrong on a device, or None; raises :class:`NotHere` where it cannot be asked."""
+"""Returns what is wrong on a device, or None; raises :class:`NotHere` if it does not apply."""
 
 _SHAPES = {
     "embedding": (1000, 64),
@@ -48,7 +48,7 @@ _NAMED = tuple(dict.fromkeys(RECIPES.values()))
 
 
 class NotHere(Exception):
-    """A check that this device has no use for."""
+    """Raised by a check that does not apply to a device."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Outcome:
     """What a check found.
 
     Attributes:
-        name: of the check.
-        fault: what is wrong, None if nothing.
-        skipped: why it was not made, None if it was.
-        seconds: that took.
+        name: the check's name.
+        fault: what is wrong; None if nothing is.
+        skipped: why the check was skipped; None if it was not.
+        seconds: how long it took.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def run(name: str, check: Check, device: torch.device) -> Outcome:
-    """Make a check; what it raises is a fault."""
+    """Run a check; an exception counts as a fault."""
     start, fault, skipped = time.perf_counter(), None, None
     try:
         fault = check(device)
@@ -81,7 +81,7 @@ def run(name: str, check: Check, device: torch.device) -> Outcome:
 
 
 def all_checks() -> dict[str, Check]:
-    """Each check by its name."""
+    """All checks by their names."""
     found: dict[str, Check] = {}
     for name in _OPTIMIZERS:
         for recipe in (*_NAMED, INT8_MOMENTS):
@@ -103,7 +103,7 @@ def _make(
     backend: str | None = None,
     **more: Any,
 ) -> BF16Optimizer:
-    """An optimizer over the same numbers on every device."""
+    """Make an optimizer over parameters with the same numbers on every device."""
     generator = torch.Generator().manual_seed(0)
     named = []
     for key, shape in _SHAPES.items():
@@ -115,15 +115,15 @@ def _make(
         matrices = [pair for pair in named if pair[1].ndim == 2 and pair[0] != "embedding"]
         rest = [pair for pair in named if pair not in matrices]
         groups = [{"params": matrices}, {"params": rest, "use_muon": False}]
-    made, options = _OPTIMIZERS[name]
+    kind, options = _OPTIMIZERS[name]
     arguments: dict[str, Any] = {**options, **more, "recipe": recipe, "backend": backend}
-    return made(groups, **arguments)
+    return kind(groups, **arguments)
 
 
 def _judge_of(
     device: torch.device, recipe: Recipe, name: str = "AdamW", **more: Any
 ) -> BF16Optimizer:
-    # Muon's matrix products have other last bits on other devices.
+    # The last bits of Muon's matrix products depend on the device.
     place = device if name == "Muon" else torch.device("cpu")
     return _make(place, recipe, name, "eager", **more)
 
@@ -133,7 +133,7 @@ def _parameters(optimizer: BF16Optimizer) -> list[Tensor]:
 
 
 def _give(optimizer: BF16Optimizer, seed: int, keep: bool = True) -> None:
-    """Random gradients, in the memory of those before where there are some and ``keep``."""
+    """Give parameters random gradients; with ``keep``, in the memory of those that they had."""
     generator = torch.Generator().manual_seed(1000 + seed)
     held = []
     for parameter in _parameters(optimizer):
@@ -141,22 +141,22 @@ def _give(optimizer: BF16Optimizer, seed: int, keep: bool = True) -> None:
         if keep and parameter.grad is not None:
             parameter.grad.copy_(gradient)
         else:
-            # The old ones live on until all new ones are there, so that none has its address.
+            # Old gradients live until all new ones exist, so that no address is reused.
             held.append(parameter.grad)
             parameter.grad = gradient.to(parameter.device)
 
 
 def differences(one: BF16Optimizer, other: BF16Optimizer) -> str | None:
-    """Where the bits of weights and states of two optimizers differ; None where nowhere."""
+    """The first difference in bits between two optimizers' weights and states; None if none."""
     pairs = zip(_parameters(one), _parameters(other), strict=True)
     for number, (a, b) in enumerate(pairs):
-        states, others = (
+        states, other_states = (
             {"weight": p, **optimizer.state[p]} for p, optimizer in ((a, one), (b, other))
         )
-        if states.keys() != others.keys():
-            return f"parameter {number} has states {sorted(states)} and not {sorted(others)}"
+        if states.keys() != other_states.keys():
+            return f"parameter {number} has states {sorted(states)} and not {sorted(other_states)}"
         for key in states:
-            wrong = _bytes(states[key]) != _bytes(others[key])
+            wrong = _bytes(states[key]) != _bytes(other_states[key])
             if count := int(wrong.sum()):
                 return f"{count} bytes of {key} of parameter {number} differ from eager's"
     return None
@@ -186,7 +186,7 @@ def _moved_gradients(device: torch.device, recipe: Recipe) -> str | None:
 
 
 def _changed_sets(device: torch.device, recipe: Recipe) -> str | None:
-    """Other parameters take part in every step, as with experts or dropped layers."""
+    """Other parameters have a gradient in every step, as with experts or dropped layers."""
     ours, judge = _make(device, recipe), _judge_of(device, recipe)
     for seed in range(2 * _STEPS):
         for optimizer in (ours, judge):
@@ -240,14 +240,14 @@ def _graph_replay(device: torch.device, recipe: Recipe) -> str | None:
         ours.step()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # torch's own stream for captures need not be of this device.
+    # torch's default stream for captures may belong to another device.
     with torch.cuda.graph(graph, stream=side):
         ours.step()
     _give(judge, 0)
     judge.step()
     for seed in range(1, 2 * _STEPS):
         _give(ours, seed)
-        # Replays and ordinary steps may take turns.
+        # Replays and ordinary steps may alternate.
         graph.replay() if seed % 3 else ours.step()
         _give(judge, seed)
         judge.step()
@@ -278,10 +278,10 @@ def _needs_cuda(device: torch.device) -> None:
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Let torch raise where something in the block waits for a CUDA device."""
+    """Make torch raise if something in the block waits for a CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # torch says once that the mode is a prototype: where warnings are errors, after setting it.
+        # torch warns once, after setting the mode, that it is a prototype: this must not raise.
         warnings.filterwarnings("ignore", "Synchronization debug mode")
         try:
             torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""What checkpoints of any training hold, read a piece at a time and without running their code."""
+"""Read checkpoints of any training, a piece at a time and without running their code."""
 
 from .open import open_checkpoint
 from .saved import OptimizerStates, Saved, SavedTensor

@@ -1,6 +1,6 @@
 """Folders of ``torch.distributed.checkpoint``: any number of ranks' files, without a process group.
 
-``.metadata`` is a pickle, of which only classes that describe tensors are taken. Each part of a
+``.metadata`` is a pickle, from which only classes that describe tensors are loaded. Each part of a
 tensor is a file of torch.save within a file; its numbers are read in place.
 """
 
@@ -41,7 +41,7 @@ _SMALL = 1 << 20
 
 
 class _Part(NamedTuple):
-    """A box of a tensor, and where its numbers are."""
+    """A box of a tensor, and the place of its numbers in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -55,10 +55,10 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
 
     Args:
         path: the folder with ``.metadata``.
-        weights: whether there must be some.
+        weights: whether the folder must hold weights.
 
     Raises:
-        CheckpointError: it is damaged, or made by something else.
+        CheckpointError: it is damaged, or was made by something else.
         OSError: it cannot be read.
     """
     with (path / ".metadata").open("rb") as file:
@@ -70,7 +70,7 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
         for index, place in metadata.storage_data.items():
             places[index.fqn][tuple(index.offset or ())] = place
         paths = metadata.planner_data or {}
-    # A pickle that is none, or of something else, raises almost anything.
+    # A file that is no pickle, or one of something else, may raise almost anything.
     except Exception as error:
         raise CheckpointError(
             f"{path / '.metadata'} is not what torch.distributed.checkpoint writes: "
@@ -101,7 +101,7 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
             inside[ours[-1]] = _object(path, places[key])
     if weights and not tensors:
         raise CheckpointError(f"{path} holds no tensors of a model: {', '.join([*entries][:4])}")
-    # Numbers became text on their way into a path.
+    # Parameters' numbers became text when they were made part of a path.
     numbers = {key for group in groups.values() for key in group.get("params") or ()}
     texts = {key for key in states if key not in numbers and str(key).isdigit()}
     by_key = {int(key) if key in texts else key: state for key, state in states.items()}
@@ -110,7 +110,7 @@ def read_dcp(path: Path, weights: bool = True) -> Saved:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes descriptions of tensors, and nothing else."""
+    """Loads descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = _CLASSES.get(module, set())
@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if known is None or name in known:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not made or run")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded or run")
 
 
 def _after(where: Sequence[Any], word: str) -> Sequence[Any] | None:
@@ -189,7 +189,7 @@ def _numbers(key: str, part: _Part, dtype: torch.dtype, start: int, stop: int) -
 
 @functools.lru_cache(maxsize=4096)
 def _storage(part: _Part) -> tuple[int, int]:
-    """Where in its file the numbers of a part begin, and how many bytes they are."""
+    """Where in its file the numbers of a part begin, and how many bytes they take."""
     try:
         with part.file.open("rb") as file, zipfile.ZipFile(_Slice(file, part)) as archive:
             (info,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
@@ -236,7 +236,7 @@ class _Slice(io.RawIOBase):
 
 
 def _object(path: Path, places: dict[tuple[int, ...], Any]) -> Any:
-    """A small object, where torch loads it without running code; else None."""
+    """A small object, if torch can load it without running code; else None."""
     place = next(iter(places.values()), None)
     if place is None or place.length > _SMALL:
         return None

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint."""
+"""Find the files that make up a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEP = re.compile(r"(?:checkpoint|step|epoch=\d+-step)[-_=](\d+)")
 
 
 def open_checkpoint(path: Path) -> Saved:
-    """A checkpoint of any training: its tensors are read when they are needed.
+    """Open a checkpoint of any training; its tensors are read when they are needed.
 
     Args:
         path: a file of safetensors, of torch.save or of Lightning, an index of several, or a folder
@@ -33,7 +33,7 @@ def open_checkpoint(path: Path) -> Saved:
 
     Raises:
         CheckpointError: it is damaged, foreign or holds no weights; the message says what works.
-        OSError: it is not there, or cannot be read.
+        OSError: it does not exist, or cannot be read.
     """
     if path.is_dir():
         found = _folder(path)
@@ -98,7 +98,7 @@ def _weights_in(path: Path, names: set[str]) -> list[Path]:
             return index[:1]
         for suffix in (".safetensors", ".bin"):
             if f"{model}{suffix}" in names:
-                # Accelerate numbers further models.
+                # Accelerate adds a number to the files of further models.
                 more = re.compile(rf"{model}_\d+\{suffix}")
                 found = sorted(name for name in names if more.fullmatch(name))
                 return [path / name for name in (f"{model}{suffix}", *found)]
@@ -157,16 +157,16 @@ def _trainer_step(path: Path) -> int | None:
 
 
 def _nothing_in(path: Path, names: set[str]) -> str:
-    looked = (
+    message = (
         f"{path} has no weights: model.safetensors, adapter_model.safetensors, pytorch_model.bin, "
         "an index of several, or .metadata of torch.distributed.checkpoint"
     )
     if inner := sorted(name for name in names if _STEP.fullmatch(name)):
-        return f"{looked}. It holds {', '.join(inner[:4])}: name what is in one of those"
+        return f"{message}. It holds {', '.join(inner[:4])}: give the path of one of them"
     if any(name.startswith("global_step") or name == "zero_to_fp32.py" for name in names):
         return (
-            f"{looked}. It is DeepSpeed's: run its zero_to_fp32.py there, and give what that made"
+            f"{message}. It is DeepSpeed's: run its zero_to_fp32.py there, and give what that made"
         )
     if files := sorted(n for n in names if n.endswith((".ckpt", ".pt", ".pth", ".safetensors"))):
-        return f"{looked}. It holds {', '.join(files[:4])}: name what is in one of those"
-    return f"{looked}. It holds {', '.join(sorted(names)[:6]) or 'nothing'}"
+        return f"{message}. It holds {', '.join(files[:4])}: give the path of one of them"
+    return f"{message}. It holds {', '.join(sorted(names)[:6]) or 'nothing'}"

@@ -1,7 +1,7 @@
-"""Files of safetensors, by their own format: a length, a JSON header, and numbers.
+"""Files of safetensors, read by the definition of their format: a length, a JSON header, numbers.
 
-https://huggingface.co/docs/safetensors: eight bytes of little-endian length, so many of JSON that
-name each tensor's dtype, shape and place, then the tensors, without gaps.
+https://huggingface.co/docs/safetensors: eight bytes of little-endian length, that many bytes of
+JSON with each tensor's dtype, shape and place, then the tensors, without gaps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
     """The tensors of a file by name, and notes on those of a dtype that torch does not have.
 
     Raises:
-        CheckpointError: it is truncated, or its header is none.
+        CheckpointError: it is truncated, or its header is not valid.
         OSError: it cannot be read.
     """
     size = path.stat().st_size
@@ -53,7 +53,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             begin, end = each["data_offsets"]
             shape = tuple(each["shape"])
             if dtype is None:
-                unknown.append(f"{name} is {each['dtype']}, which is not looked at")
+                unknown.append(f"{name} is {each['dtype']}, a dtype that is unknown here: left out")
                 continue
             start = _LENGTH + length + begin
             if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
@@ -63,7 +63,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             read = functools.partial(_read, path, start, dtype)
             found[name] = SavedTensor(shape, dtype, read)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged_safetensors(path, f"its header is not one ({error})") from None
+        raise damaged_safetensors(path, f"its header is not valid ({error})") from None
     return found, unknown
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors by name, of which pieces are read when they are needed."""
+"""The contents of a checkpoint: tensors by name, read in pieces when they are needed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SavedTensor:
     """A tensor in a file.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: as it was saved.
-        read: ``read(start, stop)``: so many of its elements in row-major order, flat, in memory of
+        shape: the shape of the whole tensor.
+        dtype: the dtype that it was saved in.
+        read: ``read(start, stop)``: those of its elements in row-major order, flat, in memory of
             their own, on the CPU.
-        tied: equal for tensors that were one when they were saved; None where that is not known.
+        tied: equal for tensors that were one when they were saved; None if that is unknown.
     """
 
     shape: tuple[int, ...]
@@ -42,9 +42,9 @@ class OptimizerStates:
     """An optimizer's state dict with its tensors on disk.
 
     Attributes:
-        state: by the parameter's number, or by its name, what ``optimizer.state`` held.
+        state: what ``optimizer.state`` held, by the parameter's number or its name.
         groups: hyperparameters and the keys of their parameters, under ``"params"``.
-        header: what our optimizers say of themselves; empty for others.
+        header: the header that our optimizers save; empty for others.
     """
 
     state: Mapping[Any, Mapping[str, Any]]
@@ -57,10 +57,10 @@ class Saved:
     """A checkpoint.
 
     Attributes:
-        path: as it was given.
-        tensors: of the model, parameters and buffers, by name.
-        optimizer: what the optimizers kept, as that of one, where there are any.
-        step: how many steps were taken, where that is told.
+        path: the path that the user gave.
+        tensors: the model's parameters and buffers, by name.
+        optimizer: the states of all optimizers, as those of one; None if there are none.
+        step: how many steps were taken; None if that is unknown.
         notes: what was left out, and why.
         ordered: whether names are in the order of the module that was saved.
     """

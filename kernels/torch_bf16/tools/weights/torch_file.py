@@ -1,4 +1,4 @@
-"""Files of torch.save: mapped into memory, not read, and with no code of theirs run."""
+"""Files of torch.save: they are mapped into memory, not read, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def read_torch_file(path: Path) -> Saved:
     """Weights, the optimizer's states and the step of a file of torch.save, Lightning or Trainer.
 
     Raises:
-        CheckpointError: it is truncated, damaged or no such file, or holds no weights.
+        CheckpointError: it is truncated, damaged or of another kind, or holds no weights.
         OSError: it cannot be read.
     """
     content, notes = _load(path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} and no tensors by name")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not tensors by name")
     weights = next((content[k] for k in WEIGHTS if isinstance(content.get(k), Mapping)), content)
     tensors = _tensors_in(weights)
     if not tensors:
@@ -100,18 +100,18 @@ def _load(path: Path) -> tuple[Any, list[str]]:
     notes = []
     if foreign:
         shown = ", ".join(foreign[:4]) + (", ..." if len(foreign) > 4 else "")
-        notes.append(f"{path.name} also holds {shown}; no code of it was run, and it was left out")
+        notes.append(f"{path.name} also holds {shown}; none of its code was run: it was left out")
     return content, notes
 
 
 def _reason(error: Exception) -> str:
-    # Torch begins with how to run the file's code all the same, and ends with a link.
+    # torch's message begins with how to run the file's code anyway, and ends with a link.
     text = re.split(r"WeightsUnpickler error:|from a trusted source\.\n+", str(error))[-1]
     return first_line(error, text).partition(" Please use `torch")[0][:300].rstrip(".")
 
 
 class _Inert:
-    """Stands for an object of a class that is not looked up: nothing of it is made or run."""
+    """Stands for an object whose class is never imported: nothing of it is created or run."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> _Inert:
         return super().__new__(cls)
@@ -129,30 +129,30 @@ def _inert(path: str) -> type:
 
 
 def _optimizers(states: Any) -> tuple[OptimizerStates | None, list[str]]:
-    """Those of all optimizers of a run as one, and a note if some cannot be."""
-    several = list(states) if isinstance(states, (list, tuple)) else [states]
-    found = [each for each in map(_optimizer, several) if each is not None]
+    """The states of all optimizers of a run as those of one, and a note if some were left out."""
+    state_dicts = list(states) if isinstance(states, (list, tuple)) else [states]
+    found = [each for each in map(_optimizer, state_dicts) if each is not None]
     if len(found) < 2:
         return (found[0] if found else None), []
     recipe = found[0].header.get("recipe")
-    alike = [each for each in found if each.header.get("recipe") == recipe]
+    same_recipe = [each for each in found if each.header.get("recipe") == recipe]
     notes = []
-    if lost := len(found) - len(alike):
+    if lost := len(found) - len(same_recipe):
         notes.append(
             f"the states of {lost} of {len(found)} optimizers are of another recipe than the "
             "first, and were left out"
         )
-    return _together(alike), notes
+    return _together(same_recipe), notes
 
 
 def _together(optimizers: list[OptimizerStates]) -> OptimizerStates:
-    """One optimizer with the groups of all; each counts its parameters from 0."""
+    """One optimizer with the groups of all; each optimizer numbers its parameters from 0."""
     state: dict[Any, Mapping[str, Any]] = {}
     groups: list[Mapping[str, Any]] = []
     names: list[Any] = []
     for number, each in enumerate(optimizers):
-        own = each.header.get("names") or [group.get("param_names") for group in each.groups]
-        names += [own[n] if n < len(own) else None for n in range(len(each.groups))]
+        own_names = each.header.get("names") or [group.get("param_names") for group in each.groups]
+        names += [own_names[n] if n < len(own_names) else None for n in range(len(each.groups))]
         keys = {key: key if isinstance(key, str) else (number, key) for key in each.state}
         state |= {keys[key]: kept for key, kept in each.state.items()}
         groups += [
@@ -179,7 +179,7 @@ def _optimizer(states: Any) -> OptimizerStates | None:
 
 
 def _saved_tensor(tensor: Tensor) -> SavedTensor | None:
-    # What another library has wrapped has numbers that are not in one place.
+    # The numbers of another library's tensor class need not lie in one place.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
     if tensor.is_quantized or tensor.is_complex():
@@ -199,7 +199,7 @@ def _read(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _page_out(piece: Tensor) -> None:
-    """Let go of the pages of a mapped file, which would add up to the whole file."""
+    """Free the pages of a mapped file, which would add up to the whole file."""
     page = mmap.PAGESIZE
     begin = piece.data_ptr() // page * page
     end = piece.data_ptr() + piece.numel() * piece.element_size()
