@@ -40,6 +40,19 @@ def each_device(at_least: int = 1):
     return pytest.mark.parametrize("device", ["cpu", marked])
 
 
+def device_is_lost() -> bool:
+    """Whether an illegal access, say, has left this process without its GPU."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
 def sanitize(sanitizer: str, tool: str, command: Sequence[str]) -> None:
     """Run a command under compute-sanitizer; fail where it finds something.
 
