@@ -160,5 +160,14 @@ def test_a_sanitizer_that_cannot_reach_the_device_skips_a_test(sanitizer):
         gpu.sanitize(sanitizer(1, "Error: Device not supported")[0], "memcheck", ["true"])
 
 
+def test_a_sanitizer_that_takes_too_long_skips_a_test(monkeypatch):
+    def run(*_, timeout, **options):
+        raise subprocess.TimeoutExpired("compute-sanitizer", timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    with pytest.raises(pytest.skip.Exception, match="did not end within 240 s"):
+        gpu.sanitize("compute-sanitizer", "racecheck", ["true"])
+
+
 def test_the_sanitizer_gives_up_before_pytest_does(request):
     assert float(request.config.getini("timeout")) > gpu.SANITIZER_SECONDS
