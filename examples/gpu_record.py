@@ -5,6 +5,10 @@ installed. What they print and measure goes to examples/results/<date>-<gpu>/, a
 table of GPUs is written from all such records. Interrupted or failed, the same command goes on
 where it stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/,
 and the README stays as it is.
+
+For a GPU that is lent for minutes, `--minutes 9` ends in time, `--only selftest,tests` runs these
+two parts, and `--archive FILE` packs the record after each part, to be unpacked in the root of
+another copy of the tree.
 """
 
 from __future__ import annotations
@@ -12,13 +16,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,11 +37,14 @@ BEGIN, END = (
     "<!-- gpu table: written by examples/gpu_record.py -->",
     "<!-- end of the gpu table -->",
 )
-PEERS = (
-    "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,heavyball,pytorch-optimizer,offload"
-)
+PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,heavyball,pytorch-optimizer"
 # Seconds that a part may take; all together are meant to stay below 20 minutes.
-LIMITS = {"selftest": 300, "tests": 900, "gpt2-124m": 400, "llama-1b": 400}
+LIMITS = {"selftest": 300, "tests": 540, "gpt2-124m": 300, "llama-1b": 300, "llama-1b-offload": 300}
+# What a part's result follows from, beside its command line.
+CORE = ("kernels",)
+ALL = (*CORE, "lightning_bf16", "accelerate_bf16", "tests", "pyproject.toml")
+# Less is not worth a start; what a part has to end by itself; how much of a failed one is shown.
+LEAST_SECONDS, GRACE_SECONDS, SHOWN = 20, 15, 4000
 
 
 def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
@@ -42,28 +53,44 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
     check = ["torch_bf16", "selftest", "--device", device]
     small = ["--parameters", "2e6", "--tensors", "30", "--rounds", "3", "--against", "torch"]
     full = ["--against", PEERS, "--ways", "moved,graph,zero-rows", "--time-limit", "120"]
-    models = {name: ["--model", name, *full] for name in ("gpt2-124m", "llama-1b")}
+    with_offload = ["--against", f"{PEERS},offload", *full[2:]]
+    # Gigabytes of pinned memory: by itself, so that a host that has none takes nothing else along.
+    offload = ["--against", "torch,offload", "--rounds", "10", "--time-limit", "120"]
+    models = {
+        "gpt2-124m": ["--model", "gpt2-124m", *with_offload],
+        "llama-1b": ["--model", "llama-1b", *full],
+        "llama-1b-offload": ["--model", "llama-1b", *offload],
+    }
     if device == "cpu":
         models = dict.fromkeys(models, small)
     found = {
         "selftest": [*python, *check, "--json", "selftest.json"],
-        "tests": [*python, "pytest", "-n", "8" if device != "cpu" else "2", "-m", "gpu"]
-        + ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-        + [str(ROOT / each) for each in tests],
+        "tests": [
+            *(*python, "pytest", "-v", "-n", "8" if device != "cpu" else "2", "-m", "gpu"),
+            *("--durations", "20", "-p", "no:cacheprovider", "--rootdir", str(ROOT)),
+            *("-c", str(ROOT / "pyproject.toml"), *(str(ROOT / each) for each in tests)),
+        ],
     }
     for name, options in models.items():
         found[name] = [*python, *bench, *options, "--json", f"bench-{name}.json"]
     return found
 
 
-def source_key() -> str:
+def source_key(part: str, command: Sequence[str]) -> str:
     """Of all that a part's result follows from, committed or not."""
-    digest = hashlib.blake2b(digest_size=16)
-    for room in ("kernels", "lightning_bf16", "accelerate_bf16", "tests", "examples/gpu_record.py"):
+    digest = hashlib.blake2b(shown(command).encode(), digest_size=16)
+    for room in ALL if part == "tests" else CORE:
         place = ROOT / room
-        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+        files = [place] if place.is_file() else sorted(place.rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".txt", ".toml") and file.is_file():
+                digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def shown(command: Sequence[str]) -> str:
+    """A command line as one types it in the root of the tree."""
+    return shlex.join(["python", *command[1:]]).replace(f"{ROOT}/", "").replace(str(ROOT), ".")
 
 
 def commit() -> str | None:
@@ -76,11 +103,12 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def folder_for(results: Path, gpu: str, key: str) -> Path:
+def folder_for(results: Path, gpu: str, keys: Mapping[str, str]) -> Path:
     """Where this tree was begun on such a GPU, else a folder of today."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    for each in sorted(results.glob(f"*-{name}")):
-        if _state(each).get("source") == key:
+    for each in sorted(results.glob(f"*-{name}"), reverse=True):
+        parts = _state(each).get("parts", {})
+        if any(parts.get(part, {}).get("source") == key for part, key in keys.items()):
             return each
     return results / f"{datetime.now(timezone.utc):%Y-%m-%d}-{name}"
 
@@ -95,52 +123,107 @@ def _state(folder: Path) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """Ours with this tree's packages first: another one may be installed, or none."""
     paths = [str(ROOT / "kernels"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Unbuffered, so that a part that is killed has said how far it came.
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def run(folder: Path, parts: dict[str, list[str]], key: str) -> bool:
-    """Run the parts that have not ended well for this source tree; whether all have now."""
+def run(
+    folder: Path,
+    parts: Mapping[str, Sequence[str]],
+    keys: Mapping[str, str],
+    deadline: float = math.inf,
+    archive: Path | None = None,
+) -> bool:
+    """Run the parts that have not ended well for their sources; whether all have now.
+
+    Args:
+        folder: of the record.
+        parts: command lines by name.
+        keys: their sources, likewise.
+        deadline: of ``time.monotonic()``, by which the last one is ended.
+        archive: where the record is packed after each part; None for nowhere.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    state = _state(folder)
-    if state.get("source") != key:
-        state = {"source": key, "commit": commit(), "parts": {}}
+    state = {"commit": commit(), "parts": _state(folder).get("parts", {})}
+    right = True
     for name, command in parts.items():
-        if state["parts"].get(name, {}).get("status") == 0:
+        before = state["parts"].get(name, {})
+        if before.get("status") == 0 and before.get("source") == keys[name]:
             print(f"{name}: done before")
             continue
-        shown = shlex.join(["python", *command[1:]]).replace(f"{ROOT}/", "").replace(str(ROOT), ".")
-        print(f"{name}: {shown}", flush=True)
+        left = deadline - time.monotonic() - GRACE_SECONDS
+        if left < LEAST_SECONDS:
+            print(f"{name}: no time left; the same command goes on with it")
+            right = False
+            continue
+        print(f"{name}: {shown(command)}", flush=True)
+        facts: dict[str, Any] = {"command": shown(command), "source": keys[name]}
         start = time.perf_counter()
-        with (folder / f"{name}.txt").open("w") as output:
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=folder,
-                    env=environment(),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=LIMITS[name],
-                )
-                status = done.returncode
-            except subprocess.TimeoutExpired:
-                status = "timeout"
-        seconds = round(time.perf_counter() - start, 1)
-        state["parts"][name] = {"command": shown, "status": status, "seconds": seconds}
-        (folder / "run.json").write_text(json.dumps(state, indent=2) + "\n")
-        outcome = "ok" if status == 0 else f"failed ({status}), see {folder / name}.txt"
-        print(f"{name}: {outcome}, {seconds} s", flush=True)
-    return all(state["parts"].get(name, {}).get("status") == 0 for name in parts)
+        # Before it ends, for what ends us, too.
+        for status in ("under way", None):
+            if status is None:
+                status = _run_part(command, folder, name, min(LIMITS[name], left))
+            seconds = round(time.perf_counter() - start, 1)
+            state["parts"][name] = {**facts, "status": status, "seconds": seconds}
+            (folder / "run.json").write_text(json.dumps(state, indent=2) + "\n")
+        if archive is not None:
+            pack(folder, archive)
+        right = right and status == 0
+        print(f"{name}: {'ok' if status == 0 else f'failed ({status})'}, {seconds} s", flush=True)
+        if status != 0:
+            text = (folder / f"{name}.txt").read_text(errors="replace")
+            print(f"... the end of {folder / name}.txt:\n{text[-SHOWN:]}", flush=True)
+    return right
+
+
+def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> int | str:
+    """Its exit status, or ``"timeout"``; when it has ended, all processes that it started have."""
+    with (folder / f"{name}.txt").open("w") as output:
+        # A group of its own: workers that outlive a killed part would keep the GPU busy.
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=os.setpgrp,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            # As Ctrl-C: pytest then says what has failed by now.
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            return "timeout"
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write a record into one file, by its path in the tree."""
+    new = archive.with_name(f"{archive.name}.new")
+    with tarfile.open(new, "w:gz") as file:
+        file.add(folder, folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder.name)
+    new.replace(archive)
 
 
 def table(results: Path) -> str:
     """The README's table: a row for each model and optimizer of each record of a GPU."""
-    rows = []
+    rows, seen = [], set()
     for file in sorted(results.glob("*/bench-*.json")):
         record = json.loads(file.read_text())
         if record.get("device_type") != "cuda":
             continue
         link = f"[{record['hardware']['device']}](examples/results/{file.parent.name})"
         for row in record["results"]:
+            # The baseline is in every record.
+            if (key := (file.parent, record["model"], row["name"])) in seen:
+                continue
+            seen.add(key)
             rows.append(
                 f"| {link} | {record['model']} | {row['name']} | {row['ms']['median']:.3f} | "
                 f"{row['ratio']['median']:.2f} | {row['share_of_copy']:.0%} | "
@@ -178,12 +261,18 @@ def gpu_test_files() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
     )
+    parser.add_argument("--only", help="these parts alone, as in --only selftest,tests")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which all has ended")
+    parser.add_argument("--archive", type=Path, help="pack the record there after each part")
     parser.add_argument("--table", action="store_true", help="only write the README's table anew")
     options = parser.parse_args()
+    deadline = time.monotonic() + 60 * options.minutes
     readme = ROOT / "README.md"
     if options.table:
         readme.write_text(written_into(readme.read_text(), table(RESULTS)))
@@ -191,15 +280,21 @@ def main() -> int:
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    key = source_key()
+    parts = parts_for(device, gpu_test_files())
+    if options.only is not None:
+        wanted = options.only.split(",")
+        if unknown := set(wanted) - parts.keys():
+            parser.error(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
+        parts = {name: parts[name] for name in parts if name in wanted}
+    keys = {name: source_key(name, command) for name, command in parts.items()}
     if device == "cpu":
         print("no GPU: a rehearsal on the CPU, smaller, with the gpu tests skipped; no README")
         folder = ROOT / "build" / "gpu-rehearsal"
     else:
-        folder = folder_for(RESULTS, torch.cuda.get_device_name(), key)
+        folder = folder_for(RESULTS, torch.cuda.get_device_name(), keys)
     print(f"results: {folder}")
     try:
-        right = run(folder, parts_for(device, gpu_test_files()), key)
+        right = run(folder, parts, keys, deadline, options.archive)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on with the part that was running")
         return 130

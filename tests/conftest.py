@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from gpu_marks import asked_for, hide_gpus
+from gpu_marks import asked_for, device_is_lost, hide_gpus
 from interpreter_speed import patch_language_once
 from ranks import Ranks
 
@@ -64,6 +64,17 @@ def pytest_runtest_call():
 
 
 pytest_runtest_setup = pytest_runtest_call
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A worker that lost its GPU would fail all that it is given from then on, and quickly: so it
+    ends once it has said how the test went, and pytest-xdist starts another."""
+    done = yield
+    on_worker = hasattr(item.config, "workerinput")
+    if on_worker and item.get_closest_marker("gpu") and device_is_lost():
+        os._exit(1)
+    return done
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from torch_bf16.backends import Variant, choose, choose_for
 from torch_bf16.backends.certificates import certificate, verdicts
 from torch_bf16.backends.certificates.digests import expected
 from torch_bf16.backends.certificates.trial import Trial, digests_of
+from torch_bf16.backends.eager import EagerBackend
 from torch_bf16.formats import BF16_NEAREST, BF16_STOCHASTIC, FP32
 from torch_bf16.rules import ADAMW, WEIGHTS
 
@@ -69,6 +70,36 @@ def test_a_planted_fault_is_found(place):
             fault = certificate._load_kernels(Planted(place), Trial.of(variant))()
             assert fault is not None, variant.name
             assert "has the wrong bits" in fault
+
+
+def test_a_fault_says_which_elements_have_which_bits(monkeypatch):
+    made = Trial.of(VARIANT)
+
+    def one_bit_off(self, bucket):
+        kernel = EagerBackend.load(self, bucket)
+
+        def call(inputs):
+            kernel(inputs)
+            if inputs.scalars.steps[0] == 1000:
+                bucket.planes[3][0][0].view(torch.int16)[[17, 20]] ^= 1
+
+        call.compile = kernel.compile
+        return call
+
+    monkeypatch.setattr(Planted, "load", one_bit_off)
+    fault = certificate._load_kernels(Planted("rule"), made)()
+    right = made.run(EagerBackend(), CPU)[0][3]
+    assert "weight has the wrong bits, in aligned tensors: 2 of 4097 in tensor 3;" in fault
+    for place in (17, 20):
+        got, want = int(right[place]) ^ 1, int(right[place])
+        assert f"tensor 3 has {got:#06x} at {place} and not {want:#06x}" in fault
+    assert "eager on this CPU" not in fault
+
+
+def test_a_fault_that_eager_shares_says_so(monkeypatch):
+    monkeypatch.setattr(certificate, "expected", lambda variant: ["0"] * 8)
+    fault = certificate._load_kernels(choose(CPU, "eager"), Trial.of(VARIANT))()
+    assert "that of eager on this CPU; eager on this CPU is wrong, too" in fault
 
 
 def test_the_eager_backend_on_the_host_judges_variants_without_a_digest(monkeypatch):

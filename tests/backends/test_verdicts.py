@@ -257,7 +257,7 @@ def test_what_could_not_be_compiled_is_tried_again_by_the_next_process(fresh, mo
 
 
 def test_what_made_the_device_unusable_is_not_tried_again(fresh, monkeypatch):
-    monkeypatch.setattr(certificate, "_is_lost", lambda device: True)
+    monkeypatch.setattr(certificate, "is_lost", lambda device: True)
     backend = Breaking("run")
     assert "unusable until the process ends" in certificate.fault_of(backend, VARIANT)
     monkeypatch.setattr(certificate, "_known", {})
@@ -270,7 +270,7 @@ def test_an_earlier_error_of_the_device_blames_no_backend(fresh, monkeypatch):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(certificate, "_is_lost", lambda device: True)
+    monkeypatch.setattr(certificate, "is_lost", lambda device: True)
     elsewhere = dataclasses.replace(VARIANT, device=torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="device-side assert"):
         certificate.fault_of(Failing(), elsewhere)

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import gpu_record
@@ -16,6 +18,9 @@ ROW = {
     "share_of_copy": 0.93,
     "bytes_per_parameter": 8.02,
 }
+
+
+TREE = {"one": "tree", "two": "tree"}
 
 
 def part(folder, status):
@@ -35,37 +40,112 @@ def runs(folder):
 
 def test_a_part_that_ended_well_is_not_run_again_and_one_that_failed_is(tmp_path):
     parts = {"one": part(tmp_path, 0), "two": part(tmp_path, 3)}
-    assert not gpu_record.run(tmp_path, parts, "tree")
+    assert not gpu_record.run(tmp_path, parts, TREE)
     assert runs(tmp_path) == 2
     state = json.loads((tmp_path / "run.json").read_text())
     assert [each["status"] for each in state["parts"].values()] == [0, 3]
     assert (tmp_path / "one.txt").read_text() == "said\n"
     parts["two"] = part(tmp_path, 0)
-    assert gpu_record.run(tmp_path, parts, "tree")
+    assert gpu_record.run(tmp_path, parts, TREE)
     assert runs(tmp_path) == 3
-    assert gpu_record.run(tmp_path, parts, "tree")
+    assert gpu_record.run(tmp_path, parts, TREE)
     assert runs(tmp_path) == 3
 
 
 def test_parts_run_the_packages_of_this_tree(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     script = "import accelerate_bf16 as a, torch_bf16 as t; print(a.__file__, t.__file__)"
-    assert gpu_record.run(tmp_path, {"one": [sys.executable, "-c", script]}, "tree")
+    assert gpu_record.run(tmp_path, {"one": [sys.executable, "-c", script]}, TREE)
     found = [Path(each) for each in (tmp_path / "one.txt").read_text().split()]
     assert all(each.is_relative_to(ROOT) for each in found)
 
 
-def test_another_source_tree_begins_anew(tmp_path):
-    parts = {"one": part(tmp_path, 0)}
-    assert gpu_record.run(tmp_path, parts, "tree")
-    assert gpu_record.run(tmp_path, parts, "other")
-    assert runs(tmp_path) == 2
+def test_a_part_of_other_sources_is_run_again_and_no_other(tmp_path):
+    parts = {"one": part(tmp_path, 0), "two": part(tmp_path, 0)}
+    assert gpu_record.run(tmp_path, parts, TREE)
+    assert gpu_record.run(tmp_path, parts, {**TREE, "two": "other"})
+    assert runs(tmp_path) == 3
+
+
+def test_a_mended_test_leaves_the_other_parts_as_they_are(monkeypatch, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "tests").mkdir()
+    monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_record, "ALL", ("kernels", "tests"))
+
+    def keys():
+        return [gpu_record.source_key(name, ["python"]) for name in ("tests", "selftest")]
+
+    found = [keys()]
+    (tmp_path / "tests" / "test_it.py").write_text("pass")
+    found.append(keys())
+    (tmp_path / "kernels" / "digests.txt").write_text("0")
+    found.append(keys())
+    assert found[0][0] != found[1][0] != found[2][0]
+    assert found[0][1] == found[1][1] != found[2][1]
+
+
+def test_the_end_of_what_a_failed_part_said_is_shown(tmp_path, capsys):
+    gpu_record.run(tmp_path, {"one": part(tmp_path, 1)}, TREE)
+    assert capsys.readouterr().out.endswith("one.txt:\nsaid\n\n")
+
+
+def test_parts_that_would_end_too_late_are_left_for_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_record, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(gpu_record, "LEAST_SECONDS", 0.5)
+    forever = [sys.executable, "-c", "import time; time.sleep(60)"]
+    parts = {"one": forever, "two": part(tmp_path, 0)}
+    start = time.monotonic()
+    assert not gpu_record.run(tmp_path, parts, TREE, start + 1.0)
+    assert time.monotonic() < start + 10
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert [each["status"] for each in state["parts"].values()] == ["timeout"]
+    assert gpu_record.run(tmp_path, {"two": parts["two"]}, TREE)
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("what failed by now")
+"""
+
+
+def test_a_part_that_takes_too_long_sums_up_and_takes_its_processes_along(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_record.LIMITS, "one", 1.5)
+    assert not gpu_record.run(tmp_path, {"one": [sys.executable, "-c", STUBBORN]}, TREE)
+    child, *said = (tmp_path / "one.txt").read_text().split("\n")
+    assert said == ["what failed by now", ""]
+    for _ in range(100):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"process {child} outlives the part that started it")
+
+
+def test_the_record_is_packed_after_each_part_and_another_copy_goes_on_with_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gpu_record, "ROOT", tmp_path / "there")
+    folder, archive = tmp_path / "there" / "results" / "2026-01-02-h200", tmp_path / "record.tar.gz"
+    parts = {"one": part(folder, 0), "two": [sys.executable, "-c", f"open({str(archive)!r})"]}
+    assert gpu_record.run(folder, parts, TREE, archive=archive)
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path / "here", filter="data")
+    here = tmp_path / "here" / "results" / "2026-01-02-h200"
+    assert gpu_record.run(here, {"one": part(here, 3), "two": part(here, 3)}, TREE)
+    assert runs(here) == 1
 
 
 def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
     monkeypatch.setitem(gpu_record.LIMITS, "one", 0.5)
     forever = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert not gpu_record.run(tmp_path, {"one": forever, "two": part(tmp_path, 0)}, "tree")
+    assert not gpu_record.run(tmp_path, {"one": forever, "two": part(tmp_path, 0)}, TREE)
     state = json.loads((tmp_path / "run.json").read_text())
     assert [each["status"] for each in state["parts"].values()] == ["timeout", 0]
 
@@ -73,9 +153,9 @@ def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path, mon
 def test_a_tree_goes_on_in_the_folder_where_it_was_begun(tmp_path):
     begun = tmp_path / "2026-01-02-nvidia-h200"
     begun.mkdir()
-    (begun / "run.json").write_text('{"source": "tree"}')
-    assert gpu_record.folder_for(tmp_path, "NVIDIA H200", "tree") == begun
-    other = gpu_record.folder_for(tmp_path, "NVIDIA H200", "other")
+    (begun / "run.json").write_text('{"parts": {"one": {"source": "tree"}}}')
+    assert gpu_record.folder_for(tmp_path, "NVIDIA H200", TREE) == begun
+    other = gpu_record.folder_for(tmp_path, "NVIDIA H200", {"one": "other"})
     assert other != begun
     assert other.name.endswith("-nvidia-h200")
 
@@ -96,6 +176,9 @@ def test_the_table_has_the_rows_of_gpus_and_no_others(tmp_path):
         "| [H200](examples/results/2026-01-02-h200) | gpt2-124m | bf16-stochastic "
         "| 0.500 | 0.55 | 93% | 8.02 |"
     ]
+    again = (tmp_path / "2026-01-02-h200" / "bench-x.json").read_text()
+    (tmp_path / "2026-01-02-h200" / "bench-y.json").write_text(again)
+    assert gpu_record.table(tmp_path).splitlines() == lines
     assert len(lines[0].split("|")) == len(lines[1].split("|")) == len(lines[2].split("|"))
 
 

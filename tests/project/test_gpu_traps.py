@@ -88,6 +88,40 @@ def test_a_run_of_the_gpu_tests_leaves_no_verdict(tmp_path):
     assert not seen.exists()
 
 
+LOSING = """
+import pytest, torch
+
+def lost():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("number", range(4))
+def test_it(number):
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = lost if number == 1 else lambda: None
+    torch.cuda.synchronize()
+"""
+
+
+def test_a_test_that_loses_the_gpu_takes_no_other_along(tmp_path):
+    (tmp_path / "test_it.py").write_text(LOSING.format(mark="gpu"))
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-n1"]
+    options = ["-c", str(tests.parent / "pyproject.toml"), "-p", "conftest", "--rootdir", "."]
+    done = subprocess.run(
+        [*command, *options, "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tests)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.count("PASSED") == 3, done.stdout
+    assert "illegal memory access" in done.stdout
+    failed = [line for line in done.stdout.splitlines() if " FAILED " in line]
+    assert failed, done.stdout
+    assert all("test_it[1]" in line for line in failed), done.stdout
+
+
 @pytest.fixture
 def sanitizer(tmp_path):
     """A stand-in that ends with a status, says something, and notes how it was called."""
@@ -124,6 +158,15 @@ def test_what_the_sanitizer_finds_fails_a_test(sanitizer):
 def test_a_sanitizer_that_cannot_reach_the_device_skips_a_test(sanitizer):
     with pytest.raises(pytest.skip.Exception, match="cannot reach the device"):
         gpu.sanitize(sanitizer(1, "Error: Device not supported")[0], "memcheck", ["true"])
+
+
+def test_a_sanitizer_that_takes_too_long_skips_a_test(monkeypatch):
+    def run(*_, timeout, **options):
+        raise subprocess.TimeoutExpired("compute-sanitizer", timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    with pytest.raises(pytest.skip.Exception, match="did not end within 240 s"):
+        gpu.sanitize("compute-sanitizer", "racecheck", ["true"])
 
 
 def test_the_sanitizer_gives_up_before_pytest_does(request):

@@ -40,23 +40,39 @@ def each_device(at_least: int = 1):
     return pytest.mark.parametrize("device", ["cpu", marked])
 
 
+def device_is_lost() -> bool:
+    """Whether an illegal access, say, has left this process without its GPU."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
 def sanitize(sanitizer: str, tool: str, command: Sequence[str]) -> None:
     """Run a command under compute-sanitizer; fail where it finds something.
 
-    Skips where the sanitizer cannot reach the device, as under gVisor.
+    Skips where the sanitizer cannot reach the device, as under gVisor, or takes too long.
     """
     # Looking up what a driver does not have is an error of its API, and benign. Memory that is
     # mapped piece by piece looks like memory that is not there.
     flags = ["--tool", tool, "--error-exitcode", "7", "--report-api-errors", "no"]
     plain = {"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ""}
-    done = subprocess.run(
-        [sanitizer, *flags, *command],
-        capture_output=True,
-        text=True,
-        timeout=SANITIZER_SECONDS,
-        check=False,
-        env={**os.environ, **plain},
-    )
+    try:
+        done = subprocess.run(
+            [sanitizer, *flags, *command],
+            capture_output=True,
+            text=True,
+            timeout=SANITIZER_SECONDS,
+            check=False,
+            env={**os.environ, **plain},
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"compute-sanitizer did not end within {SANITIZER_SECONDS} s")
     said = done.stdout + done.stderr
     if "Device not supported" in said:
         pytest.skip("compute-sanitizer cannot reach the device: Device not supported")

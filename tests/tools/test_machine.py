@@ -22,6 +22,8 @@ def gpu(monkeypatch):
         minor=0,
         total_memory=80 * 2**30,
         multi_processor_count=132,
+        # So it is in torch's builds for CUDA.
+        gcnArchName="NVIDIA H100",
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -130,6 +131,48 @@ def test_a_killed_process_takes_its_own_verdict_along_and_no_other(monkeypatch):
     assert faults == [None, "the process that tried it ended with -9", None]
 
 
+def hanging(pipe, device, numbers):
+    """Stands for a kernel that is wrong, and one that does not end."""
+    for number in numbers:
+        if number == 1:
+            time.sleep(600)
+        pipe.send((number, "wrong" if number == 0 else None, 0.5))
+
+
+def test_a_kernel_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(certificates, "variants_for", short)
+    monkeypatch.setattr(certificates, "_try", hanging)
+    said = []
+
+    def progress(line):
+        said.append(line)
+        # Only while the second is tried: to start a process may take longer.
+        monkeypatch.setattr(certificates, "_PATIENCE", 1.0 if len(said) < 3 else 90.0)
+
+    faults = [each.fault for each in certify(CPU, 1, progress)]
+    assert faults == ["wrong", "the process that tried it did not end within 1 s", None]
+    assert said[2].endswith("did not end within 1 s")
+
+
+def losing(pipe, device, numbers):
+    """Stands for an illegal access of the first variant."""
+    certificates._trial = lambda variant: (None if tried else "it made the device unusable", 0.1)
+    certificates.is_lost = lambda device: True
+    tried = 0 not in numbers
+    certificates.__dict__["variants_for"] = short
+    _try(pipe, device, numbers)
+
+
+_try = certificates._try
+
+
+def test_a_process_that_lost_its_device_blames_no_other_variant(monkeypatch):
+    monkeypatch.setattr(certificates, "variants_for", short)
+    monkeypatch.setattr(certificates, "_try", losing)
+    faults = [each.fault for each in certify(CPU, 1)]
+    assert faults == ["it made the device unusable", None, None]
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """A selftest whose parts take no time."""
@@ -203,6 +246,31 @@ def test_eager_is_not_timed_on_a_gpu_where_a_kernel_is_wrong(quick, monkeypatch)
 def test_a_gpu_for_one_process_is_not_shared(quick, monkeypatch, mode, alone):
     _, processes = on_a_gpu(monkeypatch, None, mode)
     assert (processes == 0) == alone
+
+
+def test_what_breaks_while_it_is_timed_takes_nothing_along(quick, monkeypatch):
+    monkeypatch.setattr(command, "speed", lambda *_: {}["a key"])
+    found = command._examine(CPU, ["selftest"])
+    assert found["certificates"]
+    assert found["verdict"] == "failed: tiny was not timed: 'a key'"
+
+
+def test_checks_after_one_that_lost_the_device_are_not_made(quick, monkeypatch):
+    checks = {"a": lambda device: "3 bytes", "b": lambda device: "never asked"}
+    monkeypatch.setattr(command, "all_checks", lambda: checks)
+    monkeypatch.setattr(command, "is_lost", lambda device: True)
+    found = command._examine(CPU, ["selftest"])
+    assert found["verdict"] == "failed: a"
+    assert found["checks"][1]["skipped"] == "cpu was lost in 'a'"
+    assert found["speed"] == []
+
+
+def test_eager_is_not_timed_on_a_cpu_without_its_backend(quick, monkeypatch):
+    place = {"device_state": {}, "backends": {"cpu": "no Numba", "eager": None}}
+    monkeypatch.setattr(command, "_environment", lambda device: place)
+    found = command._examine(CPU, ["selftest"])
+    assert found["speed"] == []
+    assert "eager would run in place of the cpu backend" in found["notes"][0]
 
 
 def test_what_does_not_fit_is_a_note(quick, monkeypatch, capsys):

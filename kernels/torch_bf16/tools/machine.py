@@ -89,9 +89,12 @@ def hardware(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = f"sm_{properties.major}{properties.minor}"
+        if torch.version.hip:
+            # Builds for CUDA have it, too: there it is the name.
+            capability = properties.gcnArchName
         found |= {
             "device": properties.name,
-            "capability": getattr(properties, "gcnArchName", capability),
+            "capability": capability,
             "device_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
             "runtime": f"ROCm {torch.version.hip}"

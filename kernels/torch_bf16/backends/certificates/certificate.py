@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -28,10 +28,13 @@ from .sums import wrong_sum
 from .trial import GROUP, Trial, digests_of, names_of
 from .verdicts import verdict
 
-__all__ = ["fault_of", "fault_of_squares"]
+__all__ = ["fault_of", "fault_of_squares", "is_lost"]
 
 COUNTED = (1, 2, 999, 2**24 - 1)
 """The steps whose scalars are tried."""
+
+# Elements that are told of one by one.
+_SHOWN = 4
 
 _logger = logging.getLogger("torch_bf16")
 _Result = TypeVar("_Result")
@@ -113,7 +116,7 @@ def _run(device: torch.device, trial: Callable[[], str | None]) -> str | None:
     try:
         fault = _finished(device, trial)
     except _NotRun as error:
-        if not _is_lost(device):
+        if not is_lost(device):
             raise
         fault = f"it made the device unusable until the process ends ({error})"
     return fault and f"{fault}; please report this, with the output of `python -m torch_bf16 info`"
@@ -139,12 +142,14 @@ def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
         raise _NotRun(reason) from error
 
 
-def _is_lost(device: torch.device) -> bool:
+def is_lost(device: torch.device) -> bool:
     """Whether a device accepts no more work from this process, as after an illegal access."""
     if device.type != "cuda":
         return False
     try:
         torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return False
     except Exception:
         return True
     return False
@@ -165,13 +170,36 @@ def _load_kernels(backend: Backend, trial: Trial) -> Callable[[], str | None]:
 
     def other_bits() -> str | None:
         for where, run in runs.items():
-            found = digests_of(run())
-            for name, want, got in zip(names_of(variant), digests, found, strict=True):
+            planes = run()
+            found = digests_of(planes)
+            for number, (want, got) in enumerate(zip(digests, found, strict=True)):
                 if want != got:
-                    return f"{name} has the wrong bits, in {where}"
+                    name = names_of(variant)[number]
+                    what = f"{name} has the wrong bits, in {where}"
+                    return f"{what}: {_differences(trial, planes[number], number, want)}"
         return None
 
     return other_bits
+
+
+def _differences(trial: Trial, plane: Sequence[np.ndarray], number: int, want: str) -> str:
+    """Describe the elements of a plane whose bits differ from those of eager on the host."""
+    planes = trial.run(EagerBackend(), torch.device("cpu"))
+    pairs = [*zip(plane, planes[number], strict=True)]
+    wrong = [np.flatnonzero(got != right) for got, right in pairs]
+    counts = [
+        f"{len(places)} of {len(plane[tensor])} in tensor {tensor}"
+        for tensor, places in enumerate(wrong)
+        if len(places)
+    ]
+    first = next((tensor for tensor, places in enumerate(wrong) if len(places)), None)
+    found = ["that of eager on this CPU"] if first is None else [", ".join(counts)]
+    for place in [] if first is None else wrong[first][:_SHOWN].tolist():
+        got, right = ("0x" + each[place].tobytes()[::-1].hex() for each in pairs[first])
+        found.append(f"tensor {first} has {got} at {place} and not {right}")
+    if digests_of(planes)[number] != want:
+        found.append("eager on this CPU is wrong, too")
+    return "; ".join(found)
 
 
 def _load_scalars(backend: Backend, variant: Variant) -> Callable[[], str | None]:

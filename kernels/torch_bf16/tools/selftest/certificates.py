@@ -21,7 +21,7 @@ import torch
 
 from torch_bf16 import rules
 from torch_bf16.backends import Variant, choose
-from torch_bf16.backends.certificates import fault_of
+from torch_bf16.backends.certificates import fault_of, is_lost
 from torch_bf16.recipe import RECIPES, Recipe
 
 __all__ = ["INT8_MOMENTS", "Certificate", "certify", "fresh_verdicts", "variants_for"]
@@ -30,6 +30,8 @@ INT8_MOMENTS = Recipe("int8-moments", exp_avg="int8", exp_avg_sq="int8")
 
 _RULES = (rules.ADAMW, rules.SGD_MOMENTUM, rules.LION, rules.MUON)
 _FOLDER = "TORCH_BF16_CACHE"
+# After which a process that says nothing is taken to hang: importing and compiling take seconds.
+_PATIENCE = 90.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,10 @@ def certify(
         for first in range(min(processes, len(left))):
             start(left[first::processes])
         while workers:
-            for pipe in wait(list(workers)):
+            ready = wait(list(workers), _PATIENCE / 30)
+            for worker in workers.values():
+                worker.end_if_it_hangs(worker.pipe in ready)
+            for pipe in ready:
                 worker = workers[pipe]  # pyright: ignore[reportArgumentType]
                 try:
                     number, fault, seconds = worker.pipe.recv()
@@ -130,12 +135,17 @@ def certify(
                     del workers[worker.pipe]
                     if not worker.left:
                         continue
+                    if worker.process.exitcode == 0:
+                        # It lost the device, and said which variant that was.
+                        start(worker.left)
+                        continue
                     number, *remaining = worker.left
-                    code = worker.process.exitcode
-                    fault, seconds = f"the process that tried it ended with {code}", 0.0
+                    fault, seconds = worker.what_ended_it(), 0.0
                     if remaining:
                         start(remaining)
                 found[number] = Certificate(names[number], backend, fault, seconds)
+                if fault:
+                    progress(f"{names[number]}: {fault}")
                 if len(found) % 10 == 0 or fault:
                     progress(f"{len(found)} of {len(variants)} kernels tried")
     finally:
@@ -164,12 +174,31 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         child_pipe.close()
+        self._heard, self._hung = time.monotonic(), False
+
+    def end_if_it_hangs(self, said_something: bool) -> None:
+        """Kill the process if it has sent nothing for too long."""
+        if said_something:
+            self._heard = time.monotonic()
+        elif time.monotonic() - self._heard > _PATIENCE:
+            self._hung = True
+            self.process.kill()
+
+    def what_ended_it(self) -> str:
+        """Describe how the process ended."""
+        if self._hung:
+            return f"the process that tried it did not end within {_PATIENCE:g} s"
+        return f"the process that tried it ended with {self.process.exitcode}"
 
 
 def _try(pipe: Connection, device: str, numbers: Sequence[int]) -> None:
     variants = variants_for(torch.device(device))
     for number in numbers:
-        pipe.send((number, *_trial(variants[number])))
+        fault, seconds = _trial(variants[number])
+        pipe.send((number, fault, seconds))
+        if fault and is_lost(variants[number].device):
+            # Whatever this process tries from now on fails.
+            return
 
 
 def _trial(variant: Variant) -> tuple[str | None, float]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torch_bf16.backends import explain
+from torch_bf16.backends.certificates import is_lost
 from torch_bf16.tools.arguments import add_json_argument, device_argument, file_to_write
 from torch_bf16.tools.bench.memory import available_bytes
 from torch_bf16.tools.bench.plot import can_plot, plot
@@ -21,7 +22,7 @@ from torch_bf16.tools.output import command_line, date, say, write_json
 from .certificates import certify, fresh_verdicts
 from .report import show
 from .speed import models_for, speed
-from .steps import all_checks, run
+from .steps import Outcome, all_checks, run
 
 __all__ = ["add_selftest_arguments", "selftest"]
 
@@ -79,24 +80,29 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     processes = 0 if exclusive else min(_PROCESSES, cores or 1)
     say(f"trying the kernels of {device} in {processes or 'no other'} processes")
     certificates = certify(device, processes, say)
-    outcomes = []
-    for name, check in all_checks().items():
-        say(name)
-        outcomes.append(run(name, check, device))
-    measured = []
+    outcomes, lost = _checks(device)
+    measured, broken = [], []
     models = models_for(device)
-    if device.type == "cuda" and (reason or any(each.fault for each in certificates)):
-        notes.append("nothing was timed: eager would run in place of Triton, for many minutes")
+    if reason or (device.type == "cuda" and any(each.fault for each in certificates)):
+        other = "Triton" if fast == "triton" else f"the {fast} backend"
+        notes.append(f"nothing was timed: eager would run in place of {other}, for many minutes")
+        models = {}
+    if lost:
+        notes.append(f"nothing was timed: {device} was lost in {lost!r}")
         models = {}
     for model, shapes in models.items():
         say(f"timing {model}")
         try:
             measured.append(speed(device, model, shapes, say))
-        except (MemoryError, RuntimeError, ValueError) as error:
-            notes.append(f"{model} was not timed: {error}")
+        except Exception as error:
+            # Whatever it is, what was found before is worth more.
+            why = f"{model} was not timed: {error}"
+            too_large = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            (notes if too_large else broken).append(why)
     wrong = [f"{each.backend}, {each.variant}" for each in certificates if each.fault]
     wrong += [each.name for each in outcomes if each.fault]
     wrong += [f"the {fast} backend: {reason}"] if reason else []
+    wrong += broken
     for each in measured:
         wrong += [f"{name} was not timed: {why}" for name, why in each["failed"].items()]
     return {
@@ -113,6 +119,21 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         "verdict": f"failed: {'; '.join(wrong)}" if wrong else f"passed on {device}",
         "seconds": time.perf_counter() - start,
     }
+
+
+def _checks(device: torch.device) -> tuple[list[Outcome], str | None]:
+    """The outcome of each check, and which one made the device unusable for the others."""
+    outcomes, lost = [], None
+    for name, check in all_checks().items():
+        if lost:
+            outcomes.append(Outcome(name, None, f"{device} was lost in {lost!r}", 0.0))
+            continue
+        say(name)
+        outcomes.append(outcome := run(name, check, device))
+        if outcome.fault:
+            say(f"{name}: {outcome.fault}")
+            lost = name if is_lost(device) else None
+    return outcomes, lost
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
