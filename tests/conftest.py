@@ -28,6 +28,16 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Hardly anything of what collecting imports is garbage: looking for it takes a quarter."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """What collecting has imported stays, 800,000 objects: looking through them for garbage takes
     0.7 s, and hosts, benchmarks and Python itself do so hundreds of times."""

@@ -65,7 +65,7 @@ def test_accelerate_demo_takes_its_mode_from_the_launcher(mode: str, tmp_path: P
     assert "validation loss" in output
 
 
-STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200000", "--workers=2"]
+STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200000", "--workers=1"]
 
 
 def test_the_convergence_study_compares_every_recipe_in_pairs(tmp_path: Path) -> None:
