@@ -19,20 +19,20 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """The launches of a step, in one graph per device, and all that they read.
+    """The launches of a step, in one graph per device, with everything that they read.
 
-    A graph holds only launches: tables that have changed are copied to the device before each
-    replay, so that hyperparameters are the current ones.
+    A graph holds only launches: before each replay, tables that have changed are copied to the
+    device, so that hyperparameters are the current ones.
 
     Args:
-        active: what there is to do, on backends that are capturable.
-        gradients: of the step.
+        active: the work of the step, on capturable backends.
+        gradients: the gradients of the step.
         groups: the optimizer's parameter groups; only hyperparameters are read.
-        statistics: the sums that rules want to know first, of this rank alone.
+        statistics: the sums that rules need before they update, over this rank only.
 
     Raises:
-        RuntimeError: a gradient has to be copied first.
-        ValueError: no step follows from a group's options.
+        RuntimeError: kernels cannot read a gradient in place.
+        ValueError: a group's options are invalid.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class Recording:
         if gradients.addresses is None or not readable:
             raise RuntimeError(
                 "a gradient is not contiguous, is negated when it is read, or is not a plain "
-                "tensor on this rank, and each step goes through a copy of it. Make it contiguous, "
-                "or take ordinary steps"
+                "tensor on this rank, so that each step must copy it. Make it contiguous, or take "
+                "ordinary steps"
             )
         self._statistics = statistics
         self._launches, self._sources = {*active.launches}, active.sources
-        # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
+        # Separate tensors over the same memory: if the user moves one by .data, the memory that
+        # the graph reads must not be freed.
         self._gradients = [each if each is None else each.detach() for each in gradients.tensors]
         self._addresses: np.ndarray = gradients.addresses
         self._bring(groups, StepInputs())
@@ -59,7 +60,7 @@ class Recording:
         self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
 
     def reads(self, gradients: StepGradients) -> bool:
-        """Whether these gradients are where it reads them."""
+        """Whether these gradients are where the graph reads them."""
         return gradients.addresses is not None and np.array_equal(
             gradients.addresses, self._addresses
         )
@@ -69,10 +70,10 @@ class Recording:
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            inputs: what this step was told.
+            inputs: inputs of this step.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: a group's options are invalid; nothing has been updated.
         """
         self._bring(groups, inputs)
         for each in self._graphs:
