@@ -260,7 +260,8 @@ def unlooked(change, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [(loaded, "a loaded state"), (more_parameters, "other parameters")]
+    ("change", "message"),
+    [(loaded, "a state was loaded"), (more_parameters, "parameters, names or the recipe")],
 )
 def test_fewer_looks_still_refuse_another_optimizer(recorded, change, message):
     recorded(unlooked, change, message)

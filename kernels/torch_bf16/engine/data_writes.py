@@ -4,7 +4,7 @@ The remainder of an exact master is valid only beside the very number that the l
 torch counts writes to a parameter, but not writes to the tensor that ``p.data`` returns. So the
 first time after a step that ``.data`` of a weight with a remainder is read or assigned, the lower
 byte of each number of the weight is saved. The next step drops the remainders of the numbers whose
-lower byte differs, or all of them if most differ. Where nobody reads ``.data``, this costs nothing.
+lower byte differs, or all of them if most differ. If nobody reads ``.data``, this costs nothing.
 
 The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
 ``p.data.clone()``, moves the weight, and restores it. If a weight is written in that way before
@@ -65,7 +65,7 @@ class DataWatch:
         Args:
             shard: the parameter's shard.
             state: the parameter's state in the optimizer.
-            watch: the optimizer's current watch, if any, to be used further.
+            watch: the optimizer's current watch, if any; returned if it can still be used.
         """
         parameter = shard.parameter
         plain = issubclass(type(parameter), nn.Parameter)
@@ -89,10 +89,10 @@ class DataWatch:
             self._note()
             _touched.add(self)
         if alias is not None:
-            self._aliases = [*self._living(), TensorWeakRef(alias)]
+            self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Save the lower bytes after each step, until nobody writes before the next step."""
+        """Save the lower bytes after each step, until nobody writes the weight between steps."""
         self._follows_writes = True
         _touched.add(self)
 
@@ -120,7 +120,7 @@ class DataWatch:
 
     def note_step(self) -> None:
         """Drop the bytes; save new ones at once if an alias lives, which can write unnoticed."""
-        self._aliases, self._bytes = self._living(), None
+        self._aliases, self._bytes = self._live_aliases(), None
         if self._aliases or self._follows_writes:
             self._note()
         else:
@@ -129,7 +129,7 @@ class DataWatch:
     def _note(self) -> None:
         self._bytes, self.version = self._lower_bytes(), version_of(self._parameter)
 
-    def _living(self) -> list[TensorWeakRef]:
+    def _live_aliases(self) -> list[TensorWeakRef]:
         return [each for each in self._aliases if each() is not None]
 
     def _lower_bytes(self) -> Tensor | None:

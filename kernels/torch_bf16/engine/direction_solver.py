@@ -1,9 +1,9 @@
 """Computes the directions of all members of a plan whose rule needs whole tensors.
 
-For a tensor that this rank holds entirely, it solves alone, for small matrices of one shape in one
-call. If ranks hold parts of a matrix, one rank owns it: the others send their elements to the
-owner, which solves for the matrix and sends each rank its part of the answer. So each matrix is
-solved once, by the same arithmetic as in one process.
+Tensors that this rank holds entirely are solved here, small matrices of one shape in one call. If
+ranks hold parts of a matrix, one rank owns it: the others send their elements to the owner, which
+solves for the matrix and sends each rank its part of the answer. So each matrix is solved once, by
+the same arithmetic as in one process.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class DirectionSolver:
         self.prepared: dict[int, str] = {}
         self._groups = {**groups, **{each.group: each.parameters[0][0].device for each in rounds}}
         self._rounds: list[tuple[Round, list[tuple[int, list[Unit]]]]] = []
-        for each in chain(chain.from_iterable(local), rounds):
+        for round_ in chain(chain.from_iterable(local), rounds):
             # FSDP1 may have left this rank nothing of a parameter.
-            known = [
+            held = [
                 (numbers[p], units)
-                for p, units in each.parameters
-                if p in numbers and each.rank in units[0].spans
+                for p, units in round_.parameters
+                if p in numbers and round_.rank in units[0].spans
             ]
-            if known:
-                self._rounds.append((each, known))
+            if held:
+                self._rounds.append((round_, held))
 
     def agree(self, inputs: StepInputs) -> None:
         """Make all ranks that exchange data skip the step if one does, as they would wait for it.
@@ -97,7 +97,7 @@ class DirectionSolver:
     def run(
         self, taking_part: Sequence[bool], gradients: Sequence[Tensor | None], inputs: StepInputs
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each member that participates with its direction: fp32, contiguous.
+        """Yield each participating member's number and its direction, which is fp32, contiguous.
 
         Args:
             taking_part: for each member, whether it participates.
@@ -106,9 +106,9 @@ class DirectionSolver:
         """
         # Kernels on a device check found_inf themselves; states must not change here either.
         skipped = inputs.found_inf is not None and float(inputs.found_inf) != 0.0
-        for round_, known in self._rounds:
+        for round_, held in self._rounds:
             requests = []
-            for n, units in known:
+            for n, units in held:
                 member, gradient = self._members[n], gradients[n]
                 if not taking_part[n] or gradient is None or member.direction is None:
                     continue
@@ -153,28 +153,33 @@ def _solve(round_: Round, requests: list[_Request]) -> Iterator[tuple[int, Tenso
     directions = {unit: each.direction for each in requests for unit in each.units}
     solutions: dict[Unit, Solution] = {}
     for units in alike(tensors, lambda each: (directions[each].kind, each.shape)):
-        some = [directions[each] for each in units]
-        found = iter(some[0].solve(some, [tensors.pop(each) for each in units]))
+        solvers = [directions[each] for each in units]
+        solved = iter(solvers[0].solve(solvers, [tensors.pop(each) for each in units]))
         for unit in units:
-            solution = next(found)
+            solution = next(solved)
             # Only a rank that holds the whole unit can use the intermediate, which may be as large.
             alone = unit.spans[round_.rank].numel == prod(unit.shape)
             solutions[unit] = solution if alone else Solution(solution.answer)
             del solution
+        # A generator holds its last tensors.
+        del solved
     answers = _scatter(round_, requests, solutions)
     while requests:
-        each = requests.pop(0)
-        spans = [unit.spans[round_.rank] for unit in each.units]
-        parts = [answers.pop(unit) for unit in each.units]
-        solved = [solutions.pop(unit, None) for unit in each.units]
+        request = requests.pop(0)
+        spans = [unit.spans[round_.rank] for unit in request.units]
+        parts = [answers.pop(unit) for unit in request.units]
+        own = [solutions.pop(unit, None) for unit in request.units]
         answer, intermediate = parts[0], None
-        if len(parts) > 1 and each.direction.answer[0] is None:
-            answer = each.prepared[0].new_empty(each.prepared[0].numel(), dtype=answer.dtype)
+        if len(parts) > 1 and request.direction.answer[0] is None:
+            answer = request.prepared[0].new_empty(request.prepared[0].numel(), dtype=answer.dtype)
             for span, part in zip(spans, parts, strict=True):
                 span.of(answer).copy_(part.reshape(-1))
-        elif solved[0] is not None:
-            intermediate = solved[0].intermediate
-        yield each.number, each.direction.finish(each.prepared, answer, intermediate).contiguous()
+        elif own[0] is not None:
+            intermediate = own[0].intermediate
+        yield (
+            request.number,
+            request.direction.finish(request.prepared, answer, intermediate).contiguous(),
+        )
 
 
 def _gather(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Tensor, ...]]:
@@ -183,26 +188,26 @@ def _gather(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Ten
     outgoing: dict[int, list[Tensor]] = defaultdict(list)
     incoming: dict[int, list[Like]] = defaultdict(list)
     owned = []
-    for each in requests:
-        for unit in each.units:
+    for request in requests:
+        for unit in request.units:
             held = unit.spans[me]
             if unit.owner == me:
-                owned.append((each, unit))
+                owned.append((request, unit))
                 for rank, span in unit.spans.items():
                     if rank != me and span.numel:
-                        incoming[rank] += [(span.numel, t.dtype) for t in each.prepared]
+                        incoming[rank] += [(span.numel, t.dtype) for t in request.prepared]
             elif held.numel:
-                outgoing[unit.owner] += [held.of(t) for t in each.prepared]
+                outgoing[unit.owner] += [held.of(t) for t in request.prepared]
     received = _exchange(outgoing, incoming, round_, device)
     gathered = {}
-    for each, unit in owned:
+    for request, unit in owned:
         held = unit.spans[me]
         if held.numel == prod(unit.shape):
-            gathered[unit] = tuple(held.of(t).view(unit.shape) for t in each.prepared)
+            gathered[unit] = tuple(held.of(t).view(unit.shape) for t in request.prepared)
             continue
-        gathered[unit] = tensors = tuple(t.new_empty(unit.shape) for t in each.prepared)
+        gathered[unit] = tensors = tuple(t.new_empty(unit.shape) for t in request.prepared)
         for rank, span in unit.spans.items():
-            for whole, t in zip(tensors, each.prepared, strict=True):
+            for whole, t in zip(tensors, request.prepared, strict=True):
                 if span.numel:
                     part = held.of(t) if rank == me else next(received[rank])
                     span.view_of(whole).copy_(part.view(-1, span.width))
@@ -212,16 +217,16 @@ def _gather(round_: Round, requests: Sequence[_Request]) -> dict[Unit, tuple[Ten
 def _scatter(
     round_: Round, requests: Sequence[_Request], solutions: Mapping[Unit, Solution]
 ) -> dict[Unit, Tensor]:
-    """Send owners' answers to the ranks that need them; returns this rank's part for each unit."""
+    """Send owners' answers to the ranks that need them; returns this rank's part of each one."""
     me, device = round_.rank, requests[0].prepared[0].device
     outgoing: dict[int, list[Tensor]] = defaultdict(list)
     incoming: dict[int, list[Like]] = defaultdict(list)
     answers = {}
-    for each in requests:
-        numel, dtype = each.direction.answer
-        for unit in each.units:
+    for request in requests:
+        numel, dtype = request.direction.answer
+        for unit in request.units:
             size = unit.spans[me].numel if numel is None else numel
-            answers[unit] = each.prepared[0].new_empty(size, dtype=dtype)
+            answers[unit] = request.prepared[0].new_empty(size, dtype=dtype)
             if unit.owner != me:
                 incoming[unit.owner] += [(size, dtype)] if size else []
                 continue

@@ -142,9 +142,9 @@ class Engine:
             norm: the saved norm, None if the state dict has none.
             begun: whether the saved run had taken steps.
         """
-        known = norm is not None
-        self.last_norm = torch.tensor(norm, dtype=torch.float32, device="cpu") if known else None
-        if begun and norm is None and self.release is not None and self.release.by_last_step:
+        has_norm = norm is not None
+        self.last_norm = torch.tensor(norm, dtype=torch.float32, device="cpu") if has_norm else None
+        if begun and not has_norm and self.release is not None and self.release.by_last_step:
             warnings.warn(
                 "the state dict has no norm of the last step, by which this optimizer clips: the "
                 "next step clips each gradient by its own norm. get_optimizer_state_dict drops the "

@@ -61,9 +61,9 @@ def _job(member: Member, span: Span) -> Job:
     planes = tuple(
         tuple(
             span.of(local(tensors[key]).detach(), plane.block)
-            for key, plane in zip(each.plane_names(name), each.planes, strict=True)
+            for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
         )
-        for name, each in zip(names, member.formats, strict=True)
+        for name, format_ in zip(names, member.formats, strict=True)
     )
     return Job(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
 
@@ -121,7 +121,7 @@ class Launch:
     def _take(self, gradients: StepGradients, scalars: ScalarRows, reads: bool = False) -> None:
         taken: Sequence[Tensor | None] = _Picked(gradients.tensors, self._places)
         if gradients.addresses is None:
-            taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
+            taken = [g if g is None else g.resolve_neg().contiguous() for g in taken]
         elif self.reads_in_place:
             work = self.batch.measure if reads else self.batch.run
             work(taken, scalars, addresses=self.addresses(gradients.addresses))
@@ -138,7 +138,7 @@ class Launch:
         (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
-            taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
+            taken = [g if g is None else row.job.span.of(g) for row, g in pairs]
         batch = self.batch
         if self.copies:
             (weight, *beside), *states = row.job.planes
@@ -212,7 +212,7 @@ class Active:
             np.flatnonzero(mask[with_master]).tolist(),
             active,
             active_sources,
-            any(each.has_direction for each in active),
+            any(launch.has_direction for launch in active),
         )
 
 
@@ -224,9 +224,9 @@ def source_of(launches: Sequence[Launch]) -> ScalarSource:
         variant.rule,
         variant.device,
         [len(launch.batch) for launch in launches],
-        [each.group for each in members],
-        [each.state["step"] for each in members],
+        [member.group for member in members],
+        [member.state["step"] for member in members],
     )
-    for each, step in zip(members, source.steps, strict=True):
-        each.state["step"] = step
+    for member, step in zip(members, source.steps, strict=True):
+        member.state["step"] = step
     return source

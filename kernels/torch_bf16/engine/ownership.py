@@ -106,31 +106,31 @@ def rounds_of(shards: Iterable[tuple[Shard, Rule]]) -> list[Round]:
 
 
 def rounds_over(
-    ranks: Sequence[int], rank: int, some: Sequence[tuple[Cut, Rule]], group: Any = None
+    ranks: Sequence[int], rank: int, shards: Sequence[tuple[Cut, Rule]], group: Any = None
 ) -> list[Round]:
     """The rounds of parameters that the same ranks hold.
 
     Args:
         ranks: global ranks, in the order of their group.
         rank: the global rank of this process.
-        some: the parameters and their rules, in the same order on all ranks.
+        shards: the parameters and their rules, in the same order on all ranks.
         group: the process group.
     """
-    shapes = [_unit_shape(shard, rule) for shard, rule in some]
-    order = sorted(range(len(some)), key=lambda n: (-_cost(shapes[n]), shapes[n], n))
+    shapes = [_unit_shape(shard, rule) for shard, rule in shards]
+    order = sorted(range(len(shards)), key=lambda n: (-_cost(shapes[n]), shapes[n], n))
     work = dict.fromkeys(ranks, 0)
     rounds, elements, units = [Round(group, rank, [])], 0, 0
     for n in order:
-        shard = some[n][0]
+        shard = shards[n][0]
         if elements >= _AT_A_TIME * len(ranks) and units >= len(ranks):
             rounds.append(Round(group, rank, []))
             elements = units = 0
-        found = [
+        shard_units = [
             Unit(first, shape, _owner(spans, shape, work), spans)
-            for first, shape, spans in _cut(*some[n], shard.holders())
+            for first, shape, spans in _cut(*shards[n], shard.holders())
         ]
-        rounds[-1].parameters.append((shard.parameter, found))
-        elements, units = elements + shard.numel, units + len(found)
+        rounds[-1].parameters.append((shard.parameter, shard_units))
+        elements, units = elements + shard.numel, units + len(shard_units)
     return rounds
 
 

@@ -67,9 +67,9 @@ class Plan:
         sharded: Sequence[Shard] = (),
     ) -> None:
         self.members = members
-        self._parameters = [each.parameter for each in members]
+        self._parameters = [member.parameter for member in members]
         # Writes to weights matter, and are detected, only for exact masters.
-        self._with_master = np.flatnonzero([each.has_master for each in members])
+        self._with_master = np.flatnonzero([member.has_master for member in members])
         self._setting = setting
         rows = [
             Row.of(number, member, part)
@@ -78,22 +78,22 @@ class Plan:
             for part in span.split()
         ]
         self._statistics = sums = Statistics(members, sharded)
-        together = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
-        self._launches = [Launch(some, seed, backend, sums) for some in together]
-        watched = [each for each in members if each.has_master]
+        batches = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
+        self._launches = [Launch(batch, seed, backend, sums) for batch in batches]
+        watched = [member for member in members if member.has_master]
         self._versions = Versions(
-            [each.parameter for each in watched],
-            [each.snapshot for each in watched],
+            [member.parameter for member in watched],
+            [member.snapshot for member in watched],
             unseen=all(
-                each.batch.backend.by_address and not each.copies for each in self._launches
+                launch.batch.backend.by_address and not launch.copies for launch in self._launches
             ),
         )
-        one_rule = alike(self._launches, lambda each: each.rule_on_device)
+        one_rule = alike(self._launches, lambda launch: launch.rule_on_device)
         self._sources = [(launches, source_of(launches)) for launches in one_rule]
         self._solver = DirectionSolver(members, rounds, sums.groups)
         self._sets: dict[bytes, Active] = {}
         self._selected: tuple[list[bool], Any] = [], None
-        self.devices = {each.batch.variant.device for each in self._launches}
+        self.devices = {launch.batch.variant.device for launch in self._launches}
 
     def compile(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Compile the kernels of all members with gradients, before anything is updated or counted.
@@ -115,9 +115,9 @@ class Plan:
 
         Members with a gradient participate in the next step.
         """
-        shards = [each.shard for each in self.members]
-        keys = [each.keys for each in self.members]
-        dtypes = [each.gradient_dtype for each in self.members]
+        shards = [member.shard for member in self.members]
+        keys = [member.keys for member in self.members]
+        dtypes = [member.gradient_dtype for member in self.members]
         self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(
@@ -142,7 +142,7 @@ class Plan:
         if setting is not self._setting:
             return {}
         pairs = zip(self.members, self._guard.intact(states), strict=True)
-        return {each.parameter: each for each, same in pairs if same}
+        return {member.parameter: member for member, same in pairs if same}
 
     @property
     def taking_part(self) -> list[bool]:
@@ -178,7 +178,7 @@ class Plan:
         self._versions.note_step(active.with_master, active.parameters)
         self._guard.forget_gradients()
         taking_part = compress(self.members, self._guard.taking_part)
-        data_writes.note_step(each.snapshot.data for each in taking_part)
+        data_writes.note_step(member.snapshot.data for member in taking_part)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None if it can."""
@@ -207,9 +207,9 @@ class Plan:
                     f"a parameter of shape {tuple(member.parameter.shape)} is not contiguous, and "
                     "its step goes through a copy; make it contiguous"
                 )
-        for each in self.overwritten_members():
+        for member in self.overwritten_members():
             return (
-                f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
+                f"a weight of shape {tuple(member.parameter.shape)} was written since the last "
                 "step, and replays would forget the remainder of its master each time; take an "
                 "ordinary step first"
             )
@@ -242,7 +242,7 @@ class Plan:
             for source in started:
                 source.count(np.zeros(len(source.steps), bool))
             raise
-        return None if skipped else [rows[each] for each in active.launches]
+        return None if skipped else [rows[launch] for launch in active.launches]
 
     def run(self, scalars: Sequence[ScalarRows], inputs: StepInputs) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
@@ -269,11 +269,11 @@ class Plan:
                 self._run(active, gradients, scalars, inputs, done)
         except BaseException as error:
             for launches, source, _ in active.sources:
-                updated = [np.full(len(each.rows), each in done) for each in launches]
+                updated = [np.full(len(launch.rows), launch in done) for launch in launches]
                 source.count(np.concatenate(updated))
-            for member in (each.rows[0].member for each in done if each.has_direction):
+            for member in (launch.rows[0].member for launch in done if launch.has_direction):
                 member.steps = int(member.state["step"])
-            numbers = {row.number for each in done for row in each.rows}
+            numbers = {row.number for launch in done for row in launch.rows}
             _say_what_was_updated(error, len(numbers), self._solver.prepared)
             self._solver.prepared.clear()
             raise

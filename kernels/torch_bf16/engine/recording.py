@@ -42,7 +42,7 @@ class Recording:
         groups: Sequence[Mapping[str, Any]],
         statistics: Statistics,
     ) -> None:
-        readable = all(each.reads_in_place for each in active.launches)
+        readable = all(launch.reads_in_place for launch in active.launches)
         if gradients.addresses is None or not readable:
             raise RuntimeError(
                 "a gradient is not contiguous, is negated when it is read, or is not a plain "
@@ -53,11 +53,11 @@ class Recording:
         self._launches, self._sources = {*active.launches}, active.sources
         # Separate tensors over the same memory: if the user moves one by .data, the memory that
         # the graph reads must not be freed.
-        self._gradients = [each if each is None else each.detach() for each in gradients.tensors]
+        self._gradients = [g if g is None else g.detach() for g in gradients.tensors]
         self._addresses: np.ndarray = gradients.addresses
         self._bring(groups, StepInputs())
-        devices = {each.batch.variant.device for each in active.launches}
-        self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
+        devices = {launch.batch.variant.device for launch in active.launches}
+        self._graphs = [cuda_graphs.record(partial(self._launch, d), d) for d in devices]
 
     def reads(self, gradients: StepGradients) -> bool:
         """Whether these gradients are where the graph reads them."""
@@ -76,27 +76,27 @@ class Recording:
             ValueError: a group's options are invalid; nothing has been updated.
         """
         self._bring(groups, inputs)
-        for each in self._graphs:
-            each()
+        for graph in self._graphs:
+            graph()
 
     def _bring(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> None:
         for launches, source, taking_part in self._sources:
             capturable: Any = source
             rows = capturable.bring(groups, inputs, taking_part)
-            for each, scalars in zip(launches, rows, strict=True):
-                if each in self._launches:
-                    each.batch.bring(self._gradients, scalars, each.addresses(self._addresses))
+            for launch, scalars in zip(launches, rows, strict=True):
+                if launch in self._launches:
+                    launch.batch.bring(self._gradients, scalars, launch.addresses(self._addresses))
 
     def _launch(self, device: torch.device) -> None:
         for launches, source, _ in self._sources:
             if launches[0].batch.variant.device == device:
                 capturable: Any = source
                 capturable.launch()
-                active = [each for each in launches if each in self._launches]
+                active = [launch for launch in launches if launch in self._launches]
                 if launches[0].has_statistic:
                     # The spans of a tensor have one rule, and so one source.
                     self._statistics.clear(device)
-                    for each in active:
-                        each.batch.launch_measure()
-                for each in active:
-                    each.batch.launch()
+                    for launch in active:
+                        launch.batch.launch_measure()
+                for launch in active:
+                    launch.batch.launch()

@@ -39,18 +39,18 @@ class Statistics:
         together: dict[Any, list[Tensor]] = defaultdict(list)
         for shard in sharded:
             together[shard.parameter.device, tuple(shard.groups())].append(shard.parameter)
-        known = {parameter for some in together.values() for parameter in some}
-        for each in members:
-            if each.rule.statistic is not None and each.parameter not in known:
-                together[each.parameter.device, ()].append(each.parameter)
+        included = {parameter for parameters in together.values() for parameter in parameters}
+        for member in members:
+            if member.rule.statistic is not None and member.parameter not in included:
+                together[member.parameter.device, ()].append(member.parameter)
         self._sums = {
-            key: torch.zeros(len(some), dtype=torch.int64, device=key[0])
-            for key, some in together.items()
+            key: torch.zeros(len(parameters), dtype=torch.int64, device=key[0])
+            for key, parameters in together.items()
         }
         self._places = {
             parameter: (self._sums[key], place)
-            for key, some in together.items()
-            for place, parameter in enumerate(some)
+            for key, parameters in together.items()
+            for place, parameter in enumerate(parameters)
         }
         self.groups = {group: device for device, groups in together for group in groups}
 
@@ -61,14 +61,14 @@ class Statistics:
         """Where a batch sums its statistic; None if the rule has none. One member for each job."""
         if members[0].rule.statistic is None:
             return None
-        places = [self._places[each.parameter] for each in members]
-        counts = np.array([each.shard.numel for each in members], np.int64)
+        places = [self._places[member.parameter] for member in members]
+        counts = np.array([member.shard.numel for member in members], np.int64)
         return Totals(places[0][0], np.array([place for _, place in places], np.int64), counts)
 
     def place_of(self, member: Member) -> int | None:
         """Identify the buffer of a member's sum: all sums of a batch must be in one buffer."""
-        known = self._places.get(member.parameter)
-        return None if known is None else id(known[0])
+        place = self._places.get(member.parameter)
+        return None if place is None else id(place[0])
 
     def clear(self, device: torch.device | None = None) -> None:
         """Set the sums to zero, on one device or on all."""

@@ -67,7 +67,7 @@ class GraphedStep:
         engine, self._optimizer, self._check_every = optimizer._engine, optimizer, check_every
         optimizer._check_step()
         self._setting = setting = optimizer._setting()
-        self._refuse_what_steps_do_otherwise()
+        self._refuse_unsupported()
         plan = engine.plan
         if plan is None or not plan.fits(setting, setting.parameters, optimizer.state):
             parameters = with_gradients(setting.parameters)
@@ -97,7 +97,7 @@ class GraphedStep:
         optimizer, plan = self._optimizer, self._plan
         pending = optimizer._engine.pending
         optimizer._check_step()
-        self._refuse_what_steps_do_otherwise()
+        self._refuse_unsupported()
         # An ordinary step in between may have had another set of gradients.
         checks = self._count % self._check_every == 0 or plan.taking_part is not self._taking_part
         setting = optimizer._setting() if checks else optimizer._engine.setting
@@ -172,12 +172,12 @@ class GraphedStep:
             "model, write into them (p.grad.copy_(...)), or call graphed() again"
         )
 
-    def _refuse_what_steps_do_otherwise(self) -> None:
+    def _refuse_unsupported(self) -> None:
         optimizer = self._optimizer
         if optimizer._engine.release is not None:
             raise self._refusal("gradients are released: its steps run inside backward()")
         if (host := optimizer._engine.host) is not None:
-            raise self._refusal(f"{host} takes its steps, by several calls each")
+            raise self._refusal(f"{host} takes each of its steps by several calls")
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise self._refusal(
                 "hooks are registered on its step, and replays would not run them. Remove them, "

@@ -58,7 +58,7 @@ def drop_remainders(
     Raises:
         RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
     """
-    _drop_where_numbers_are_known(optimizer, parameters)
+    _drop_known_numbers(optimizer, parameters)
     members = written()
     for each in members:
         planes = each.weights.plane_names("")[1:]
@@ -125,7 +125,7 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
     return loaded is not None
 
 
-def _drop_where_numbers_are_known(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+def _drop_known_numbers(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine = optimizer._engine
     if not data_writes.touched(engine.watches(parameters)):
         return

@@ -142,7 +142,7 @@ def make_plan(
 
 def _rounds(optimizer: BF16Optimizer) -> list[Round]:
     """The exchanges between ranks, for all parameters whose rule computes a direction."""
-    return rounds_of([*_in_parts(optimizer, lambda rule: bool(rule.stage_states))])
+    return rounds_of([*_sharded_with(optimizer, lambda rule: bool(rule.stage_states))])
 
 
 def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
@@ -151,11 +151,11 @@ def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
     If gradients are released, only those of ``members``, because each step is taken separately.
     """
     only = None if optimizer._engine.release is None else {each.parameter for each in members}
-    sharded = _in_parts(optimizer, lambda rule: rule.statistic is not None, only)
+    sharded = _sharded_with(optimizer, lambda rule: rule.statistic is not None, only)
     return [shard for shard, _ in sharded]
 
 
-def _in_parts(
+def _sharded_with(
     optimizer: BF16Optimizer, needs: Callable[[Rule], bool], only: Container[Tensor] | None = None
 ) -> Iterator[tuple[Shard, Rule]]:
     """The sharded parameters, and their rules, of groups whose rule ``needs`` whole tensors.
