@@ -71,8 +71,8 @@ class BF16Optimizer(torch.optim.Optimizer):
 
         Args:
             arguments: ``locals()`` of a constructor: torch's arguments and ours.
-            defaults: pass torch's arguments to the base optimizer as default options, because no
-                constructor of a torch class accepts them.
+            defaults: whether to pass torch's arguments to ``torch.optim.Optimizer`` as default
+                options, because no torch class has a constructor that accepts them.
         """
         ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
         options = {k: v for k, v in arguments.items() if k not in {"self", *ours}}

@@ -49,8 +49,8 @@ def drop_remainders(
         optimizer: the optimizer, whose states are written.
         parameters: the parameters that are about to take a step.
         written: returns the members whose weight has another version than the last step left.
-            Called only after remainders of numbers that are known to be written, through ``.data``,
-            were dropped, because that updates the known versions.
+            Called only after writes that are known number by number, such as those through
+            ``.data``, were handled: they no longer count.
 
     Returns:
         Whether ``written()`` returned any members.
@@ -58,7 +58,7 @@ def drop_remainders(
     Raises:
         RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
     """
-    _drop_known_numbers(optimizer, parameters)
+    _drop_number_by_number(optimizer, parameters)
     members = written()
     for each in members:
         planes = each.weights.plane_names("")[1:]
@@ -125,7 +125,7 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
     return loaded is not None
 
 
-def _drop_known_numbers(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine = optimizer._engine
     if not data_writes.touched(engine.watches(parameters)):
         return

@@ -56,7 +56,7 @@ def collect(
 ) -> list[tuple[Shard, int, Label]]:
     """Check the parameters; returns each one's shard, group number and label, in group order."""
     taking_part, engine = set(parameters), optimizer._engine
-    # Then states may be on any device, and are moved to where the recipe wants them.
+    # With offload, states may be on any device, and are moved to where they belong.
     offloads = optimizer.recipe.offload != "none"
     collected, labels, before = [], {}, 0
     groups = optimizer.param_groups

@@ -48,8 +48,8 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
 
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
-        # torch's method has read the states, but what it hands out are other tensors over the same
-        # memory.
+        # torch's method has read the states, but only other tensors over the same memory are
+        # handed out.
         set_seen(optimizer.state, was_seen)
         return view
 
