@@ -62,7 +62,7 @@ class Round:
 
     Attributes:
         group: the process group; None if nothing has to be sent.
-        rank: the global rank of this process.
+        rank: the global rank of this process; 0 if nothing has to be sent.
         parameters: each parameter with its units.
     """
 
