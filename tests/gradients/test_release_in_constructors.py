@@ -258,7 +258,7 @@ def test_a_resumed_run_clips_by_the_norm_that_was_saved(tmp_path):
     lost[0].load_state_dict(half[0].state_dict())
     without = {**half[1].state_dict()}
     without["torch_bf16"] = {k: v for k, v in without["torch_bf16"].items() if k != "last_norm"}
-    with pytest.warns(UserWarning, match="no norm of the step before"):
+    with pytest.warns(UserWarning, match="no norm of the last step"):
         lost[1].load_state_dict(without)
 
 

@@ -1,8 +1,8 @@
-"""Numbers that one kernel call takes through a rule: the only way from tensors to a backend.
+"""Tensors that one kernel call updates by a rule: the only way from tensors to a backend.
 
-Steps, running averages, sums of micro-batches and the encoding for other optimizers are batches. A
-batch is fixed when it is made; the inputs of each step come with :meth:`Batch.run`. If the tensors
-themselves change from time to time, :meth:`Batch.move` rebinds it.
+Steps, running averages, sums of micro-batches and the encoding for other optimizers all run as
+batches. A batch is fixed when it is made; :meth:`Batch.run` takes the inputs of each step. If the
+tensors are replaced later, :meth:`Batch.move` binds it to the new ones.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One tensor, or one span of it, on its way through a rule.
+    """One tensor, or one span of a tensor, for a rule to update.
 
     Attributes:
-        span: which elements of the whole tensor they are; its name keys the noise.
-        rule: the rule.
-        formats: of the number that the rule updates, then of each of its states.
-        planes: for each format its tensors, contiguous and written by each run; the span's part.
-        gradient_dtype: of what a run brings, bfloat16 or float32.
-        device: where a run brings it, and computes; planes may be in host memory beside that. None
-            for where the first of them is.
+        span: which elements of the whole tensor to update; its name keys the noise.
+        rule: the update rule.
+        formats: the format of the number that the rule updates, then those of its states.
+        planes: for each format, the span's part of its planes: contiguous, written by each run.
+        gradient_dtype: dtype of the gradients that runs pass, bfloat16 or float32.
+        device: where gradients are and the kernel runs, even if planes are in host memory. None
+            for the device of the first plane.
     """
 
     span: Span
@@ -60,32 +60,32 @@ class Job:
 
     @property
     def variant(self) -> Variant:
-        """What the kernel for it is compiled for."""
+        """What the job's kernel is compiled for."""
         device = self.device or self.planes[0][0].device
         return Variant(self.rule, self.formats, self.gradient_dtype, device, self.span.strided)
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
-    """Items grouped by key, such as jobs of one variant, which one batch can take."""
-    found: dict[Hashable, list[_T]] = defaultdict(list)
+    """Group items by key: jobs by variant, say, so that each group can be one batch."""
+    groups: dict[Hashable, list[_T]] = defaultdict(list)
     for item in items:
-        found[key(item)].append(item)
-    return list(found.values())
+        groups[key(item)].append(item)
+    return list(groups.values())
 
 
 class Batch:
-    """Jobs of one variant, and the kernel that takes them all in one call.
+    """Jobs of one variant, and the kernel that updates them all in one call.
 
     Args:
-        jobs: at least one, of one variant.
-        seed: of the noise.
-        backend: what runs it; None for the best that works on the device.
-        totals: where the rule's statistic is summed, if it has one; None where each job is a whole
+        jobs: at least one job, all of one variant.
+        seed: seed of the noise.
+        backend: a backend or its name; None for the best that works on the device.
+        totals: where the rule's statistic is summed, if it has one; None if each job is a whole
             tensor.
 
     Attributes:
-        backend: what runs it.
-        variant: what its kernel is compiled for.
+        backend: the backend that runs the kernel.
+        variant: what the kernel is compiled for.
         bases: uint32 ``[jobs, streams, 2]``: what the noise of each stream starts from.
     """
 
@@ -112,7 +112,7 @@ class Batch:
         self.bases = bucket.bases
         self._first_row = np.zeros(len(jobs), np.int64)
         self._kernel: Kernel | None = load(bucket, backend)
-        # Without the tensors, which another kernel may replace.
+        # Without the planes, which move() may replace.
         self._bucket = replace(bucket, planes=())
 
     def __len__(self) -> int:
@@ -120,19 +120,19 @@ class Batch:
 
     @property
     def staged(self) -> bool:
-        """Whether planes are in host memory, and pass through the device's for each run."""
+        """Whether planes are in host memory and pass through device buffers in each run."""
         return isinstance(self._kernel, StagedKernel)
 
     def compile(self, n_scalars: int) -> None:
-        """Compile the kernel now, for a rule with so many scalars, and not at its first run."""
+        """Compile the kernel now, for a rule with ``n_scalars`` scalars, not at its first run."""
         self._bound.compile(n_scalars)
 
     def move(self, planes: Sequence[Sequence[tuple[Tensor, ...]]] | None) -> None:
-        """Replace the jobs' tensors by others of the same dtype, size and device.
+        """Replace the jobs' planes by tensors of the same dtype, size and device.
 
         Args:
-            planes: for each job those of each format; None drops the present ones, so that they can
-                be freed before others come.
+            planes: for each job, the planes of each format; None drops the current ones, so that
+                they can be freed before new ones are allocated.
         """
         moved = None if planes is None else replace(self._bucket, planes=planes)
         self._kernel = None if moved is None else load(moved, self.backend)
@@ -148,10 +148,10 @@ class Batch:
 
         Args:
             gradients: one for each job, contiguous; None leaves that job's planes as they are.
-            scalars: of the rule, and the number of the step.
-            bases: what the noise starts from instead of :attr:`bases`.
-            addresses: of the gradients, int64, 0 for None, if known; an array that is not written
-                afterwards, because the same array is taken for the same numbers.
+            scalars: the rule's scalars, and the number of the step.
+            bases: what the noise starts from, in place of :attr:`bases`.
+            addresses: addresses of the gradients, if known: int64, 0 for None. Never write to this
+                array afterwards: an identical array object is assumed to hold the same numbers.
         """
         self._bound(KernelInputs(gradients, scalars, bases, addresses))
 
@@ -161,7 +161,7 @@ class Batch:
         scalars: ScalarRows,
         addresses: np.ndarray | None = None,
     ) -> None:
-        """Add each job's part of the rule's statistic to its sum, before :meth:`run`.
+        """Add each job's part of the rule's statistic to its total; call it before :meth:`run`.
 
         Args as for :meth:`run`.
         """
@@ -170,7 +170,7 @@ class Batch:
     def bring(
         self, gradients: Sequence[Tensor | None], scalars: ScalarRows, addresses: np.ndarray
     ) -> None:
-        """Copy to the device what :meth:`launch` will work on; for capturable backends.
+        """Copy the inputs of :meth:`launch` to the device; for capturable backends.
 
         Args as for :meth:`run`.
         """
@@ -178,12 +178,12 @@ class Batch:
         kernel.bring(KernelInputs(gradients, scalars, None, addresses))
 
     def launch_measure(self) -> None:
-        """:meth:`measure` by what :meth:`bring` brought."""
+        """Run :meth:`measure` on the inputs that :meth:`bring` copied."""
         kernel: Any = self._kernel
         kernel.launch_measure()
 
     def launch(self) -> None:
-        """Update the planes of all jobs by what :meth:`bring` brought."""
+        """Update the planes of all jobs from the inputs that :meth:`bring` copied."""
         kernel: Any = self._kernel
         kernel.launch()
 
@@ -200,9 +200,9 @@ class Batch:
 
         Args:
             gradients: as for :meth:`run`.
-            step: its number, or one for each job; the noise is keyed by it.
-            options: the rule's.
-            scale: multiplied into the gradients.
+            step: number of the step, which keys the noise: one for all jobs, or one for each.
+            options: the rule's options.
+            scale: factor of the gradients.
             bases: as for :meth:`run`.
         """
         table = np.array([self.variant.rule.scalars(options, 1, scale)], np.float64)

@@ -1,15 +1,15 @@
-"""Writes through ``p.data``, which raise no version.
+"""Detects writes through ``p.data``, which do not raise the parameter's version.
 
-The remainder of an exact master means nothing beside other numbers than those that the last step
-wrote. torch counts writes to a parameter, but not those to what ``p.data`` hands out. So the first
-time that ``.data`` of a weight with a remainder is read or assigned after a step, the lower byte of
-each of its numbers is put aside, and the next step drops the remainders of those that differ, of
-all numbers where most do. Steps before which nobody asks for ``.data`` cost nothing.
+The remainder of an exact master is valid only beside the very number that the last step wrote.
+torch counts writes to a parameter, but not writes to the tensor that ``p.data`` returns. So the
+first time after a step that ``.data`` of a weight with a remainder is read or assigned, the lower
+byte of each number of the weight is saved. The next step drops the remainders of the numbers whose
+lower byte differs, or all of them if most differ. If nobody reads ``.data``, this costs nothing.
 
-What was put aside tells what later writes have changed that do raise the version, too: SAM takes
-``p.data.clone()``, moves the weight, and puts the numbers back. So a weight that was written by
-such a write, without which nothing had been put aside, is watched until a step comes before which
-nobody has written it: a program may clamp a weight after each step.
+The saved bytes also show which numbers were changed by writes that do raise the version: SAM takes
+``p.data.clone()``, moves the weight, and restores it. If a weight is written in that way before
+any bytes are saved, they are saved after each step from then on, until there is a step before which
+nobody has written the weight: a program may clamp a weight after each step.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch_bf16.torch_patches import is_enabled
 __all__ = ["REMAINDERS", "DataWatch", "drop_remainders", "note_step", "restore", "touched"]
 
 REMAINDERS = frozenset({"remainder16", "remainder8"})
-"""Keys of a state whose bits mean nothing beside another weight."""
+"""Keys of a state whose bits are meaningless once the weight is written."""
 
 _DATA: Any = torch.Tensor.data
 _intercepted: set[type] = set()
-# Those of all optimizers that have a parameter, by its id: a weak reference to it would keep
-# torch.utils.swap_tensors from exchanging it.
+# The watches of all optimizers over a parameter, by its id: torch.utils.swap_tensors refuses
+# tensors that have weak references.
 _watches: WeakValueDictionary[int, WeakSet[DataWatch]] = WeakValueDictionary()
 _touched: WeakSet[DataWatch] = WeakSet()
 
 
 class DataWatch:
-    """What a weight was when its ``.data`` was first asked for after an optimizer's step.
+    """The lower bytes of a weight when its ``.data`` was first accessed after an optimizer's step.
 
-    It lasts as long as that optimizer holds it.
+    A watch lasts as long as that optimizer holds it.
 
     Attributes:
-        version: of the parameter then.
+        version: the parameter's version when the bytes were saved.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -63,15 +63,15 @@ class DataWatch:
         """The watch over a weight; None if its state has no remainder, or it cannot be watched.
 
         Args:
-            shard: of the parameter.
-            state: the optimizer's of it.
-            watch: the optimizer's so far, which goes on.
+            shard: the parameter's shard.
+            state: the parameter's state in the optimizer.
+            watch: the optimizer's current watch, if any; returned if it can still be used.
         """
         parameter = shard.parameter
         plain = issubclass(type(parameter), nn.Parameter)
         # FSDP1 assigns the data of its parameters several times in each step.
-        known = shard.can_gather and (plain or is_dtensor(parameter))
-        if not known or REMAINDERS.isdisjoint(state) or not is_enabled("parameter_data"):
+        watchable = shard.can_gather and (plain or is_dtensor(parameter))
+        if not watchable or REMAINDERS.isdisjoint(state) or not is_enabled("parameter_data"):
             return None
         kind: Any = nn.Parameter if plain else type(parameter)
         if kind not in _intercepted:
@@ -80,47 +80,47 @@ class DataWatch:
         return watch or cls(parameter)
 
     def touch(self, alias: Tensor | None = None) -> None:
-        """Put the lower bytes aside, if that was not done since the last step.
+        """Save the lower bytes, unless this was done since the last step.
 
         Args:
-            alias: what is handed out, by which the weight can be written as long as it lives.
+            alias: the tensor that ``.data`` returns: while it lives, it can write the weight.
         """
         if self._bytes is None:
             self._note()
             _touched.add(self)
         if alias is not None:
-            self._aliases = [*self._living(), TensorWeakRef(alias)]
+            self._aliases = [*self._live_aliases(), TensorWeakRef(alias)]
 
     def follow_writes(self) -> None:
-        """Put the lower bytes aside at each step, until nobody writes the weight after one."""
+        """Save the lower bytes after each step, until nobody writes the weight between steps."""
         self._follows_writes = True
         _touched.add(self)
 
     def forget_writes(self, unless: bool) -> None:
-        """Stop that, unless there was such a write since the last step."""
+        """End :meth:`follow_writes`, unless there was a write since the last step."""
         self._follows_writes &= unless
 
     def knows(self, version: int) -> bool:
-        """Whether the bytes were put aside while the parameter had the version that a step left."""
+        """Whether the bytes were saved while the parameter had this version, left by a step."""
         comparable = self._bytes is not None and self._parameter.dtype == torch.bfloat16
         return comparable and self.version == version
 
     def changed(self) -> Tensor | None:
-        """Which numbers were written since, bool; None where none can have been."""
+        """A mask of the numbers written since the bytes were saved; None if none can have been."""
         then = self._bytes
         now = None if then is None else self._lower_bytes()
         if then is None or now is None or now.shape != then.shape:
             return None
         changed = now != then.to(now.device)
-        # A GPU would have to be waited for.
+        # Not on a GPU, because the host would have to wait for it.
         if changed.is_cpu and not changed.any():
             return None
         # Unrelated numbers have the same lower byte once in 256.
         return changed | (2 * changed.count_nonzero() > changed.numel())
 
     def note_step(self) -> None:
-        """Begin anew: at once where an alias lives, through which it can be written unasked."""
-        self._aliases, self._bytes = self._living(), None
+        """Drop the bytes; save new ones at once if an alias lives, which can write unnoticed."""
+        self._aliases, self._bytes = self._live_aliases(), None
         if self._aliases or self._follows_writes:
             self._note()
         else:
@@ -129,7 +129,7 @@ class DataWatch:
     def _note(self) -> None:
         self._bytes, self.version = self._lower_bytes(), version_of(self._parameter)
 
-    def _living(self) -> list[TensorWeakRef]:
+    def _live_aliases(self) -> list[TensorWeakRef]:
         return [each for each in self._aliases if each() is not None]
 
     def _lower_bytes(self) -> Tensor | None:
@@ -143,15 +143,18 @@ def drop_remainders(
     snapshots: Mapping[Tensor, Any],
     count: bool,
 ) -> int:
-    """Drop the remainders of numbers that were written since the last step, where they are known.
+    """Drop the remainders of numbers that are known to have been written since the last step.
 
     Args:
-        parameters: those of the step that is about to be taken.
-        states: the optimizer's; written in place.
-        snapshots: what the last step left of them; their ``version`` becomes the present one where
-            the writes since then are known number by number.
-        count: whether to wait for the device and say how many parameters got other numbers than 0
-            by writes that raised no version, through ``.data``.
+        parameters: the parameters that are about to take a step.
+        states: the optimizer's states; written in place.
+        snapshots: the parameters' snapshots. If it is known which numbers were written, the
+            snapshot's ``version`` is set to the current one.
+        count: whether to wait for the device and count parameters.
+
+    Returns:
+        The number of parameters to which non-zero numbers were written through ``.data``, without
+        raising the version; 0 unless ``count``.
     """
     found = []
     for parameter in parameters if _touched else ():
@@ -167,7 +170,7 @@ def drop_remainders(
         if changed is None:
             continue
         if not raised:
-            # Zeros are a mask's, which nobody wants to hear about.
+            # Zeros come from pruning masks, which need no warning.
             found.append(changed & (local(parameter) != 0))
         state = dict.get(states, parameter, {})
         for key in REMAINDERS.intersection(state):
@@ -177,19 +180,19 @@ def drop_remainders(
 
 
 def touched(watches: Iterable[DataWatch | None]) -> bool:
-    """Whether there may have been writes since the last step that one of these has seen."""
+    """Whether one of these watches may have seen a write since the last step."""
     return any(each in _touched for each in watches) if _touched else False
 
 
 def note_step(watches: Iterable[DataWatch | None]) -> None:
-    """Note that a step has written what these watch."""
+    """Note that a step has written the weights of these watches."""
     for each in watches if _touched else ():
         if each is not None:
             each.note_step()
 
 
 def restore() -> None:
-    """Give ``.data`` back as torch has it; writes are not noticed until the next plan is made.
+    """Restore torch's own ``.data``; writes go unnoticed until the next plan is made.
 
     Example:
         >>> restore()

@@ -1,4 +1,4 @@
-"""What rules that look at whole tensors first take in place of the gradient."""
+"""Directions: what a rule that needs whole tensors takes in place of the gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Solution(NamedTuple):
     """The result for a whole tensor, or for one matrix of a stack.
 
     Attributes:
-        answer: what the ranks that hold parts of it get; contiguous.
-        intermediate: a result on the way that saves work on a rank that holds all of it.
+        answer: what is sent to the ranks that hold parts of the tensor; contiguous.
+        intermediate: an intermediate result that saves work on a rank that holds the whole tensor.
     """
 
     answer: Tensor
@@ -28,15 +28,15 @@ class Solution(NamedTuple):
 class Direction(Protocol):
     """How one parameter's gradient becomes its direction; made by the optimizer for a plan.
 
-    First each rank prepares its elements, then one rank that has all elements of a tensor, or of
-    one matrix of a stack, solves for it, and finally each rank finishes its elements.
+    First each rank prepares its elements. Then one rank, which gets all elements of a tensor, or of
+    one matrix of a stack, solves for it. Finally each rank finishes its elements.
 
     Attributes:
         kind: directions of one kind and shape can be solved in one call.
-        answer: how many numbers an answer has, which all ranks get, and their dtype. None means one
-            number for each element of what was solved, of which each rank gets its own.
-        prepares: the state that :meth:`prepare` updates, which the step that fails later has then
-            changed; None where it changes none.
+        answer: how many numbers an answer has, and their dtype; every rank gets all of them. None
+            for one number per element, of which each rank gets those of its own elements.
+        prepares: name of the state that :meth:`prepare` updates, which is then changed even if the
+            step fails later; None if it updates no state.
     """
 
     @property
@@ -49,28 +49,29 @@ class Direction(Protocol):
     def prepares(self) -> str | None: ...
 
     def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
-        """This rank's part of what is solved, contiguous; see :attr:`prepares`."""
+        """Compute this rank's part of the input of :meth:`solve`, as contiguous tensors."""
         ...
 
     def solve(
         self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]
     ) -> Iterable[Solution]:
-        """The solutions for some tensors, one at a time if that saves memory.
+        """Solve for several tensors; may yield one solution at a time to save memory.
 
         Args:
-            others: for each its direction, of one kind.
-            tensors: for each what :meth:`prepare` made, of all elements.
+            others: the direction of each tensor, all of one kind.
+            tensors: for each tensor what :meth:`prepare` returns, for all elements.
         """
         ...
 
     def finish(
         self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
     ) -> Tensor:
-        """This rank's part of the direction: fp32.
+        """Compute this rank's part of the direction, in fp32.
 
         Args:
-            prepared: what :meth:`prepare` made in this step.
-            answer: this rank's part of the answers, or the one answer.
-            intermediate: of the solution, on a rank that has found and holds all of it.
+            prepared: what :meth:`prepare` returned in this step.
+            answer: this rank's part of the answers, or the whole answer; see :attr:`answer`.
+            intermediate: that of the solution, if this rank solved for the tensor and holds all of
+                it; else None.
         """
         ...

@@ -1,4 +1,4 @@
-"""fp32 numbers that something else computed, encoded into the planes of a weight or a state."""
+"""Encodes fp32 numbers, computed elsewhere, into the planes of a weight or a state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Encoder"]
 
 
 class Encoder:
-    """Encodes fp32 numbers into planes; keeps its batches as long as planes stay."""
+    """Encodes fp32 numbers into planes; reuses its batches as long as the planes do not move."""
 
     def __init__(self) -> None:
         self._batches: dict[Any, Batch] = {}
@@ -29,14 +29,14 @@ class Encoder:
     def add(
         self, format_: Format, planes: Sequence[Tensor], x: Tensor, span: Span, step: int
     ) -> None:
-        """Have ``x``, of any floating-point dtype, encoded into this rank's ``planes``.
+        """Queue ``x``, of any floating-point dtype, to be encoded into this rank's ``planes``.
 
         Args:
-            format_: of the planes.
+            format_: format of the planes.
             planes: written by :meth:`run`.
-            x: as many numbers as ``span`` has.
-            span: its name and ``step``, the number of the draw, key the noise.
-            step: 1-based.
+            x: as many numbers as ``span`` has elements.
+            span: the elements to write; its name and ``step`` key the noise.
+            step: number of the draw, 1-based.
         """
         memory = [each.contiguous() for each in planes]
         self._copies += [
@@ -47,14 +47,14 @@ class Encoder:
         x = x.float().contiguous()
         for part in span.split() if span.numel else ():
             pairs = zip(memory, format_.planes, strict=True)
-            mine = tuple(part.of(each, plane.block) for each, plane in pairs)
-            job = Job(part, STORE, (format_,), (mine,), torch.float32)
+            part_planes = tuple(part.of(each, plane.block) for each, plane in pairs)
+            job = Job(part, STORE, (format_,), (part_planes,), torch.float32)
             self._jobs.append((job, part.of(x), step))
 
     def run(self, seed: int, backend: str | None) -> None:
-        """Encode all that was added."""
-        for some in alike(self._jobs, lambda each: each[0].variant):
-            jobs, xs, steps = zip(*some, strict=True)
+        """Encode everything that was added."""
+        for group in alike(self._jobs, lambda each: each[0].variant):
+            jobs, xs, steps = zip(*group, strict=True)
             planes = [(job.span, *(each.data_ptr() for each in job.planes[0])) for job in jobs]
             key = (jobs[0].variant, seed, backend, *planes)
             batch = self._batches.get(key) or Batch(jobs, seed, backend)
@@ -65,5 +65,5 @@ class Encoder:
         self._jobs, self._copies = [], []
 
     def finish(self) -> None:
-        """End a step: batches that it did not use are of planes that are gone."""
+        """End a step: drop the batches that it did not use, as their planes are gone."""
         self._batches, self._used = self._used, {}

@@ -1,4 +1,4 @@
-"""All that one of our optimizers keeps between steps besides its states: one private attribute."""
+"""What an optimizer of ours keeps between steps besides its states, in one private attribute."""
 
 from __future__ import annotations
 
@@ -56,29 +56,29 @@ def _no_model() -> None:
 
 
 class Engine:
-    """What one optimizer keeps between steps; copies keep names, the asked release and its norm.
+    """What one optimizer keeps between steps; copies keep names, release options and last norm.
 
-    It is an object of its own because the wrappers of Lightning and Fabric run our methods on
-    themselves: they read the optimizer's attributes, but attributes that are set there stay there.
+    It is a separate object because the wrappers of Lightning and Fabric run our methods on
+    themselves: they read the optimizer's attributes, but an attribute set on them stays there.
 
     Attributes:
-        names: of the parameters.
-        pending: scaling and skipping that the next step was told.
-        plan: that of the last step.
-        setting: what the plan was made for.
-        snapshots: what parameters were after the last step.
+        names: names of the parameters.
+        pending: how the next step is to be scaled, or whether it is to be skipped.
+        plan: the plan of the last step.
+        setting: the setting that the plan was made for.
+        snapshots: versions, dtypes and shapes of parameters after the last step.
         captured: plans that CUDA graphs refer to; kept alive for them.
         accumulation: how gradients are summed, if not by torch.
-        release: of gradients inside the backward pass.
-        release_options: the constructor's argument, which copies repeat.
+        release: release of gradients inside the backward pass.
+        release_options: the constructor's argument ``release``, which copies apply again.
         last_norm: fp32 norm of the gradients of the last step, 0-d, if released gradients are
             clipped by it.
-        reduction_checked: whether gradients are reduced as the recipe asks, or a warning has said
-            that they are not.
-        host: the name of a host that takes a step by several calls, each with some of the groups.
+        reduction_checked: whether gradients are known to be reduced as the recipe asks, or a
+            warning has said that they are not.
+        host: name of a host that takes a step by several calls, each with some of the groups.
         warned_of_data_writes: whether a warning has said what a write through ``.data`` loses.
-        model: a weak reference to the module whose parameters it was given, where that is known;
-            copies step for other parameters.
+        model: a weak reference to the module whose parameters the optimizer was given, if known;
+            not copied, because copies step for other parameters.
     """
 
     def __init__(self, names: ParameterNames | None = None) -> None:
@@ -95,14 +95,14 @@ class Engine:
         self.invalidate()
 
     def tell_next_step(self, too_late: str) -> Pending:
-        """What the next step is told, for others to add to.
+        """The pending requests to the next step, for the caller to add to.
 
         Args:
-            too_late: ends the error where gradients are released, and says what works instead.
+            too_late: end of the error if gradients are released; says what works instead.
 
         Raises:
-            NotImplementedError: gradients are released, and the step was taken within backward(),
-                or a host takes it by several calls.
+            NotImplementedError: gradients are released, so that the step was taken inside
+                backward(), or a host takes the step by several calls.
         """
         self.check_host()
         if self.release is not None:
@@ -112,48 +112,48 @@ class Engine:
         return self.pending
 
     def discard(self) -> None:
-        """Forget what the next step was told, and the passes that have made gradients for it."""
+        """Forget the requests to the next step, and the backward passes made for it so far."""
         self.pending.reset()
         if self.release is not None:
             self.release.discard()
 
     def check_host(self) -> None:
-        """Refuse to tell the next step anything if a host takes it by several calls.
+        """Refuse requests to the next step if a host takes it by several calls.
 
         Raises:
-            NotImplementedError: a host takes it by several calls.
+            NotImplementedError: a host takes the step by several calls.
         """
         if self.host is not None:
             raise NotImplementedError(
-                f"{self.host} steps by several calls and clips by itself, so that its step cannot "
-                "be told anything here: set gradient_clipping in its configuration"
+                f"{self.host} takes a step by several calls and clips by itself, so that its step "
+                "cannot be scaled or skipped here: set gradient_clipping in its configuration"
             )
 
     def hook_parameters(self) -> None:
-        """Hook new parameters for accumulation and release."""
+        """Register the hooks of accumulation and release on new parameters."""
         for each in (self.accumulation, self.release):
             if each is not None:
                 each.hook_parameters()
 
     def load_norm(self, norm: float | None, *, begun: bool) -> None:
-        """Clip the next released step by a norm that was saved.
+        """Clip the next released step by a norm from a state dict.
 
         Args:
-            norm: None where the state dict has none.
-            begun: whether it is of a run that has taken steps.
+            norm: the saved norm, None if the state dict has none.
+            begun: whether the saved run had taken steps.
         """
-        known = norm is not None
-        self.last_norm = torch.tensor(norm, dtype=torch.float32, device="cpu") if known else None
-        if begun and norm is None and self.release is not None and self.release.by_last_step:
+        has_norm = norm is not None
+        self.last_norm = torch.tensor(norm, dtype=torch.float32, device="cpu") if has_norm else None
+        if begun and not has_norm and self.release is not None and self.release.by_last_step:
             warnings.warn(
-                "the state dict has no norm of the step before, which this optimizer clips by: the "
+                "the state dict has no norm of the last step, by which this optimizer clips: the "
                 "next step clips each gradient by its own norm. get_optimizer_state_dict drops the "
-                "entry 'torch_bf16', which has it: keep that of optimizer.state_dict(), too",
+                "entry 'torch_bf16', which has it: save that of optimizer.state_dict(), too",
                 stacklevel=2,
             )
 
     def invalidate(self) -> None:
-        """Drop what was derived from the tensors of the last step."""
+        """Drop everything that was derived from the tensors of the last step."""
         self.pending = Pending()
         self.plan: Plan | None = None
         self.setting: Setting | None = None
@@ -162,7 +162,7 @@ class Engine:
         self._others: dict[tuple[int, ...], tuple[Setting | None, Plan | None]] = {}
 
     def select(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Switch to the plan for the parameters that a host shows now, and keep the last one."""
+        """Switch to the plan for the parameters that a host shows now, and keep the last plan."""
         if self.host is None:
             return
         shown = tuple(id(each) for group in groups for each in group["params"])
@@ -172,7 +172,7 @@ class Engine:
             self._shown = shown
 
     def watches(self, parameters: Iterable[Tensor]) -> Iterator[DataWatch | None]:
-        """What sees writes to these parameters, one after the other, as it is asked for."""
+        """The watches over writes to these parameters, lazily, for those that have a snapshot."""
         snapshots = map(self.snapshots.get, parameters)
         return (each.data for each in snapshots if each is not None)
 
@@ -186,5 +186,5 @@ class Engine:
 
 
 def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:
-    """What an optimizer of ours keeps between steps; None for any other."""
+    """The engine of an optimizer of ours; None for any other optimizer."""
     return getattr(optimizer, "_engine", None)

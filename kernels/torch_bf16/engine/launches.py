@@ -1,4 +1,4 @@
-"""What a plan is made of: the kernel calls of a step, and the scalars that they take."""
+"""The parts of a plan: the kernel calls of a step, and the sources of their scalars."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Active", "Launch", "Row", "source_of"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A span of a member: one tensor of a batch.
+    """One span of a member, and its job in a batch.
 
     Attributes:
-        number: of the member in the plan.
-        member: that.
-        job: what the batch takes.
+        number: the member's number in the plan.
+        member: the member.
+        job: the job that updates the span.
     """
 
     number: int
@@ -38,15 +38,15 @@ class Row:
 
     @classmethod
     def of(cls, number: int, member: Member, span: Span) -> Row:
-        """The row of a member's span."""
+        """Make the row for a span of a member."""
         return cls(number, member, _job(member, span))
 
     @property
     def alone(self) -> int | None:
-        """The member's number if it must have a batch of its own, else None.
+        """The member's number if it needs a batch to itself, else None.
 
-        A strided parameter is stepped as a contiguous copy, and a direction is as large as its
-        tensor: at most one of either should exist at a time.
+        A parameter that is not contiguous is updated through a contiguous copy, and a direction is
+        as large as its tensor: at most one of either should exist at a time.
         """
         plain = self.member.direction is None and self.member.shard.memory.is_contiguous()
         return None if plain else self.number
@@ -54,22 +54,22 @@ class Row:
 
 def _job(member: Member, span: Span) -> Job:
     dtype = member.gradient_dtype if member.direction is None else torch.float32
-    # Tensors of its own over the same memory: moving one by .data must not free what a kernel
-    # writes.
+    # Separate tensors over the same memory: if the user moves one by .data, the memory that a
+    # kernel writes must not be freed.
     tensors = {**member.state, "": member.shard.memory}
     names = ("", *(state.name for state in member.rule.states))
     planes = tuple(
         tuple(
             span.of(local(tensors[key]).detach(), plane.block)
-            for key, plane in zip(each.plane_names(name), each.planes, strict=True)
+            for key, plane in zip(format_.plane_names(name), format_.planes, strict=True)
         )
-        for name, each in zip(names, member.formats, strict=True)
+        for name, format_ in zip(names, member.formats, strict=True)
     )
     return Job(span, member.rule, member.formats, planes, dtype, member.shard.memory.device)
 
 
 class _Picked(Sequence[Tensor | None]):
-    """Some of the gradients: picked where they are asked for, as most kernels read addresses."""
+    """A lazy selection of the gradients: most kernels read their addresses instead."""
 
     def __init__(self, gradients: Sequence[Tensor | None], places: Sequence[int]) -> None:
         self._gradients, self._places = gradients, places
@@ -82,15 +82,15 @@ class _Picked(Sequence[Tensor | None]):
 
 
 class Launch:
-    """Rows that one kernel call updates.
+    """The rows that one kernel call updates.
 
     Attributes:
-        batch: what the kernel takes.
-        numbers: int64, of the member of each row.
-        copies: whether each step goes through a contiguous copy.
-        has_direction: whether its rule looks at a whole tensor first.
-        reads_in_place: whether kernels read gradients where they are.
-        has_statistic: whether its rule's statistic is summed first.
+        batch: the rows' jobs.
+        numbers: int64, for each row the number of its member.
+        copies: whether each step goes through a contiguous copy of the weight.
+        has_direction: whether the rule needs whole tensors, and follows a direction.
+        reads_in_place: whether the kernel reads gradients where they are.
+        has_statistic: whether a statistic is summed over whole tensors before the update.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class Launch:
         self._take(gradients, scalars, reads=True)
 
     def run(self, gradients: StepGradients, scalars: ScalarRows) -> None:
-        """Update the rows that have a gradient; ``gradients`` are all members' gradients."""
+        """Update the rows that have a gradient; ``gradients`` are those of all members."""
         self._take(gradients, scalars)
 
     def _take(self, gradients: StepGradients, scalars: ScalarRows, reads: bool = False) -> None:
         taken: Sequence[Tensor | None] = _Picked(gradients.tensors, self._places)
         if gradients.addresses is None:
-            taken = [each if each is None else each.resolve_neg().contiguous() for each in taken]
+            taken = [g if g is None else g.resolve_neg().contiguous() for g in taken]
         elif self.reads_in_place:
             work = self.batch.measure if reads else self.batch.run
             work(taken, scalars, addresses=self.addresses(gradients.addresses))
@@ -129,7 +129,7 @@ class Launch:
         self._run(taken, scalars, reads)
 
     def follow(self, direction: Tensor, scalars: ScalarRows) -> None:
-        """Update the rows, all of one member, given its direction."""
+        """Update the rows, all of one member, along its direction."""
         self._run([direction] * len(self.rows), scalars)
 
     def _run(
@@ -138,7 +138,7 @@ class Launch:
         (row, *_) = self.rows
         if not self._whole:
             pairs = zip(self.rows, taken, strict=True)
-            taken = [each if each is None else row.job.span.of(each) for row, each in pairs]
+            taken = [g if g is None else row.job.span.of(g) for row, g in pairs]
         batch = self.batch
         if self.copies:
             (weight, *beside), *states = row.job.planes
@@ -153,25 +153,25 @@ class Launch:
             weight.copy_(copy)
 
     def addresses(self, addresses: np.ndarray) -> np.ndarray:
-        """Those of the rows; the same array for the same one."""
-        of_all, mine = self._known
-        if of_all is not addresses:
-            mine = addresses[self.numbers]
-            self._known = addresses, mine
-        return mine
+        """Select the rows' addresses; returns the same array object for the same argument."""
+        of_members, of_rows = self._known
+        if of_members is not addresses:
+            of_rows = addresses[self.numbers]
+            self._known = addresses, of_rows
+        return of_rows
 
 
 @dataclass(frozen=True)
 class Active:
-    """What there is to do where some of the members take part.
+    """The work of a step in which some of the members participate.
 
     Attributes:
-        parameters: theirs.
-        with_master: places of those that have a master, among all such members.
-        launches: those with such a member.
-        sources: the scalars of those; for each the launches, and which of their rows take part,
-            None for all.
-        has_directions: whether a rule among them looks at a whole tensor first.
+        parameters: the parameters of these members.
+        with_master: those that have a master, as positions in the list of all members with one.
+        launches: the launches in which one of them has a row.
+        sources: the sources of scalars that these launches need; with each, all of its launches,
+            and a mask of their rows that participate, None for all.
+        has_directions: whether one of the launches follows a direction.
     """
 
     parameters: list[Tensor]
@@ -189,43 +189,44 @@ class Active:
         launches: Sequence[Launch],
         sources: Sequence[tuple[list[Launch], ScalarSource]],
     ) -> Active:
-        """What there is to do where some of all members take part.
+        """Select the work for the members that participate.
 
         Args:
-            taking_part: for each member whether it does.
-            parameters: of each member.
+            taking_part: for each member, whether it participates.
+            parameters: the parameters of all members.
             with_master: int64, numbers of the members that have a master.
-            launches: of all members.
-            sources: the scalars of the launches.
+            launches: the launches of all members.
+            sources: all sources of scalars, each with its launches.
         """
         mask = np.array(taking_part, bool)
         rows = {launch: mask[launch.numbers] for launch in launches}
         active_sources = []
-        for some, source in sources:
-            which = np.concatenate([rows[launch] for launch in some])
-            if which.any():
-                active_sources.append((some, source, None if which.all() else which))
+        for of_source, source in sources:
+            active_rows = np.concatenate([rows[launch] for launch in of_source])
+            if active_rows.any():
+                mask_of_rows = None if active_rows.all() else active_rows
+                active_sources.append((of_source, source, mask_of_rows))
         active = [launch for launch in launches if rows[launch].any()]
         return cls(
             [*compress(parameters, taking_part)],
             np.flatnonzero(mask[with_master]).tolist(),
             active,
             active_sources,
-            any(each.has_direction for each in active),
+            any(launch.has_direction for launch in active),
         )
 
 
 def source_of(launches: Sequence[Launch]) -> ScalarSource:
-    """What computes the scalars of launches that share a rule on a device, and counts steps."""
+    """Make the source of scalars, which also counts steps, for launches of one rule and device."""
     members = [row.member for launch in launches for row in launch.rows]
     variant = launches[0].batch.variant
     source = launches[0].batch.backend.scalars(
         variant.rule,
         variant.device,
         [len(launch.batch) for launch in launches],
-        [each.group for each in members],
-        [each.state["step"] for each in members],
+        [member.group for member in members],
+        [member.state["step"] for member in members],
     )
-    for each, step in zip(members, source.steps, strict=True):
-        each.state["step"] = step
+    for member, step in zip(members, source.steps, strict=True):
+        member.state["step"] = step
     return source

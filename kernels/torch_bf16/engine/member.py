@@ -1,4 +1,4 @@
-"""A parameter that takes part in a step, and what the optimizer remembers of it between steps."""
+"""A parameter of a plan, with everything that its step needs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Member", "formats_of"]
 
 @dataclass(slots=True)
 class Member:
-    """A parameter that takes part in a step.
+    """A parameter of a plan.
 
     Attributes:
-        shard: what this rank holds of it; bf16 or fp32.
-        group: number of its parameter group.
-        rule: its rule.
-        formats: of the weight and of each of the rule's states.
+        shard: what this rank holds of the parameter; bf16 or fp32.
+        group: number of the parameter group.
+        rule: the update rule.
+        formats: the formats of the weight and of each of the rule's states.
         state: ``optimizer.state[parameter]``, complete; the plan puts its own ``step`` there.
-        keys: of what the rule uses of it; what else is there is the user's.
+        keys: the keys of ``state`` that the rule uses; any other entry is the user's.
         gradient_dtype: bfloat16 or float32.
-        snapshot: what the optimizer remembers of it.
-        direction: computes what the rule takes in place of the gradient; None if that is the
-            gradient itself.
-        steps: how many steps it has taken, for the direction.
+        snapshot: version, dtype and shape that the last step left.
+        direction: computes what the rule takes in place of the gradient; None if the rule takes
+            the gradient itself.
+        steps: number of steps taken, for the direction.
     """
 
     shard: Shard
@@ -60,7 +60,7 @@ class Member:
 
     @property
     def has_master(self) -> bool:
-        """Whether the state has a part of the weight, which another weight makes void."""
+        """Whether the state holds a part of the weight; writing the weight makes that part void."""
         return len(self.weights.planes) > 1
 
 
@@ -68,8 +68,8 @@ def formats_of(shard: Shard, rule: Rule, recipe: Recipe) -> tuple[Format, ...]:
     """The formats of a parameter's weight and of each of the rule's states.
 
     Raises:
-        NotImplementedError: the parameter is cut within the blocks of one of them, or is made of
-            tensors of several formats.
+        NotImplementedError: the parameter is cut within the blocks of a format, or consists of
+            tensors in several formats.
     """
     dtype = shard.parameter.dtype
     roles = ("weights", *(state.role for state in rule.states))

@@ -17,9 +17,9 @@ class ParameterNames:
     """The names of an optimizer's parameters, as far as they are known.
 
     Attributes:
-        given: by number of the group and position in it; where groups have no ``param_names``.
-        zero: those of a ``ZeroRedundancyOptimizer`` around this one, which has all ranks'
-            parameters.
+        given: names for groups without ``param_names``, by group number and position in the group.
+        zero: names from a ``ZeroRedundancyOptimizer`` around this optimizer; it has the parameters
+            of all ranks.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class ParameterNames:
         position: int,
         before: int | None = None,
     ) -> str:
-        """What keys a parameter's noise: its bare name, or its place among all of them.
+        """The key of a parameter's noise: its bare name, or its position among all parameters.
 
         Args:
-            groups: the optimizer's.
-            group: number of the parameter's.
-            position: in that.
-            before: how many parameters the groups before it have, if whoever asks has counted.
+            groups: the optimizer's parameter groups.
+            group: number of the parameter's group.
+            position: the parameter's position in that group.
+            before: number of parameters in the groups before it, if the caller has counted them.
         """
         known = self._known(groups, group, position)
         if known is not None:
@@ -49,14 +49,14 @@ class ParameterNames:
         return f"#{before + position}"
 
     def known(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
-        """The bare names of each group, None for a parameter that is known by its place alone."""
+        """The bare names of each group, None for a parameter without a known name."""
         return [
             [self._known(groups, number, position) for position in range(len(group["params"]))]
             for number, group in enumerate(groups)
         ]
 
     def label(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str:
-        """How messages call a parameter: its name where known, its place, shape and dtype.
+        """A parameter as messages describe it: its name if known, its place, shape and dtype.
 
         Args as for :meth:`key`.
         """
@@ -67,7 +67,7 @@ class ParameterNames:
         )
 
     def _known(self, groups: Sequence[Mapping[str, Any]], group: int, position: int) -> str | None:
-        """The bare name."""
+        """The parameter's bare name, if known."""
         if is_flat(groups[group]["params"][position]):
             return None
         name = None
@@ -78,7 +78,7 @@ class ParameterNames:
             if names is None:
                 name = self.given.get((group, position))
             elif position < len(names):
-                # Whoever appends to a group's parameters may forget its names.
+                # A user who appends to a group's parameters may forget to append a name.
                 name = names[position]
         return None if name is None else bare_name(name)
 

@@ -1,7 +1,7 @@
-"""Which rank solves for which matrix, where ranks hold parts of them.
+"""Which rank solves for which matrix, if ranks hold parts of matrices.
 
-Every rank derives the same assignment from shapes alone, whether it has gradients or not, so that
-none of this is communicated.
+Every rank derives the same assignment from shapes alone, whether or not it has gradients, so that
+the assignment need not be communicated.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch_bf16.sharding import Shard, Span
 __all__ = ["Cut", "Round", "Unit", "rounds_here", "rounds_of", "rounds_over"]
 
 _TOGETHER = 2**20
-"""Elements that are solved together where nothing has to be sent; larger tensors are alone."""
+"""Elements solved in one call if nothing has to be sent; a larger tensor is solved alone."""
 
 _AT_A_TIME = 2**24
-"""Elements of a round for each rank, which are in memory as a whole, and twice while they move."""
+"""Elements of a round per rank. All are in memory at once, and twice while they are exchanged."""
 
 
 class Cut(Protocol):
-    """What is asked of a :class:`torch_bf16.sharding.Shard` here."""
+    """The part of :class:`torch_bf16.sharding.Shard` that is used here."""
 
     parameter: Any
     shape: Any
@@ -41,13 +41,13 @@ class Cut(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A whole tensor, or one matrix of a stack.
+    """What one rank solves for: a whole tensor, or one matrix of a stack.
 
     Attributes:
-        first: index of its first element in the whole tensor.
-        shape: of it.
+        first: index of the unit's first element in the whole tensor.
+        shape: shape of the unit.
         owner: the global rank that solves for it.
-        spans: by global rank the elements that it holds: of this unit, begin in its own memory.
+        spans: for each global rank, which elements of the unit it holds, and where in its memory.
     """
 
     first: int
@@ -58,12 +58,12 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What goes over the wire together.
+    """Parameters whose units are exchanged together.
 
     Attributes:
-        group: the process group; None where nothing has to be sent.
-        rank: this one's, global.
-        parameters: those in it, and the units of each.
+        group: the process group; None if nothing has to be sent.
+        rank: the global rank of this process; 0 if nothing has to be sent.
+        parameters: each parameter with its units.
     """
 
     group: Any
@@ -71,72 +71,73 @@ class Round:
     parameters: list[tuple[Tensor, list[Unit]]]
 
 
-def rounds_here(some: Iterable[tuple[Cut, Rule]]) -> Iterator[Round]:
-    """What is solved together of parameters that this rank holds all of."""
+def rounds_here(shards: Iterable[tuple[Cut, Rule]]) -> Iterator[Round]:
+    """The rounds of parameters that this rank holds entirely."""
     round_, elements = Round(None, 0, []), 0
-    for shard, rule in some:
+    for shard, rule in shards:
         if round_.parameters and elements + shard.numel > _TOGETHER:
             yield round_
             round_, elements = Round(None, 0, []), 0
-        every = {0: Span.of_whole("", shard.shape)}
-        units = [Unit(first, shape, 0, spans) for first, shape, spans in _cut(shard, rule, every)]
+        held = {0: Span.of_whole("", shard.shape)}
+        units = [Unit(first, shape, 0, spans) for first, shape, spans in _cut(shard, rule, held)]
         round_.parameters.append((shard.parameter, units))
         elements += shard.numel
     yield round_
 
 
-def rounds_of(every: Iterable[tuple[Shard, Rule]]) -> list[Round]:
-    """All rounds of a step, in their order on every rank.
+def rounds_of(shards: Iterable[tuple[Shard, Rule]]) -> list[Round]:
+    """All rounds of a step, in an order that is the same on every rank.
 
-    The largest matrices come first, and each goes to the rank that has the least to do so far,
-    where work is counted as that of a product of a matrix and its transpose.
+    The largest matrices come first, and each goes to the rank with the least work so far, where
+    the work is that of multiplying the matrix by its transpose.
 
     Args:
-        every: all sharded parameters whose rule looks at whole tensors.
+        shards: all sharded parameters whose rule needs whole tensors, with that rule.
     """
-    alike: dict[tuple[int, ...], list[tuple[Shard, Rule]]] = defaultdict(list)
-    for shard, rule in every:
+    by_ranks: dict[tuple[int, ...], list[tuple[Shard, Rule]]] = defaultdict(list)
+    for shard, rule in shards:
         if shard.holders():
-            alike[tuple(dist.get_process_group_ranks(shard.exchange_group()))].append((shard, rule))
+            ranks = tuple(dist.get_process_group_ranks(shard.exchange_group()))
+            by_ranks[ranks].append((shard, rule))
     rounds: list[Round] = []
-    for ranks, some in alike.items():
-        rounds += rounds_over(ranks, dist.get_rank(), some, some[0][0].exchange_group())
+    for ranks, pairs in by_ranks.items():
+        rounds += rounds_over(ranks, dist.get_rank(), pairs, pairs[0][0].exchange_group())
     return rounds
 
 
 def rounds_over(
-    ranks: Sequence[int], rank: int, some: Sequence[tuple[Cut, Rule]], group: Any = None
+    ranks: Sequence[int], rank: int, shards: Sequence[tuple[Cut, Rule]], group: Any = None
 ) -> list[Round]:
     """The rounds of parameters that the same ranks hold.
 
     Args:
-        ranks: global ones, in the order of their group.
-        rank: this one.
-        some: the parameters, in an order that all ranks have.
+        ranks: global ranks, in the order of their group.
+        rank: the global rank of this process.
+        shards: the parameters and their rules, in the same order on all ranks.
         group: the process group.
     """
-    shapes = [_unit_shape(shard, rule) for shard, rule in some]
-    order = sorted(range(len(some)), key=lambda n: (-_cost(shapes[n]), shapes[n], n))
+    shapes = [_unit_shape(shard, rule) for shard, rule in shards]
+    order = sorted(range(len(shards)), key=lambda n: (-_cost(shapes[n]), shapes[n], n))
     work = dict.fromkeys(ranks, 0)
     rounds, elements, units = [Round(group, rank, [])], 0, 0
     for n in order:
-        shard = some[n][0]
+        shard = shards[n][0]
         if elements >= _AT_A_TIME * len(ranks) and units >= len(ranks):
             rounds.append(Round(group, rank, []))
             elements = units = 0
-        found = [
+        shard_units = [
             Unit(first, shape, _owner(spans, shape, work), spans)
-            for first, shape, spans in _cut(*some[n], shard.holders())
+            for first, shape, spans in _cut(*shards[n], shard.holders())
         ]
-        rounds[-1].parameters.append((shard.parameter, found))
-        elements, units = elements + shard.numel, units + len(found)
+        rounds[-1].parameters.append((shard.parameter, shard_units))
+        elements, units = elements + shard.numel, units + len(shard_units)
     return rounds
 
 
 def _cut(
     shard: Cut, rule: Rule, held: Mapping[int, Span]
 ) -> Iterator[tuple[int, tuple[int, ...], dict[int, Span]]]:
-    """Each unit's first element, shape, and what ranks hold of it; one if it is empty."""
+    """Each unit's first element, its shape, and what ranks hold of it; an empty tensor is one."""
     shape = _unit_shape(shard, rule)
     for first in range(0, shard.numel, max(prod(shape), 1)) if shard.numel else [0]:
         yield first, shape, {rank: each.within(first, shape) for rank, each in held.items()}

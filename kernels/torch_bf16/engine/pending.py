@@ -1,4 +1,4 @@
-"""What the next step is told, and what CUDA graph capture asks of it."""
+"""Requests to scale or skip the next step, and the check of steps under CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _OF_SCALER = "grad_scale", "found_inf"
 
 
 class _Clipped:
-    """The gradients that a clip was of, as they were then; it keeps none of them alive."""
+    """The gradients that were clipped, with their versions then; keeps none of them alive."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self._references = [*map(weakref.ref, gradients)]
         self._versions = versions_of(gradients)
 
     def is_stale(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether none of them is among these any more, or one that is was written since."""
+        """Check whether all of them have been replaced, or any that is left has been written."""
         known: list[Any] = [reference() for reference in self._references]
         if all_same(gradients, known):
             return versions_of(gradients) != self._versions
         for each in known:
-            # A tensor that C++ alone has kept must learn that Python has a hold of it again.
+            # A tensor that only C++ has kept alive must learn that Python refers to it again.
             if each is not None:
                 each._fix_weakref()
         present = {id(each) for each in gradients}
@@ -44,7 +44,7 @@ class _Clipped:
 
 
 class Pending:
-    """What the next step was told, and how many were skipped."""
+    """Requests to the next step, and the number of steps that were skipped."""
 
     def __init__(self) -> None:
         self.coefficient: float | Tensor = 1.0
@@ -53,7 +53,7 @@ class Pending:
         self._skipped: dict[torch.device, Tensor] = {}
 
     def reset(self) -> None:
-        """Forget what was told."""
+        """Cancel all requests."""
         self.coefficient, self._found_inf, self._clipped = 1.0, None, None
 
     def scale(self, coefficient: float | Tensor) -> None:
@@ -74,22 +74,22 @@ class Pending:
         self.coefficient = coefficient
 
     def only_for(self, gradients: Iterable[Tensor]) -> None:
-        """Keep what was told as long as these gradients are what they are now."""
+        """Make the requests valid only for these gradients, and until these are written."""
         self._clipped = _Clipped([*gradients])
 
     def expect_written(self, gradients: Iterable[Tensor]) -> None:
-        """Keep what was told of these gradients, which a clip has written in place since."""
+        """Keep the requests valid after a clip that has itself written these gradients."""
         if self._clipped is not None:
             self.only_for(gradients)
 
     def is_stale(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether what was told is of other gradients than these parameters have now."""
+        """Whether the requests are for other gradients than these parameters have now."""
         if self._clipped is None:
             return False
         return self._clipped.is_stale([g for g in gradients_of(parameters) if g is not None])
 
     def drop_if_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Forget what was told of other gradients than these parameters have, and say so."""
+        """Cancel requests for other gradients than these parameters have now, with a warning."""
         if self.is_stale(parameters):
             self.reset()
             warnings.warn(
@@ -100,7 +100,7 @@ class Pending:
             )
 
     def skip_where(self, found_inf: Tensor) -> None:
-        """Leave everything as it is where ``found_inf`` is not 0.
+        """Skip the step if ``found_inf`` is not 0.
 
         Raises:
             ValueError: it is not a tensor with one element.
@@ -113,27 +113,27 @@ class Pending:
         self._found_inf = found_inf.reshape(()).float()
 
     def inputs(self, optimizer: Any, parameters: Iterable[Tensor]) -> StepInputs:
-        """What was told, here and by ``torch.amp.GradScaler`` in the optimizer's attributes.
+        """The inputs of the next step: these requests, and those of ``torch.amp.GradScaler``.
 
         Args:
-            optimizer: whose step it is.
+            optimizer: the optimizer that steps; ``GradScaler`` sets attributes of it.
             parameters: all that may have a gradient.
         """
         self.drop_if_stale(parameters)
         grad_scale, found_inf = (getattr(optimizer, name, None) for name in _OF_SCALER)
-        mine = self._found_inf
-        if mine is not None and found_inf is not None:
-            mine = mine + found_inf.to(mine.device, non_blocking=True)
-        return StepInputs(self.coefficient, grad_scale, found_inf if mine is None else mine)
+        skip = self._found_inf
+        if skip is not None and found_inf is not None:
+            skip = skip + found_inf.to(skip.device, non_blocking=True)
+        return StepInputs(self.coefficient, grad_scale, found_inf if skip is None else skip)
 
     def get_ready(self, devices: Iterable[torch.device]) -> None:
-        """Make the counters of skipped steps; a graph could not replay their making."""
+        """Allocate the counters of skipped steps now; a CUDA graph must not record this."""
         for device in devices:
             if device not in self._skipped:
                 self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
 
     def count(self, inputs: StepInputs) -> None:
-        """Count a step that was skipped, without asking the device whether it was."""
+        """Count the step if it was skipped, without waiting for the device to know."""
         found = inputs.found_inf
         if found is None:
             return
@@ -148,15 +148,15 @@ class Pending:
 
 
 def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: str | None) -> None:
-    """Refuse a capture whose replays would not be steps.
+    """Refuse a capture whose replays would not be valid steps.
 
     Args:
         optimizer: its groups say whether they are capturable; those without the option are.
-        planned: whether the plan of the last step serves this one.
-        obstacle: what else stands in the way.
+        planned: whether the plan of the last step is valid for this one.
+        obstacle: any other reason against a capture.
 
     Raises:
-        RuntimeError: the step cannot be captured; nothing was recorded by it.
+        RuntimeError: the step cannot be captured; it has recorded nothing.
     """
     name = type(optimizer).__name__
     if not all(group.get("capturable", True) for group in optimizer.param_groups):
@@ -168,13 +168,13 @@ def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: 
         )
     if not planned:
         obstacle = (
-            "other parameters take part than in its last step, or it has taken none: take a step "
-            "with the same parameters before the capture, so that states and tables exist"
+            "other parameters have gradients than in its last step, or it has taken none: take a "
+            "step with the same parameters before the capture, so that states and tables exist"
         )
     if obstacle is not None:
         raise RuntimeError(f"a step of {name} cannot be captured in a CUDA graph: {obstacle}")
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What torch multiplies gradients of that norm by, at most 1; 0-d, where ``norm`` is."""
+    """The factor, at most 1, by which torch clips gradients of this norm; 0-d, on its device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

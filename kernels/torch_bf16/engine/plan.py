@@ -1,8 +1,8 @@
-"""The plan of a step: made once, reused while all that takes part is in it.
+"""The plan of a step: made once, reused while it covers every parameter that has a gradient.
 
-Parameters are put together into batches that one kernel call updates. Parameter groups do not
-separate them: each group's hyperparameters are a row of a small table. A member without a gradient
-stays in its batch: its place in the table of gradients says that there is nothing to do.
+Parameters are combined into batches, each of which one kernel call updates. A batch may span
+parameter groups: each group's hyperparameters are a row of a small table. A member without a
+gradient stays in its batch: a null entry in the table of gradients tells the kernel to skip it.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from .versions import Versions
 
 __all__ = ["Plan"]
 
+# How many sets of participating members are cached.
 _SETS = 8
 
 
 class Plan:
-    """Batches and scalars for the parameters that take part in a step, or did before.
+    """Batches and scalars for the parameters that participate in a step, or did before.
+
+    A member participates in a step if it has a gradient.
 
     Args:
-        members: in a fixed order; all that take part now, and others.
-        seed: of the noise.
+        members: in a fixed order; all that participate now, and possibly others.
+        seed: seed of the noise.
         backend: name of the backend, None for the best that works on each device.
-        setting: what else the members follow from; :meth:`fits` compares it.
-        rounds: in which ranks exchange what a rule looks at as a whole.
+        setting: what the members depend on besides memory; :meth:`fits` compares it.
+        rounds: exchanges between ranks, for rules that need whole tensors.
         sharded: see :class:`.statistics.Statistics`.
 
     Attributes:
-        members: all that it knows.
-        devices: where they are.
+        members: all members of the plan.
+        devices: the devices that the members are on.
     """
 
     _guard: Guard
@@ -64,9 +67,9 @@ class Plan:
         sharded: Sequence[Shard] = (),
     ) -> None:
         self.members = members
-        self._parameters = [each.parameter for each in members]
-        # Nothing else asks whether a weight was written.
-        self._with_master = np.flatnonzero([each.has_master for each in members])
+        self._parameters = [member.parameter for member in members]
+        # Writes to weights matter, and are detected, only for exact masters.
+        self._with_master = np.flatnonzero([member.has_master for member in members])
         self._setting = setting
         rows = [
             Row.of(number, member, part)
@@ -75,31 +78,31 @@ class Plan:
             for part in span.split()
         ]
         self._statistics = sums = Statistics(members, sharded)
-        together = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
-        self._launches = [Launch(some, seed, backend, sums) for some in together]
-        watched = [each for each in members if each.has_master]
+        batches = alike(rows, lambda row: (row.job.variant, row.alone, sums.place_of(row.member)))
+        self._launches = [Launch(batch, seed, backend, sums) for batch in batches]
+        watched = [member for member in members if member.has_master]
         self._versions = Versions(
-            [each.parameter for each in watched],
-            [each.snapshot for each in watched],
+            [member.parameter for member in watched],
+            [member.snapshot for member in watched],
             unseen=all(
-                each.batch.backend.by_address and not each.copies for each in self._launches
+                launch.batch.backend.by_address and not launch.copies for launch in self._launches
             ),
         )
-        one_rule = alike(self._launches, lambda each: each.rule_on_device)
+        one_rule = alike(self._launches, lambda launch: launch.rule_on_device)
         self._sources = [(launches, source_of(launches)) for launches in one_rule]
         self._solver = DirectionSolver(members, rounds, sums.groups)
         self._sets: dict[bytes, Active] = {}
         self._selected: tuple[list[bool], Any] = [], None
-        self.devices = {each.batch.variant.device for each in self._launches}
+        self.devices = {launch.batch.variant.device for launch in self._launches}
 
     def compile(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Compile the kernels for all that has a gradient, before anything is counted or updated.
+        """Compile the kernels of all members with gradients, before anything is updated or counted.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
 
         Raises:
-            ValueError: no step follows from a group's options.
+            ValueError: a group's options are invalid.
         """
         for launch in self._launches:
             present = (row.member for row in launch.rows if row.member.parameter.grad is not None)
@@ -108,13 +111,13 @@ class Plan:
                 launch.batch.compile(len(scalars))
 
     def watch(self, states: dict[Tensor, Any]) -> None:
-        """Remember all tensors as they are, once ``optimizer.state`` has the members' states.
+        """Record where all tensors are, once ``optimizer.state`` has the members' states.
 
-        Those that have a gradient now take part.
+        Members with a gradient participate in the next step.
         """
-        shards = [each.shard for each in self.members]
-        keys = [each.keys for each in self.members]
-        dtypes = [each.gradient_dtype for each in self.members]
+        shards = [member.shard for member in self.members]
+        keys = [member.keys for member in self.members]
+        dtypes = [member.gradient_dtype for member in self.members]
         self._guard = Guard(shards, states, keys, dtypes)
 
     def fits(
@@ -123,37 +126,41 @@ class Plan:
         parameters: Sequence[Tensor],
         states: dict[Tensor, Any],
     ) -> bool:
-        """Whether the plan was made for these very tensors: then there is nothing to check.
+        """Check that the plan is still valid for exactly these tensors, and needs no other check.
 
-        Args as for the constructor and :meth:`watch`, as they are now; parameters are all that may
-        have a gradient, in the members' order. Those that have one take part from now on.
+        Members with a gradient participate from now on.
+
+        Args:
+            setting: the current one; compared with the constructor's by identity.
+            parameters: all that may have a gradient, in the members' order.
+            states: the current ``optimizer.state``.
         """
         return setting is self._setting and self._guard.holds(parameters, states)
 
     def intact(self, setting: Setting, states: dict[Tensor, Any]) -> dict[Tensor, Member]:
-        """The members that another plan can take over: nothing of them has changed."""
+        """The members that the next plan can reuse, because nothing about them has changed."""
         if setting is not self._setting:
             return {}
         pairs = zip(self.members, self._guard.intact(states), strict=True)
-        return {each.parameter: each for each, same in pairs if same}
+        return {member.parameter: member for member, same in pairs if same}
 
     @property
     def taking_part(self) -> list[bool]:
-        """For each member whether it takes part in the step; another list for another set."""
+        """For each member, whether it participates; a new list object whenever this changes."""
         return self._guard.taking_part
 
     def active_members(self) -> Sequence[Member]:
-        """The members that take part in the step."""
+        """The members that participate in the step."""
         return [*compress(self.members, self._guard.taking_part)]
 
     def active_parameters(self) -> Sequence[Tensor]:
-        """Their parameters."""
+        """The parameters of :meth:`active_members`."""
         return self._active().parameters
 
     def overwritten_members(self) -> list[Member]:
-        """Those of them whose remainder belongs to what something else has overwritten since.
+        """The active members whose remainder is void, because something else wrote the weight.
 
-        Since :meth:`note_step` or :meth:`note_versions`, that is.
+        Writes count since the last :meth:`note_step` or :meth:`note_versions`.
         """
         changed = self._versions.changed()
         if not changed:
@@ -162,19 +169,19 @@ class Plan:
         return [self.members[n] for n in numbers if self.taking_part[n]]
 
     def note_versions(self) -> None:
-        """Remember what those that take part are now."""
+        """Record the current versions of the active members."""
         self._versions.note(self._active().with_master)
 
     def note_step(self) -> None:
-        """Tell autograd of the step that kernels have taken, and remember what it made of them."""
+        """Tell autograd which weights the kernels have written, and record their new versions."""
         active = self._active()
         self._versions.note_step(active.with_master, active.parameters)
         self._guard.forget_gradients()
         taking_part = compress(self.members, self._guard.taking_part)
-        data_writes.note_step(each.snapshot.data for each in taking_part)
+        data_writes.note_step(member.snapshot.data for member in taking_part)
 
     def obstacle_to_capture(self) -> str | None:
-        """Why a CUDA graph cannot record a step of this plan, or None where it can."""
+        """Why a CUDA graph cannot record a step of this plan, or None if it can."""
         if self._statistics.groups:
             return (
                 "cautious and update_clipping add up numbers of all ranks within a step of "
@@ -200,9 +207,9 @@ class Plan:
                     f"a parameter of shape {tuple(member.parameter.shape)} is not contiguous, and "
                     "its step goes through a copy; make it contiguous"
                 )
-        for each in self.overwritten_members():
+        for member in self.overwritten_members():
             return (
-                f"a weight of shape {tuple(each.parameter.shape)} was written since the last "
+                f"a weight of shape {tuple(member.parameter.shape)} was written since the last "
                 "step, and replays would forget the remainder of its master each time; take an "
                 "ordinary step first"
             )
@@ -211,16 +218,16 @@ class Plan:
     def scalars(
         self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs
     ) -> list[ScalarRows] | None:
-        """Each batch's scalars for the next step; None where it is to be skipped.
+        """Compute each batch's scalars for the next step; None if the step is to be skipped.
 
-        Ranks that exchange matrices agree first whether they skip it.
+        Ranks that exchange matrices first agree on whether to skip the step.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            inputs: of this step.
+            inputs: inputs of this step.
 
         Raises:
-            ValueError: no step follows from a group's options.
+            ValueError: a group's options are invalid.
         """
         self._solver.agree(inputs)
         active, rows, skipped = self._active(), {}, False
@@ -231,17 +238,21 @@ class Plan:
                 started.append(source)
                 skipped |= source.skipped
         except BaseException:
-            # A device has counted the step already.
+            # Devices have already counted this step: undo it.
             for source in started:
                 source.count(np.zeros(len(source.steps), bool))
             raise
-        return None if skipped else [rows[each] for each in active.launches]
+        return None if skipped else [rows[launch] for launch in active.launches]
 
     def run(self, scalars: Sequence[ScalarRows], inputs: StepInputs) -> None:
         """Take the step: update parameters and states in place, and count it in ``state["step"]``.
 
-        ``scalars`` are those of :meth:`scalars`, for the same ``inputs``. Where a part of the step
-        fails, what was updated before it is counted, nothing else, and the error says how much.
+        If it fails midway, only the steps of parameters that were updated are counted, and the
+        error says how many these are.
+
+        Args:
+            scalars: what :meth:`scalars` returned for the same ``inputs``.
+            inputs: inputs of this step.
         """
         active, gradients = self._active(), self._guard.gradients()
         if active.has_directions:
@@ -258,11 +269,11 @@ class Plan:
                 self._run(active, gradients, scalars, inputs, done)
         except BaseException as error:
             for launches, source, _ in active.sources:
-                updated = [np.full(len(each.rows), each in done) for each in launches]
+                updated = [np.full(len(launch.rows), launch in done) for launch in launches]
                 source.count(np.concatenate(updated))
-            for member in (each.rows[0].member for each in done if each.has_direction):
+            for member in (launch.rows[0].member for launch in done if launch.has_direction):
                 member.steps = int(member.state["step"])
-            numbers = {row.number for each in done for row in each.rows}
+            numbers = {row.number for launch in done for row in launch.rows}
             _say_what_was_updated(error, len(numbers), self._solver.prepared)
             self._solver.prepared.clear()
             raise
@@ -277,42 +288,43 @@ class Plan:
         inputs: StepInputs,
         done: set[Launch],
     ) -> None:
-        following = {}
+        waiting = {}
         for launch, rows in zip(active.launches, scalars, strict=True):
             if launch.has_direction:
-                following[launch.rows[0].number] = launch, rows
+                waiting[launch.rows[0].number] = launch, rows
                 if rows.steps is not None:
                     # Somebody may have written ``state["step"]``.
                     launch.rows[0].member.steps = int(rows.steps[0]) - 1
             else:
                 _carry_out(launch, done, launch.run, gradients, rows)
-        if following:
-            found = self._solver.run(self.taking_part, gradients.tensors, inputs)
-            for number, direction in found:
-                launch, rows = following[number]
+        if waiting:
+            directions = self._solver.run(self.taking_part, gradients.tensors, inputs)
+            for number, direction in directions:
+                launch, rows = waiting[number]
                 _carry_out(launch, done, launch.follow, direction, rows)
+                # Free it before the next one is computed.
                 del direction
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> Recording:
-        """A CUDA graph of the step of those that take part now, over the gradients of now.
+        """Record a step of the active members, with their current gradients, in a CUDA graph.
 
-        It is for the caller to see that tensors are where they were at each replay, and that there
-        is no :meth:`obstacle_to_capture`. Args and errors as for :class:`.recording.Recording`.
+        The caller must check that there is no :meth:`obstacle_to_capture`, and before each replay
+        that no tensor has moved. Args and errors as for :class:`.recording.Recording`.
         """
         return Recording(self._active(), self._guard.gradients(), groups, self._statistics)
 
     def suits(self, recording: Recording) -> bool:
-        """Whether gradients are where a recording reads them, once :meth:`fits` was asked."""
+        """Check that gradients are where a recording reads them; call :meth:`fits` first."""
         return recording.reads(self._guard.gradients())
 
     def _active(self) -> Active:
-        """What there is to do for the members that take part."""
+        """The work of a step for the members that participate, cached by the set of them."""
         taking_part, active = self._selected
         if taking_part is not self._guard.taking_part:
             taking_part = self._guard.taking_part
             key = bytes(taking_part)
             if key not in self._sets:
-                # Experts, dropped layers and alternating freezes come back to a few sets.
+                # Experts, dropped layers and alternating freezes reuse a few sets.
                 if len(self._sets) == _SETS:
                     self._sets.clear()
                 self._sets[key] = Active.of(
@@ -327,11 +339,11 @@ class Plan:
         return active
 
 
-def _carry_out(launch: Launch, done: set[Launch], work: Callable[..., None], *given: Any) -> None:
-    """Update the rows of one; it is done also where an interrupt ends it, after its kernel."""
+def _carry_out(launch: Launch, done: set[Launch], work: Callable[..., None], *args: Any) -> None:
+    """Run a launch and note it as done; an interrupt, which comes after its kernel, keeps it so."""
     done.add(launch)
     try:
-        work(*given)
+        work(*args)
     except Exception:
         done.discard(launch)
         raise

@@ -19,20 +19,20 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """The launches of a step, in one graph per device, and all that they read.
+    """The launches of a step, in one graph per device, with everything that they read.
 
-    A graph holds only launches: tables that have changed are copied to the device before each
-    replay, so that hyperparameters are the current ones.
+    A graph holds only launches: before each replay, tables that have changed are copied to the
+    device, so that hyperparameters are the current ones.
 
     Args:
-        active: what there is to do, on backends that are capturable.
-        gradients: of the step.
+        active: the work of the step, on capturable backends.
+        gradients: the gradients of the step.
         groups: the optimizer's parameter groups; only hyperparameters are read.
-        statistics: the sums that rules want to know first, of this rank alone.
+        statistics: the sums that rules need before they update, over this rank only.
 
     Raises:
-        RuntimeError: a gradient has to be copied first.
-        ValueError: no step follows from a group's options.
+        RuntimeError: kernels cannot read a gradient in place.
+        ValueError: a group's options are invalid.
     """
 
     def __init__(
@@ -42,24 +42,25 @@ class Recording:
         groups: Sequence[Mapping[str, Any]],
         statistics: Statistics,
     ) -> None:
-        readable = all(each.reads_in_place for each in active.launches)
+        readable = all(launch.reads_in_place for launch in active.launches)
         if gradients.addresses is None or not readable:
             raise RuntimeError(
                 "a gradient is not contiguous, is negated when it is read, or is not a plain "
-                "tensor on this rank, and each step goes through a copy of it. Make it contiguous, "
-                "or take ordinary steps"
+                "tensor on this rank, so that each step must copy it. Make it contiguous, or take "
+                "ordinary steps"
             )
         self._statistics = statistics
         self._launches, self._sources = {*active.launches}, active.sources
-        # Tensors of its own: what puts one elsewhere by .data must not free what is read here.
-        self._gradients = [each if each is None else each.detach() for each in gradients.tensors]
+        # Separate tensors over the same memory: if the user moves one by .data, the memory that
+        # the graph reads must not be freed.
+        self._gradients = [g if g is None else g.detach() for g in gradients.tensors]
         self._addresses: np.ndarray = gradients.addresses
         self._bring(groups, StepInputs())
-        devices = {each.batch.variant.device for each in active.launches}
-        self._graphs = [cuda_graphs.record(partial(self._launch, each), each) for each in devices]
+        devices = {launch.batch.variant.device for launch in active.launches}
+        self._graphs = [cuda_graphs.record(partial(self._launch, d), d) for d in devices]
 
     def reads(self, gradients: StepGradients) -> bool:
-        """Whether these gradients are where it reads them."""
+        """Whether these gradients are where the graph reads them."""
         return gradients.addresses is not None and np.array_equal(
             gradients.addresses, self._addresses
         )
@@ -69,33 +70,33 @@ class Recording:
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
-            inputs: what this step was told.
+            inputs: inputs of this step.
 
         Raises:
-            ValueError: no step follows from a group's options; nothing has been updated.
+            ValueError: a group's options are invalid; nothing has been updated.
         """
         self._bring(groups, inputs)
-        for each in self._graphs:
-            each()
+        for graph in self._graphs:
+            graph()
 
     def _bring(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> None:
         for launches, source, taking_part in self._sources:
             capturable: Any = source
             rows = capturable.bring(groups, inputs, taking_part)
-            for each, scalars in zip(launches, rows, strict=True):
-                if each in self._launches:
-                    each.batch.bring(self._gradients, scalars, each.addresses(self._addresses))
+            for launch, scalars in zip(launches, rows, strict=True):
+                if launch in self._launches:
+                    launch.batch.bring(self._gradients, scalars, launch.addresses(self._addresses))
 
     def _launch(self, device: torch.device) -> None:
         for launches, source, _ in self._sources:
             if launches[0].batch.variant.device == device:
                 capturable: Any = source
                 capturable.launch()
-                active = [each for each in launches if each in self._launches]
+                active = [launch for launch in launches if launch in self._launches]
                 if launches[0].has_statistic:
                     # The spans of a tensor have one rule, and so one source.
                     self._statistics.clear(device)
-                    for each in active:
-                        each.batch.launch_measure()
-                for each in active:
-                    each.batch.launch()
+                    for launch in active:
+                        launch.batch.launch_measure()
+                for launch in active:
+                    launch.batch.launch()

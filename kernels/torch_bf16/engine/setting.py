@@ -1,4 +1,4 @@
-"""What a plan depends on besides the memory of tensors."""
+"""What a plan depends on, besides where tensors are in memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Setting"]
 
 
 class Setting:
-    """The parameters of each group, and what else decides how they step.
+    """The parameters of each group, and whatever else decides how they step.
 
     Args:
-        fixed: compared by ``==``: recipe, backend, rules.
+        fixed: recipe, backend and rules; compared by ``==``.
         groups: the optimizer's parameter groups; their lists are copied.
 
     Attributes:
-        parameters: of all groups, in order.
+        parameters: the parameters of all groups, in order.
     """
 
     def __init__(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> None:
         self._fixed = fixed
-        # Names, or places where there are none, key the noise.
+        # Noise is keyed by names, or by positions if there are none.
         self._names = [list(group.get("param_names") or ()) for group in groups]
         self._members: list[list[Tensor]] = [list(group["params"]) for group in groups]
         self.parameters = [each for members in self._members for each in members]
@@ -37,11 +37,11 @@ class Setting:
         groups: Sequence[Mapping[str, Any]],
         last: Setting | None,
     ) -> Setting:
-        """The last one where it still holds, else another."""
+        """The last setting if it still holds, else a new one."""
         return last if last is not None and last.holds(fixed, groups) else cls(fixed, groups)
 
     def holds(self, fixed: tuple[Any, ...], groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether all of it is still the same; if so, the object stays, compared by identity."""
+        """Whether nothing has changed; the same object is then kept, as plans compare by ``is``."""
         return (
             fixed == self._fixed
             and [list(group.get("param_names") or ()) for group in groups] == self._names

@@ -1,4 +1,4 @@
-"""``optimizer.state``, and whether anyone outside may hold one of its tensors."""
+"""``optimizer.state``, which knows whether code outside may hold one of its tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["States", "set_seen"]
 
 
 class States(defaultdict):
-    """A dict of states that remembers whether it has ever given one away, or was changed.
+    """A dict of states that remembers whether it was changed or ever handed one out.
 
     Kernels write where a state's tensors were when a step was planned. Moving one by
-    ``state["exp_avg"].data = ...`` leaves no trace: to find that, a step must ask each tensor for
-    its address, which takes longer than most of its other checks. Tensors that were given to no one
-    need not be asked. Our own code reads and writes by ``dict.get(states, key)`` and the like,
-    which is not noticed, and gives nothing away.
+    ``state["exp_avg"].data = ...`` leaves no trace: to detect that, a step must read each tensor's
+    address, which takes longer than most of its other checks. Tensors that were never handed out
+    need no such check. Our own code reads and writes by ``dict.get(states, key)`` and other methods
+    of ``dict``, which bypass this class; it hands nothing out.
 
     Attributes:
-        seen: whether somebody may hold a state or one of its tensors, or has put others here.
-        plans: how many plans were made for the states, each of which counts their steps anew.
+        seen: whether code outside may hold a state or one of its tensors, or has put some here.
+        plans: how many plans were made for the states; each replaces their ``step`` tensors.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -29,17 +29,17 @@ class States(defaultdict):
         super().__init__(*arguments, **named)
         self.seen = len(self) > 0
 
-    # Without a method of its own dict(states) would copy past __getitem__.
+    # Without this override, dict(states) would copy without calling __getitem__.
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
 
     def __reduce__(self) -> Any:
-        # A copy has tensors of its own.
+        # A copy has its own tensors, which nobody has seen.
         return States, (self.default_factory,), None, None, iter(dict.items(self))
 
 
 def set_seen(states: Any, seen: bool) -> None:
-    """Say whether somebody may hold a tensor of these states; of other dicts that is not known."""
+    """Set whether code outside may hold a tensor of these states; other dicts do not record it."""
     if isinstance(states, States):
         states.seen = seen
 
@@ -47,7 +47,7 @@ def set_seen(states: Any, seen: bool) -> None:
 def _noticing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def noticing(self: States, *arguments: Any, **named: Any) -> Any:
-        # An empty one has nothing to give away, or to lose.
+        # An empty dict has nothing to hand out or to lose.
         self.seen = self.seen or len(self) > 0
         try:
             return method(self, *arguments, **named)

@@ -1,7 +1,7 @@
 """Sums over whole tensors that rules need before they update: one integer for each tensor.
 
-Kernels add up what this rank holds, and ranks that hold other parts add theirs. Sums of integers
-are the same in any order, so that any number of ranks has the bits of one process.
+Kernels sum over what this rank holds; ranks that hold other parts then add up their sums. Sums of
+integers are the same in any order, so that any number of ranks gives the bits of one process.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ __all__ = ["Statistics"]
 
 
 class Statistics:
-    """The sums of the members of a plan whose rule has a statistic.
+    """The sums for those members of a plan whose rule has a statistic.
 
     Args:
-        members: of a plan.
-        sharded: the parameters of such rules that ranks hold parts of, in an order that is the same
-            on every rank: those of this plan and others, as a rank may have no gradient of one.
+        members: the plan's members.
+        sharded: the sharded parameters of such rules, in an order that is the same on every rank.
+            Parameters outside this plan are included: other ranks may have their gradients.
 
     Attributes:
-        groups: those whose ranks add up their sums, each with its device.
+        groups: the process groups over which sums are reduced, each with its device.
     """
 
     def __init__(self, members: Sequence[Member], sharded: Sequence[Shard] = ()) -> None:
         together: dict[Any, list[Tensor]] = defaultdict(list)
         for shard in sharded:
             together[shard.parameter.device, tuple(shard.groups())].append(shard.parameter)
-        known = {parameter for some in together.values() for parameter in some}
-        for each in members:
-            if each.rule.statistic is not None and each.parameter not in known:
-                together[each.parameter.device, ()].append(each.parameter)
+        included = {parameter for parameters in together.values() for parameter in parameters}
+        for member in members:
+            if member.rule.statistic is not None and member.parameter not in included:
+                together[member.parameter.device, ()].append(member.parameter)
         self._sums = {
-            key: torch.zeros(len(some), dtype=torch.int64, device=key[0])
-            for key, some in together.items()
+            key: torch.zeros(len(parameters), dtype=torch.int64, device=key[0])
+            for key, parameters in together.items()
         }
         self._places = {
             parameter: (self._sums[key], place)
-            for key, some in together.items()
-            for place, parameter in enumerate(some)
+            for key, parameters in together.items()
+            for place, parameter in enumerate(parameters)
         }
         self.groups = {group: device for device, groups in together for group in groups}
 
@@ -58,26 +58,26 @@ class Statistics:
         return bool(self._sums)
 
     def totals(self, members: Sequence[Member]) -> Totals | None:
-        """Where a batch adds up: one that has a part of each member; None without a statistic."""
+        """Where a batch sums its statistic; None if the rule has none. One member for each job."""
         if members[0].rule.statistic is None:
             return None
-        places = [self._places[each.parameter] for each in members]
-        counts = np.array([each.shard.numel for each in members], np.int64)
+        places = [self._places[member.parameter] for member in members]
+        counts = np.array([member.shard.numel for member in members], np.int64)
         return Totals(places[0][0], np.array([place for _, place in places], np.int64), counts)
 
     def place_of(self, member: Member) -> int | None:
-        """Which buffer a member's sum is in: a batch has sums in one of them."""
-        known = self._places.get(member.parameter)
-        return None if known is None else id(known[0])
+        """Identify the buffer of a member's sum: all sums of a batch must be in one buffer."""
+        place = self._places.get(member.parameter)
+        return None if place is None else id(place[0])
 
     def clear(self, device: torch.device | None = None) -> None:
-        """Begin to add up, on one device or all."""
+        """Set the sums to zero, on one device or on all."""
         for sums in self._sums.values():
             if device in (None, sums.device):
                 sums.zero_()
 
     def reduce(self) -> None:
-        """Add what other ranks hold; communicates on all of them."""
+        """Add the sums of other ranks; communicates on all ranks of the groups."""
         for (_, groups), sums in self._sums.items():
             for group in groups:
                 dist.all_reduce(sums, group=group)

@@ -1,4 +1,4 @@
-"""Our optimizers inside of others: a host's wrapper, SAM, Lookahead."""
+"""Finds our optimizers inside others: a host's wrapper, SAM, Lookahead."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ __all__ = ["held_optimizers", "optimizer_for", "unwrap"]
 
 
 def held_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers of ours that one is, or holds at any depth, each once; the innermost count."""
+    """Find our optimizers in an optimizer, at any depth: the innermost ones, each once.
+
+    An optimizer of ours that holds no other is found itself.
+    """
     seen: set[int] = set()
 
-    def look(each: Any) -> list[Any]:
-        if id(each) in seen:
+    def search(holder: Any) -> list[Any]:
+        if id(holder) in seen:
             return []
-        seen.add(id(each))
-        members = (v for v in vars(each).values() if isinstance(v, torch.optim.Optimizer))
-        inside = [*members, getattr(each, "optimizer", None)]
-        found = [one for other in inside if hasattr(other, "__dict__") for one in look(other)]
-        return found or ([] if engine_of(each) is None else [each])
+        seen.add(id(holder))
+        members = (v for v in vars(holder).values() if isinstance(v, torch.optim.Optimizer))
+        inside = [*members, getattr(holder, "optimizer", None)]
+        found = [ours for each in inside if hasattr(each, "__dict__") for ours in search(each)]
+        return found or ([] if engine_of(holder) is None else [holder])
 
-    return look(optimizer) if hasattr(optimizer, "__dict__") else []
+    return search(optimizer) if hasattr(optimizer, "__dict__") else []
 
 
 def unwrap(optimizer: Any) -> Any | None:
-    """The one optimizer of ours that one is or holds; None where there is none.
+    """The one optimizer of ours that an optimizer is or holds; None if there is none.
 
     Raises:
-        ValueError: it holds several, or one that has not all of its parameters.
+        ValueError: it holds several, or one that lacks some of its parameters.
     """
     found = held_optimizers(optimizer)
     if not found:
@@ -41,7 +44,7 @@ def unwrap(optimizer: Any) -> Any | None:
         held = ", ".join(type(each).__name__ for each in found)
         raise ValueError(
             f"this {kind} holds {len(found)} optimizers of torch_bf16 ({held}), and it is not "
-            "clear which is meant; give them themselves"
+            "clear which is meant; pass one of these instead"
         )
     (ours,) = found
     own = {id(each) for group in ours.param_groups for each in group["params"]}
@@ -50,23 +53,23 @@ def unwrap(optimizer: Any) -> Any | None:
     if left:
         raise ValueError(
             f"this {kind} has {left} parameters that the {type(ours).__name__} in it does not "
-            "have, as ranks of ZeroRedundancyOptimizer step for some each; give an optimizer "
-            "that has all of them"
+            "have, as in ZeroRedundancyOptimizer, where each rank steps for some of them; pass an "
+            "optimizer that has all of them"
         )
     return ours
 
 
 def optimizer_for(function: str, optimizer: Any) -> Any:
-    """The optimizer of ours that a function was given, also within a wrapper.
+    """The optimizer of ours that was passed to a function, perhaps in a wrapper.
 
     Raises:
-        ValueError: there is none, or :func:`unwrap` raises it.
+        ValueError: there is none, or more than one, or it lacks parameters of its wrapper.
     """
     ours = unwrap(optimizer)
     if ours is None:
         raise ValueError(
-            f"{function} was given a {type(optimizer).__name__}, which stores its numbers by no "
-            "recipe; give it an optimizer of torch_bf16, or one that convert(), prepare() or a "
+            f"{function} was given a {type(optimizer).__name__}, which does not store its numbers "
+            "by a recipe; pass an optimizer of torch_bf16, or one that convert(), prepare() or a "
             "host's precision mode has converted"
         )
     return ours

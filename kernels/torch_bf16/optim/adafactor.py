@@ -22,7 +22,7 @@ __all__ = ["Adafactor"]
 
 
 class Adafactor(BF16Optimizer, torch.optim.Adafactor):
-    r"""Adafactor (Shazeer & Stern, 2018), whose second moment is a row times a column, as in torch.
+    r"""Adafactor (Shazeer & Stern, 2018): as in torch, its second moment is a row times a column.
 
     With ``b = t**beta2_decay``, and means over the last two dimensions where there are two:
 
@@ -35,20 +35,23 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
         a = max(eps2, rms(w)) * min(lr, 1 / sqrt(t))
         w = w * (1 - lr * weight_decay) - a / max(1, rms(u) / d) * u
 
-    ``r``, ``c`` and the second moment of vectors are fp32 in every recipe: for a matrix they are
-    a few thousandths of it, so that ``bf16-stochastic`` takes 4 bytes per parameter with a
-    bf16 gradient.
+    ``r``, ``c`` and the second moment of vectors are fp32 in every recipe. ``r`` and ``c`` of a
+    matrix take a few thousandths of its size, so that ``bf16-stochastic`` takes 4 bytes per
+    parameter with a bf16 gradient.
 
-    Where ranks hold parts of a parameter, one of them owns it during a step: it gets gradients and
+    If ranks hold parts of a parameter, one of them owns it during a step: it gets gradients and
     weights, and sends ``r``, ``c`` and the factor of ``u`` to the others, so that the result has
-    the bits of one process.  Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16
-    parameters too, because the arithmetic is fp32; ``foreach`` is accepted and ignored.
+    the bits of one process.
+
+    Differs from torch.optim: ``eps[0] = None`` is fp32's epsilon for bf16 parameters too, because
+    the arithmetic is fp32; ``foreach`` is accepted and ignored.
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
-        lr: highest relative step size, and what decay is multiplied by.
+        lr: upper bound of the relative step size, and factor of the weight decay.
         beta2_decay: exponent of the decay rate, at most 0.
-        eps: least root of the second moment, and least root mean square of the weights.
+        eps: lower bounds: of the square root of the second moment, and of the root mean square of
+            the weights.
         d: root mean square that an update is clipped to.
 
     Example:
@@ -88,12 +91,13 @@ class Adafactor(BF16Optimizer, torch.optim.Adafactor):
 
 
 class _Relative:
-    """What matrices and vectors have in common: steps relative to the size of the weights."""
+    """Base of the directions of matrices and vectors: steps relative to the size of the weights."""
 
     prepares = None
 
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
-        # Weak, as plans hold this; and not its groups, which may be replaced by another list.
+        # A weak reference, because the optimizer's plan holds this object; and not to the groups,
+        # because loading a state dict replaces them.
         self._optimizer, self._member = proxy(optimizer), member
 
     @property
@@ -110,16 +114,16 @@ class _Relative:
         return torch.finfo(torch.float32).eps if eps is None else eps
 
     def _begin(self, step: int, inputs: StepInputs) -> Tensor:
-        """This rank's part of the weight: bf16 where it is no more than that, else fp32."""
+        """Set up a step; returns this rank's part of the weight, fp32 if bf16 is not all of it."""
         group, member = self._options, self._member
         self._step, self._share = step, float(step) ** group["beta2_decay"]
         self._scale = float(inputs.multiplier) * (-1.0 if group.get("maximize") else 1.0)
         format_, memory = member.formats[0], member.shard.memory.contiguous()
-        others = [local(member.state[key]) for key in format_.plane_names("")[1:]]
-        return format_.decode((memory, *fetch(others, memory.device))) if others else memory
+        beside = [local(member.state[key]) for key in format_.plane_names("")[1:]]
+        return format_.decode((memory, *fetch(beside, memory.device))) if beside else memory
 
     def _factor(self, weight: Tensor, update: Tensor) -> Tensor:
-        """What the whole update is multiplied by."""
+        """The factor of the whole update."""
         group = self._options
         size = _rms(weight.float()).clamp(min=group["eps"][1])
         size = size * min(float(group["lr"]), self._step**-0.5)
@@ -132,7 +136,7 @@ class _Relative:
 
 
 class _Matrix(_Relative):
-    """A matrix, or a stack of them: ranks send gradients, and get rows, columns and a factor."""
+    """A matrix or a stack: ranks send gradients and weights, and get rows, columns and a factor."""
 
     def __init__(self, optimizer: Adafactor, member: Member) -> None:
         super().__init__(optimizer, member)
@@ -145,10 +149,10 @@ class _Matrix(_Relative):
 
     def _solve(self, gradient: Tensor, weight: Tensor) -> Solution:
         g = gradient.float() * self._scale
-        # Squares of norms: no tensor of the gradient's size in between.
+        # Squares of norms, because g * g would be another tensor of the gradient's size.
         rows = self._rows.lerp(_mean_square(g, -1), self._share)
         columns = self._columns.lerp(_mean_square(g, -2), self._share)
-        # No matrix product, which autocast and TF32 would round.
+        # Not a matrix product, because autocast and TF32 would round it.
         v = rows * columns
         v /= self._mean(rows)
         update = v.clamp_(min=self._eps * self._eps).rsqrt_().mul_(g)
@@ -169,26 +173,26 @@ class _Matrix(_Relative):
         return update.mul_(factor.view(()))
 
     def _part(self, gradient: Tensor) -> Tensor:
-        """This rank's part of the update before it is multiplied, element by element."""
+        """This rank's part of the update, before it is multiplied by the factor."""
 
-        def mine(factor: Tensor) -> Tensor:
+        def expand(factor: Tensor) -> Tensor:
             return factor.view(-1)[span.places(factor.shape, factor.device)]
 
         span = self._member.shard.span
-        v = mine(self._rows) * mine(self._columns)
-        v /= mine(self._mean(self._rows))
+        v = expand(self._rows) * expand(self._columns)
+        v /= expand(self._mean(self._rows))
         g = gradient.float() * self._scale
         return v.clamp_(min=self._eps * self._eps).rsqrt_().view(g.shape).mul_(g)
 
 
 class _Vector(_Relative):
-    """What has no rows: ranks send updates, and get what they are multiplied by."""
+    """A vector or a number: ranks send updates and weights, and get the factor of the updates."""
 
     answer = 1, torch.float32
 
     def prepare(self, gradient: Tensor, step: int, inputs: StepInputs) -> tuple[Tensor, ...]:
         weight, g = self._begin(step, inputs), gradient.float() * self._scale
-        # Kept in finish() alone: what fails before it has changed nothing.
+        # Stored by finish(), so that a step that fails before it has changed nothing.
         self._v = local(self._member.state["variance"]).to(g.device).lerp(g * g, self._share)
         return self._v.clamp(min=self._eps * self._eps).rsqrt_().mul_(g), weight
 

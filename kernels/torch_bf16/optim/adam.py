@@ -31,8 +31,8 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     r"""AdamW (Loshchilov & Hutter, 2019) whose numbers are stored by a recipe.
 
     Weight decay is part of the update, which is rounded only once, so it takes effect however small
-    ``lr`` times ``weight_decay`` is. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for
-    the equations.
+    ``lr * weight_decay`` is. The arithmetic is fp32; see :mod:`torch_bf16.rules.adam` for the
+    equations.
 
     Differs from torch.optim: ``foreach`` and ``fused`` are accepted and ignored (one fused call
     updates everything anyway); ``differentiable`` is refused.
@@ -42,24 +42,23 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             the rounding noise; without names, positions do.
         lr: learning rate, a float or a 0-d tensor.
         betas: decay rates of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay.
-        amsgrad: divide by the root of the largest second moment so far, a third state in the
+        eps: added to the square root of the second moment.
+        weight_decay: coefficient of the decoupled weight decay.
+        amsgrad: divide by the square root of the largest second moment so far, a third state in the
             recipe's ``exp_avg_sq`` format. A maximum accumulates the upward errors of a second
-            moment that is rounded stochastically; with ``Recipe(..., exp_avg_sq="fp32")`` there are
-            none.
+            moment that is rounded stochastically; ``Recipe(..., exp_avg_sq="fp32")`` avoids them.
         maximize: ascend instead of descend.
         foreach: ignored.
         capturable: let a CUDA graph record a step, with the Triton backend and after an ordinary
-            one; ``lr`` as a tensor on the device may then change between replays.
+            step; ``lr`` as a tensor on the device may then change between replays.
         differentiable: must be False.
         fused: ignored.
-        cautious: leave out updates that differ from the gradient in sign, and scale up the others
-            to make up for their number (Liang et al., 2024); also an option of a group. See
+        cautious: leave out updates whose sign differs from the gradient's, and scale up the others
+            to make up for them (Liang et al., 2024); also an option of a parameter group. See
             :mod:`torch_bf16.rules.cautious`.
-        update_clipping: divide the learning rate of a tensor, also in its decay, by the root mean
-            square of its gradient over the root of its second moment, where that is above 1
-            (StableAdamW: Wortsman et al., 2023); also an option of a group. See
+        update_clipping: divide a tensor's learning rate, which also scales its decay, by the root
+            mean square of (gradient / square root of the second moment), if that is above 1
+            (StableAdamW: Wortsman et al., 2023); also an option of a parameter group. See
             :mod:`torch_bf16.rules.stable_adamw`.
         fully_decoupled_weight_decay: multiply weights by ``1 - lr / peak * weight_decay`` instead
             of ``1 - lr * weight_decay``, so that tuning ``lr`` does not change the decay, while the
@@ -67,17 +66,17 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
             an option of a parameter group. ``weight_decay=peak * 0.1`` then has the effect that
             ``weight_decay=0.1`` has without it.
         recipe: a name from :data:`torch_bf16.RECIPES` or a :class:`torch_bf16.Recipe`.
-        backend: name of the backend that takes the steps, as ``python -m torch_bf16 info`` lists
-            them; None for the best that works on the parameters' device.
-        release: take steps inside ``backward()`` and free gradients with them: True, or a dict with
-            ``max_norm``, ``norm`` or ``accumulation_steps`` of
+        backend: name of the backend that takes the steps, as listed by ``python -m torch_bf16
+            info``; None for the best that works on the parameters' device.
+        release: take steps inside ``backward()`` and free each gradient after its step: True, or a
+            dict with ``max_norm``, ``norm`` or ``accumulation_steps`` of
             :func:`torch_bf16.release_gradients`. Copies of the optimizer do so, too. With several
             ranks and no ``fully_shard``, call that function with the module instead.
 
     ``cautious`` and ``update_clipping`` need a mean over each whole tensor: a step reads gradients
-    and states twice, and ranks that hold parts of a tensor add up one integer for it, so that any
-    number of ranks has the bits of one process. They need no memory. Loading a state dict that does
-    not have these options leaves them as they are.
+    and states twice, and ranks that hold parts of a tensor sum one integer for it, so that any
+    number of ranks gives the bits of one process. They take no memory. Loading a state dict without
+    these options leaves them as they are.
 
     Raises:
         ValueError: the recipe or the backend is unknown, an argument is out of range, or a
@@ -130,7 +129,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         weight_decay: multiplied by the weight and added to the gradient.
-        decoupled_weight_decay: decay as AdamW does.
+        decoupled_weight_decay: apply the decay as AdamW does.
 
     Example:
         >>> optimizer = torch_bf16.Adam(model.parameters(), lr=1e-3, recipe="bf16-fp32-master")
@@ -167,14 +166,14 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
     See :mod:`torch_bf16.rules.nadam` for the equations.
 
     Differs from torch.optim: ``mu_product`` is not a state; it is computed from the step and the
-    present ``betas`` and ``momentum_decay``, as if these had never changed. ``state_dict`` contains
+    current ``betas`` and ``momentum_decay``, as if these had never changed. ``state_dict`` contains
     it so that torch's NAdam can load it. The other differences are those of :class:`AdamW`.
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
         momentum_decay: how fast the momentum coefficient rises to ``betas[0]``.
-        decoupled_weight_decay: decay as AdamW does.
+        decoupled_weight_decay: apply the decay as AdamW does.
 
     Example:
         >>> optimizer = torch_bf16.NAdam(model.parameters(), lr=2e-3)
@@ -207,11 +206,11 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
         return rules.NADAM
 
     def _complete(self, state: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
-        own = {key: each for key, each in state.items() if key != "mu_product"}
-        return super()._complete(own, *arguments)
+        ours = {key: value for key, value in state.items() if key != "mu_product"}
+        return super()._complete(ours, *arguments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's own looks for it in every state.
+        # torch's NAdam.__setstate__ expects mu_product in every state.
         for own in state["state"].values():
             own["mu_product"] = torch.ones((), device="cpu")
         super().__setstate__(state)
@@ -219,7 +218,7 @@ class NAdam(BF16Optimizer, torch.optim.NAdam):
             own.pop("mu_product", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the other optimizers, with torch's ``mu_product`` for each parameter."""
+        """The state dict as for other optimizers, plus torch's ``mu_product`` of each parameter."""
         state_dict = super().state_dict()
         state = dict(state_dict["state"])
         for group in state_dict["param_groups"]:
@@ -242,7 +241,7 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
-        decoupled_weight_decay: decay as AdamW does.
+        decoupled_weight_decay: apply the decay as AdamW does.
 
     Example:
         >>> optimizer = torch_bf16.RAdam(model.parameters(), lr=1e-3)
@@ -277,19 +276,19 @@ class RAdam(BF16Optimizer, torch.optim.RAdam):
 class ADOPT(BF16Optimizer):
     """ADOPT (Taniguchi et al., 2024): an Adam that converges whatever ``betas[1]`` is.
 
-    The gradient is divided by the second moment of the steps before, and clipped. See
-    :mod:`torch_bf16.rules.adopt` for the equations, which are those of the authors' code,
-    where the first step only measures the gradient.
+    The gradient is normalised by the second moment of the previous steps, and clipped. See
+    :mod:`torch_bf16.rules.adopt` for the equations. They are those of the authors' code, where the
+    first step only measures the gradient.
 
     A second moment with ``betas[1] = 0.9999`` changes by 0.01 % a step, so it must not be rounded
     to nearest in bf16; neither named recipe does that.
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
-        eps: least root of the second moment to divide by.
+        eps: lower bound of the square root of the second moment, which the gradient is divided by.
         weight_decay: multiplied by the weight and added to the gradient, unless decoupled.
-        decoupled_weight_decay: decay as AdamW does.
-        clip: bound the normalised gradient by the fourth root of the number of steps before.
+        decoupled_weight_decay: apply the decay as AdamW does.
+        clip: bound the normalised gradient by the fourth root of the number of previous steps.
 
     Example:
         >>> optimizer = torch_bf16.ADOPT(model.parameters(), lr=1e-3, decoupled_weight_decay=True)

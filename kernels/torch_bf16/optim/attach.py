@@ -1,4 +1,4 @@
-"""``attach``: tells our optimizer inside a DeepSpeed engine what its flat tensors are made of."""
+"""``attach``: tells our optimizer inside a DeepSpeed engine what its flat tensors consist of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .optimizer import BF16Optimizer
 
 __all__ = ["attach"]
 
-# Options of a recipe, what they are without being asked for, and what DeepSpeed does itself.
+# Options of a recipe with their defaults, and what DeepSpeed does instead.
 _WITHOUT_EFFECT = {
     "accumulate": ("bf16_nearest", "adds micro-batches up by itself, in bf16"),
     "reduce": ("wrapper", "reduces gradients by itself"),
@@ -32,9 +32,9 @@ _WITHOUT_EFFECT = {
 
 
 def attach(engine: Any) -> None:
-    """Tell the optimizer inside a DeepSpeed engine what its flat tensors are made of.
+    """Tell the optimizer inside a DeepSpeed engine what its flat tensors consist of.
 
-    ZeRO 1, 2 and 3 lay parameters end to end and hand the optimizer this rank's part of the row;
+    ZeRO 1, 2 and 3 lay parameters end to end and pass this rank's part to the optimizer; but
     formats follow from each parameter's shape, and noise from its name. The bf16 master copy that
     DeepSpeed keeps becomes an alias of the weights, which saves 2 bytes per parameter and rank.
     Call it after ``deepspeed.initialize``, before the first step and before ``load_checkpoint``;
@@ -44,10 +44,10 @@ def attach(engine: Any) -> None:
         engine: what ``deepspeed.initialize`` returned first; its optimizer's memory is changed.
 
     Raises:
-        ValueError: the optimizer inside is none of ours, or DeepSpeed was configured in another
-            way than :func:`deepspeed_config` does.
-        NotImplementedError: the engine, the optimizer or its recipe has what cannot be trained
-            under ZeRO. In both cases nothing has been changed.
+        ValueError: the optimizer inside is not one of ours, or DeepSpeed was not configured as
+            :func:`deepspeed_config` does it.
+        NotImplementedError: the engine, the optimizer or its recipe uses a feature that does not
+            work under ZeRO. In both cases nothing has been changed.
 
     Example:
         >>> optimizer = torch_bf16.AdamW(torch_bf16.param_groups(model), lr=1e-4)
@@ -84,17 +84,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if any(rule is STORE or rule.stage_states for rule in rules):
         raise NotImplementedError(
             f"{name} cannot step under DeepSpeed: it looks at whole matrices, or has a step of its "
-            "own, and ZeRO cuts them anywhere. Use AdamW, Adam, Lion or SGD, or FSDP2"
+            "own, and ZeRO cuts matrices anywhere. Use AdamW, Adam, Lion or SGD, or FSDP2"
         )
     if any(rule.statistic is not None for rule in rules):
         raise NotImplementedError(
             "cautious and update_clipping are not possible under DeepSpeed: they look at whole "
-            "tensors, which ZeRO cuts anywhere and lays into one. Leave them out, or use FSDP2"
+            "tensors, which ZeRO joins into one and cuts anywhere. Leave them out, or use FSDP2"
         )
     if any(state.role == ITERATE for rule in rules for state in rule.states):
         raise NotImplementedError(
-            f"{name} cannot be evaluated under DeepSpeed: eval() puts the averages where the "
-            "weights are, and this rank has only a part of them. Use AdamW, or FSDP2"
+            f"{name} cannot be evaluated under DeepSpeed: eval() replaces the weights by their "
+            "averages, and this rank has only a part of them. Use AdamW, or FSDP2"
         )
     if recipe.keep_fp32:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""The fp32 numbers that bf16 weights stand for: read out, and put back after something else."""
+"""Reads and writes the fp32 numbers that bf16 weights stand for."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     engine, group = optimizer._engine, optimizer.param_groups[number]
     shard = shard_of(parameter, engine.names.key(optimizer.param_groups, number, position))
     value = value.detach().to(parameter.device)
-    # What FSDP1 has left of a parameter is shaped like this rank's part.
-    taken = value if shard.in_row else shard.take(value)
+    # Under FSDP1 a parameter has the shape of this rank's part.
+    part = value if shard.in_row else shard.take(value)
     format_ = optimizer.recipe.format_of("weights", shard.shape, parameter.dtype)
     state: dict[str, Any] = dict.get(optimizer.state, parameter, {})
     if len(format_.planes) > 1:
         label = functools.partial(optimizer.label, number, position)
         complete = optimizer._complete(state, shard, group, label, Changes())
-        # Plans and graphs of steps refer to the dict that is there.
+        # Replace the dict only if needed, because plans and graphs refer to it.
         if complete.keys() != state.keys() or any(complete[k] is not state[k] for k in complete):
             optimizer.state[parameter] = state = complete
         remainders.forget(shard)
     snapshot = engine.snapshots.setdefault(parameter, Snapshot.of(shard))
-    # Other noise than that of the steps around it, and than that of a write before it.
+    # Its noise must differ from that of the steps around it and of any write before it.
     step = int(state.get(COUNTER, state.get("step", 0)) or 0)
     count = snapshot.writes[1] + 1 if snapshot.writes[0] == step else 0
     snapshot.writes = step, count
@@ -79,9 +79,9 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
     encoder = Encoder()
     for span in shard.spans:
         span = replace(span, name=f"{span.name}/exact weight {count}")
-        encoder.add(format_, planes, taken, span, step + 1)
+        encoder.add(format_, planes, part, span, step + 1)
     encoder.run(optimizer.recipe.seed, optimizer.backend)
-    # The kernels write through addresses, which autograd does not see.
+    # Kernels write through addresses, which autograd does not notice.
     torch.autograd.graph.increment_version(parameter)
     snapshot.version = shard.version()
     data_writes.note_step([snapshot.data])
@@ -89,7 +89,7 @@ def write(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> None:
 
 
 def _check_value(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> tuple[int, int]:
-    """Group and position of a parameter that ``value`` can be written to."""
+    """Check that ``value`` can be written to a parameter; returns its group and position."""
     for number, group in enumerate(optimizer.param_groups):
         for position, each in enumerate(group["params"]):
             if each is not parameter:
@@ -103,7 +103,7 @@ def _check_value(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> 
             return number, position
     raise ValueError(
         f"set_exact_weight was given a parameter of shape {tuple(parameter.shape)} that is in no "
-        f"group of this {type(optimizer).__name__}; write it as it is, parameter.copy_(...)"
+        f"group of this {type(optimizer).__name__}; write to it directly: parameter.copy_(...)"
     )
 
 
@@ -111,7 +111,7 @@ def _check_value(optimizer: BF16Optimizer, parameter: Tensor, value: Tensor) -> 
 def exact_weights(
     model: nn.Module, *optimizers: torch.optim.Optimizer
 ) -> Iterator[dict[str, Tensor]]:
-    """The fp32 weights of a model, to be blended with others and put back where the context ends.
+    """Give access to a model's weights in fp32, and write them back when the context ends.
 
     Averages of replicas (local SGD, DiLoCo), of checkpoints (soups) and of earlier weights
     (lookahead) often move a weight by less than a bf16 spacing: computed on ``p.data`` they are
@@ -119,14 +119,14 @@ def exact_weights(
     them on, 4 bytes per parameter; :meth:`BF16Optimizer.exact_weight` copies one at a time.
 
     Args:
-        model: its parameters; those that no optimizer has are given as they are, detached.
-        optimizers: of this package, or a host's wrappers around such optimizers.
+        model: the model; parameters that no optimizer has are given as they are, detached.
+        optimizers: optimizers of this package, or a host's wrappers around them.
 
     Yields:
-        fp32 tensors by the names of ``model.named_parameters()``, in its order: to be written in
+        fp32 tensors by the names of ``model.named_parameters()``, in its order. Write to them in
         place, by ``.data = ...`` or by assigning to the dict. Pass ``weights.values()`` to
-        functions that take parameters. Gradients are off inside; after an exception nothing is put
-        back.
+        functions that take parameters. Gradients are off inside; after an exception nothing is
+        written back.
 
     Raises:
         ValueError: an optimizer is not one of this package, or a new value does not fit its
@@ -141,7 +141,7 @@ def exact_weights(
     check_module("exact_weights", model)
     ours = [optimizer_for("exact_weights", each) for each in optimizers]
     owners = {p: each for each in ours for p in _parameters(each)}
-    # What FSDP2 has gathered for an evaluation is in no optimizer.
+    # Parameters that FSDP2 has gathered for an evaluation are not those of the optimizer.
     reshard(owners)
     named = dict(model.named_parameters())
     with torch.no_grad():
@@ -150,7 +150,7 @@ def exact_weights(
             for name, p in named.items()
         }
         yield weights
-        # All of them before the first one is written.
+        # Check all of them before writing the first one.
         for name, parameter in named.items():
             if parameter in owners:
                 _check_value(owners[parameter], parameter, weights[name])

@@ -22,38 +22,38 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphedStep"]
 
-# Replays between two looks at everything that an ordinary step looks at.
+# Replays from one check of all that an ordinary step checks to the next.
 _EVERY = 64
 
 _NOTHING = nullcontext()
 
 
 class GraphedStep:
-    """What takes steps of an optimizer by replaying a CUDA graph of one.
+    """Takes steps of an optimizer by replaying a CUDA graph of one step.
 
     Made by :meth:`BF16Optimizer.graphed`. A replay launches one graph instead of the kernels, and
-    leaves out most of what a step asks of every tensor. It is the step that ``step()`` would take,
-    to the bit: hyperparameters of the groups are read at each replay, so that schedulers work and
-    ``lr`` may be a number; clipping, ``skip_next_step_where`` and ``state_dict()`` work as with
+    omits most of the checks that a step makes on every tensor. It takes the same step as ``step()``
+    would, to the bit: it reads the hyperparameters of the groups each time, so that schedulers work
+    and ``lr`` may be a number; clipping, ``skip_next_step_where`` and ``state_dict()`` work as with
     ordinary steps, which may be taken in between.
 
-    Gradients must stay the tensors that they are now. ``zero_grad(set_to_none=False)`` keeps them;
-    where one is another tensor or gone, the replay is refused. What is put elsewhere by ``.data``
-    is seen at every 64th replay alone. The optimizer, and all that the graph reads, live as long as
-    this object. Replays tell autograd nothing: a second ``backward()`` through a graph of before
-    the step is not refused. Hooks that torch runs around the steps of all optimizers are not run.
+    Gradients must remain the same tensors. ``zero_grad(set_to_none=False)`` keeps them; if one was
+    replaced or is gone, the replay is refused. A tensor that was moved by ``.data`` is only noticed
+    at every 64th replay. The optimizer, and all that the graph reads, live as long as this object.
+    Autograd does not learn of replays: a second ``backward()`` through a graph from before the step
+    is not refused. Hooks that torch runs around the steps of all optimizers are not run.
 
     Args:
-        optimizer: the optimizer, whose parameters have their gradients.
-        check_every: replays from one look at all gradients, weights and groups to the next. The
-            look is most of what a replay costs the host. Those in between go on reading a gradient
-            that was replaced, keep the remainder of a weight that was overwritten, and update a
-            parameter that its group has no more.
+        optimizer: the optimizer; its parameters must have their gradients.
+        check_every: number of replays from one check of all gradients, weights and groups to the
+            next. The check is most of what a replay costs the host. Without it, a replay still
+            reads a gradient that was replaced, keeps the remainder of a weight that was
+            overwritten, and updates a parameter that was removed from its group.
 
     Raises:
         ValueError: ``check_every`` is not a positive integer.
-        RuntimeError: no graph can hold its step; the message says what works. So it is on CPUs,
-            with Muon and Adafactor, with released gradients, with hooks on the step, and where a
+        RuntimeError: no graph can hold the step; the message says what works instead. This is so on
+            CPUs, with Muon and Adafactor, with released gradients, with hooks on the step, and if a
             parameter or a gradient is not contiguous.
     """
 
@@ -61,13 +61,13 @@ class GraphedStep:
     def __init__(self, optimizer: BF16Optimizer, check_every: int = 1) -> None:
         if type(check_every) is not int or check_every < 1:
             raise ValueError(
-                f"check_every={check_every!r} must be an integer of at least 1: 1 to look at all "
+                f"check_every={check_every!r} must be an integer of at least 1: 1 to check all "
                 "gradients and weights before each replay, 64 before one replay in 64"
             )
         engine, self._optimizer, self._check_every = optimizer._engine, optimizer, check_every
         optimizer._check_step()
         self._setting = setting = optimizer._setting()
-        self._refuse_what_steps_do_otherwise()
+        self._refuse_unsupported()
         plan = engine.plan
         if plan is None or not plan.fits(setting, setting.parameters, optimizer.state):
             parameters = with_gradients(setting.parameters)
@@ -88,31 +88,31 @@ class GraphedStep:
         self._plan, self._taking_part, self._count = plan, plan.taking_part, 0
 
     def __call__(self) -> None:
-        """Take a step of the gradients that are in memory now.
+        """Take a step with the gradients that are in memory now.
 
         Raises:
-            RuntimeError: a replay would not be the optimizer's step; nothing was updated.
-            ValueError: no step follows from a group's options; nothing was updated.
+            RuntimeError: a replay would differ from the optimizer's step; nothing was updated.
+            ValueError: a group's options are invalid; nothing was updated.
         """
         optimizer, plan = self._optimizer, self._plan
         pending = optimizer._engine.pending
         optimizer._check_step()
-        self._refuse_what_steps_do_otherwise()
+        self._refuse_unsupported()
         # An ordinary step in between may have had another set of gradients.
-        looks = self._count % self._check_every == 0 or plan.taking_part is not self._taking_part
-        setting = optimizer._setting() if looks else optimizer._engine.setting
+        checks = self._count % self._check_every == 0 or plan.taking_part is not self._taking_part
+        setting = optimizer._setting() if checks else optimizer._engine.setting
         if optimizer._engine.plan is not plan or setting is not self._setting:
             raise self._refusal(
-                "other parameters, names, a recipe or a loaded state have come since it was "
-                "captured, and replays would update the tensors of then. Call graphed() again"
+                "parameters, names or the recipe have changed or a state was loaded since it was "
+                "captured, and replays would update the old tensors. Call graphed() again"
             )
-        if looks:
+        if checks:
             self._check_tensors()
         inputs = pending.inputs(optimizer, self._setting.parameters)
-        written = plan.overwritten_members if looks else list
+        written = plan.overwritten_members if checks else list
         if drop_remainders(optimizer, self._setting.parameters, written):
             plan.note_versions()
-        # Not around all of it: to enter no_grad takes a fifth of what a replay does.
+        # Only if needed: entering no_grad takes a fifth of the time of a replay.
         with torch.no_grad() if optimizer.observers else _NOTHING:
             for observer in optimizer.observers:
                 set_seen(optimizer.state, True)
@@ -125,59 +125,59 @@ class GraphedStep:
         optimizer._count(inputs)
         pending.reset()
         self._count += 1
-        # What torch's schedulers ask, which warn where no step came before theirs.
+        # torch's schedulers check this, to warn if no step of the optimizer came before theirs.
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_tensors(self) -> None:
-        """Refuse a replay that would read or write tensors which are not in use any more."""
+        """Refuse a replay that would read or write tensors that are no longer in use."""
         with no_torch_function():
-            found = gradients_of(self._setting.parameters)
-        if not all(map(is_, found, self._gradients)):
+            gradients = gradients_of(self._setting.parameters)
+        if not all(map(is_, gradients, self._gradients)):
             before = self._check_every - 1
             late = (
-                f". Up to {before} replays before this one did not look, and may have read the "
-                "gradients of then"
+                f". Up to {before} replays before this one did not check, and may have read the "
+                "old gradients"
                 if before
                 else ""
             )
-            raise self._refusal(self._describe(found) + late)
+            raise self._refusal(self._describe(gradients) + late)
         plan, setting, states = self._plan, self._setting, self._optimizer.state
-        # Addresses take longer than identities.
+        # Comparing addresses takes longer than comparing identities.
         due = self._count % _EVERY < self._check_every or plan.taking_part is not self._taking_part
         fits = not due or (
             plan.fits(setting, setting.parameters, states) and plan.suits(self._recording)
         )
         if not fits:
             raise self._refusal(
-                "a parameter, a gradient or a state was put elsewhere by .data or replaced, "
-                f"within the last {_EVERY + self._check_every - 1} replays, which updated what was "
-                "there before. Put tensors elsewhere before graphed(), or call it again afterwards"
+                "a parameter, a gradient or a state was moved by .data or replaced within the last "
+                f"{_EVERY + self._check_every - 1} replays, which updated the old memory. Move "
+                "tensors before graphed(), or call it again afterwards"
             )
         self._taking_part = plan.taking_part
 
-    def _describe(self, found: list[Any]) -> str:
-        pairs = zip(found, self._gradients, strict=True)
+    def _describe(self, gradients: list[Any]) -> str:
+        pairs = zip(gradients, self._gradients, strict=True)
         number = next(n for n, (now, then) in enumerate(pairs) if now is not then)
         groups = enumerate(self._optimizer.param_groups)
         places = [(group, place) for group, each in groups for place in range(len(each["params"]))]
         label = self._optimizer.label(*places[number])
-        if found[number] is None:
+        if gradients[number] is None:
             return (
                 f"{label} has no gradient any more. Keep gradients where they are by "
                 "zero_grad(set_to_none=False), also of the model, or call graphed() again"
             )
         return (
-            f"{label} has another gradient than when it was captured, and replays read that one. "
-            "Keep gradients where they are by zero_grad(set_to_none=False), also of the model, "
-            "write into them (p.grad.copy_(...)), or call graphed() again"
+            f"{label} has another gradient than when it was captured, and replays read the old "
+            "one. Keep gradients where they are by zero_grad(set_to_none=False), also of the "
+            "model, write into them (p.grad.copy_(...)), or call graphed() again"
         )
 
-    def _refuse_what_steps_do_otherwise(self) -> None:
+    def _refuse_unsupported(self) -> None:
         optimizer = self._optimizer
         if optimizer._engine.release is not None:
             raise self._refusal("gradients are released: its steps run inside backward()")
         if (host := optimizer._engine.host) is not None:
-            raise self._refusal(f"{host} takes its steps, by several calls each")
+            raise self._refusal(f"{host} takes each of its steps by several calls")
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             raise self._refusal(
                 "hooks are registered on its step, and replays would not run them. Remove them, "

@@ -1,4 +1,4 @@
-"""Muon with ``torch.optim``'s signature, and AdamW for what is not a matrix."""
+"""Muon with ``torch.optim``'s signature, and AdamW for parameters that are not matrices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .optimizer import BF16Optimizer
 __all__ = ["Muon"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-# torch has it since 2.9.
+# torch has Muon since 2.9.
 _TorchMuon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
@@ -62,28 +62,29 @@ class Muon(BF16Optimizer, _TorchMuon):
     matrices, such as the experts of a layer, each of which is orthogonalised by itself; a
     convolution's kernel is not one, and belongs to AdamW. Parameter groups with ``use_muon=False``
     are stepped by AdamW (``lr``, ``betas``, ``eps``, ``weight_decay``): embeddings, the output
-    layer, and all that is not a matrix. ``torch_bf16.param_groups(model, muon=True)`` makes such
-    groups.
+    layer, and everything that is not a matrix. ``torch_bf16.param_groups(model, muon=True)`` makes
+    such groups.
 
-    Sharded by ``fully_shard``, tensor parallelism or FSDP1, each matrix has an owner, which gets
-    ``u`` in bf16, orthogonalises it, and sends each rank its elements in bf16: the bits of one
-    process.
+    If a matrix is sharded by ``fully_shard``, tensor parallelism or FSDP1, one rank owns it: that
+    rank gets ``u`` in bf16, orthogonalises it, and sends each rank its elements in bf16. The result
+    has the bits of one process.
 
     Differs from torch.optim: it includes AdamW, accepts stacks and has ``maximize``; ``u`` is
-    computed from the momentum as it is stored. One matrix at a time needs three fp32 copies.
+    computed from the momentum as it is stored. A step needs three fp32 copies of one matrix at a
+    time.
 
     Args:
-        params: as for :class:`AdamW`, as are all arguments not listed here. A group of matrices is
-            Muon's unless it says ``use_muon=False``.
+        params: as for :class:`AdamW`, as are all arguments not listed here. Muon steps every group
+            without ``use_muon=False``.
         momentum: decay rate of the momentum buffer.
         nesterov: look ahead along the momentum.
-        ns_coefficients: of the polynomial.
-        eps: least norm that a matrix is divided by.
-        ns_steps: iterations, below 100.
+        ns_coefficients: the three coefficients of the Newton-Schulz polynomial.
+        eps: lower bound of the norm that a matrix is divided by.
+        ns_steps: number of Newton-Schulz iterations, below 100.
         adjust_lr_fn: None or ``"original"``, or ``"match_rms_adamw"`` (Liu et al., 2025), with
             which AdamW's ``lr`` and ``weight_decay`` can be used.
         adamw_betas: ``betas`` of groups with ``use_muon=False`` that do not set their own.
-        adamw_eps: their ``eps``, likewise.
+        adamw_eps: ``eps`` of groups with ``use_muon=False`` that do not set their own.
 
     Raises:
         ValueError: an argument is out of range, or a group without ``use_muon`` holds a parameter
@@ -128,22 +129,22 @@ class Muon(BF16Optimizer, _TorchMuon):
                 f"ns_coefficients={ns_coefficients} must be three numbers and ns_steps={ns_steps} "
                 "at least 0 and below 100"
             )
-        # torch's own constructor refuses all that is not a matrix.
+        # Not torch's own constructor, which refuses everything that is not a matrix.
         self._construct(locals(), defaults=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch; ``use_muon`` says who steps it.
+        """Add a parameter group, as in torch; with ``use_muon=False`` AdamW steps it, else Muon.
 
         Raises:
-            ValueError: the group is Muon's and holds what is neither a matrix nor a stack of them.
+            ValueError: Muon would step a parameter that is neither a matrix nor a stack of them.
         """
         if not param_group.get("use_muon", True):
-            # torch's own Muon, converted, has no such defaults.
+            # A converted torch.optim.Muon has no such defaults.
             betas = self.defaults.get("adamw_betas", (0.9, 0.95))
             eps = self.defaults.get("adamw_eps", 1e-8)
             param_group = {"betas": betas, "eps": eps, **param_group}
         super().add_param_group(param_group)
-        # torch puts every default into every group, and these are only for AdamW's.
+        # torch puts every default into every group, but these are only for groups of AdamW.
         for name in ("adamw_betas", "adamw_eps"):
             self.param_groups[-1].pop(name, None)
 
@@ -160,27 +161,28 @@ class Muon(BF16Optimizer, _TorchMuon):
         return MUON if group.get("use_muon", True) else ADAMW
 
     def direction_of(self, member: Member) -> Direction:
-        # A lazy one had no shape when it came.
+        # A lazy parameter had no shape when its group was checked.
         _check_shape(member.shard.shape)
         return _Momentum(self, member)
 
 
 class _Momentum:
-    """The momentum of a parameter, and its matrices orthogonalised."""
+    """The direction of a parameter: its momentum, with each matrix orthogonalised."""
 
     answer = None, torch.bfloat16
     prepares = "momentum_buffer"
 
     def __init__(self, optimizer: Muon, member: Member) -> None:
-        # Weak, as plans hold this; and not its groups, which may be replaced by another list.
+        # A weak reference, because the optimizer's plan holds this object; and not to the groups,
+        # because loading a state dict replaces them.
         self._optimizer, self._group = proxy(optimizer), member.group
         shard, dtype, recipe = member.shard, member.parameter.dtype, optimizer.recipe
-        self._shape, self._here = shard.shape, shard.memory.shape
+        self._shape, self._local_shape = shard.shape, shard.memory.shape
         self._device = shard.memory.device
         self._format = recipe.format_of(FIRST_MOMENT, shard.shape, dtype)
         names = self._format.plane_names("momentum_buffer")
         self._planes = tuple(local(member.state[key]).detach() for key in names)
-        # What is sharded may have runs that are too long for one job.
+        # The runs of a sharded parameter may be too long for one job.
         self._spans = shard.span.split()
         jobs = [self._job(span, member.gradient_dtype) for span in self._spans]
         self._average = Batch(jobs, recipe.seed, optimizer.backend)
@@ -205,18 +207,18 @@ class _Momentum:
         momentum = float(options["momentum"])
         parts = [span.of(gradient) for span in self._spans]
         self._average.run_alike(parts, step, (1.0 - momentum,), scale=scale)
-        update = self._format.decode(fetch(self._planes, self._device)).view(self._here)
+        update = self._format.decode(fetch(self._planes, self._device)).view(self._local_shape)
         if options["nesterov"]:
             update = (gradient.float() * scale).lerp(update, momentum)
-        # What is orthogonalised is bf16, and so is what goes over the wire.
+        # Ranks send it in bf16, because orthogonalisation computes in bf16.
         return (update.bfloat16(),)
 
     def solve(self, others: Sequence[Any], tensors: Sequence[tuple[Tensor, ...]]) -> list[Solution]:
-        found = orthogonalise_each([x for (x,) in tensors], *self.kind)
-        return [Solution(each.contiguous()) for each in found]
+        solutions = orthogonalise_each([x for (x,) in tensors], *self.kind)
+        return [Solution(each.contiguous()) for each in solutions]
 
     def finish(
         self, prepared: tuple[Tensor, ...], answer: Tensor, intermediate: Tensor | None
     ) -> Tensor:
         factor = _shape_factor(self._options["adjust_lr_fn"], self._shape[-2:])
-        return answer.view(self._here).float() * factor
+        return answer.view(self._local_shape).float() * factor

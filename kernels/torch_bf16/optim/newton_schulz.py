@@ -1,4 +1,4 @@
-"""Orthogonalisation by Newton-Schulz iterations, of one matrix or of many of one shape."""
+"""Newton-Schulz iterations, which orthogonalise one matrix, or many of one shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["SMALL", "orthogonalise", "orthogonalise_each"]
 
 SMALL = 2**16
-"""Elements of a matrix up to which products of many at a time take less time than one by one."""
+"""Elements of the largest matrix for which batched products are faster than single ones."""
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -24,7 +24,7 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
         matrix: two dimensions, floating-point.
         coefficients: ``a, b, c``.
         steps: iterations.
-        eps: least norm to divide by.
+        eps: lower bound of the norm to divide by.
 
     Returns:
         bf16, the shape of ``matrix``.
@@ -38,11 +38,11 @@ def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 def orthogonalise_each(
     matrices: Sequence[Tensor], coefficients: Sequence[float], steps: int, eps: float
 ) -> list[Tensor]:
-    """:func:`orthogonalise` of each, with the same bits; small matrices share their products.
+    """:func:`orthogonalise` each matrix, to the same bits, with batched products if they are small.
 
     Args:
-        matrices: of one shape and device.
-        coefficients: as there, like all that follows.
+        matrices: matrices of one shape on one device.
+        coefficients: as for :func:`orthogonalise`, like the other arguments.
     """
     (rows, columns), device = matrices[0].shape, matrices[0].device
     small = 0 < matrices[0].numel() <= SMALL
@@ -57,7 +57,11 @@ def orthogonalise_each(
 
 
 def _scale(matrix: Tensor, eps: float) -> tuple[Tensor, bool]:
-    """A matrix over its norm, in bf16, with no more rows than columns; whether it was turned."""
+    """Divide a matrix by its norm, in bf16, and transpose it if it has more rows than columns.
+
+    Returns:
+        The matrix, and whether it was transposed.
+    """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
     x = x.T if tall else x
@@ -73,16 +77,16 @@ def _iterate(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _stack(matrices: Sequence[Tensor], tall: bool) -> Tensor:
-    """Matrices in one tensor, with the strides of each."""
+    """Stack matrices into one tensor, and keep their strides."""
     return torch.stack([each.mT for each in matrices]).mT if tall else torch.stack([*matrices])
 
 
 @functools.lru_cache(maxsize=1024)
 def _same_bits(count: int, rows: int, columns: int, device: torch.device) -> bool:
-    """Whether so many matrices come out of shared products with the bits of one by one.
+    """Try whether batched products of this many matrices have the bits of single products.
 
-    Which ones are together depends on how many ranks there are, and bits must not. It is tried,
-    because libraries choose kernels by shapes and processors; the numbers do not matter to them.
+    Which matrices are batched depends on the number of ranks, on which no bit may depend. Libraries
+    choose kernels by shape and processor but not by values, so that one trial is enough.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn((count, rows, columns), generator=generator, device="cpu").to(device)

@@ -1,4 +1,4 @@
-"""What all our optimizers share: the step, and what it asks of their parameters."""
+"""The base class of all our optimizers: the step, its options, and the state dict."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ __all__ = ["BF16Optimizer"]
 
 
 class BF16Optimizer(torch.optim.Optimizer):
-    """Base of the optimizers that store their numbers by a recipe.
+    """Base class of the optimizers that store their numbers by a recipe.
 
-    Not made directly: use :class:`AdamW`, say, or :func:`convert`. Where torch has the optimizer,
-    it is a mixin in front of the ``torch.optim`` class, whose constructor, parameter groups and
-    hooks stay as they are. One call updates a batch of tensors. Gradients are read, never written.
+    Do not instantiate it: use :class:`AdamW`, say, or :func:`convert`. Where torch has the
+    optimizer, this is a mixin before the ``torch.optim`` class, whose constructor, groups and hooks
+    stay as they are. One call updates a batch of tensors. Gradients are read, never written.
 
     Attributes:
-        recipe: how numbers are stored; loading a state dict takes over its noise seed.
+        recipe: how numbers are stored; loading a state dict adopts the saved noise seed.
         backend: its name, at first the recipe's; None for the environment's, else the best one.
-        observers: told of each update before and after it happens; copies start without them.
+        observers: notified before and after each update; copies of the optimizer have none.
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
-    # Whether weight decay acts on the weights in groups that do not say it.
+    # Whether weight decay acts on the weights, for groups that do not set the option.
     decouples: ClassVar[bool] = False
     variants: ClassVar[Mapping[str, Rule]] = NONE
-    # GradScaler leaves unscaling to the step, in its attributes grad_scale and found_inf.
+    # GradScaler leaves unscaling to the step, which reads the grad_scale and found_inf it sets.
     _step_supports_amp_scaling: ClassVar[bool] = True
 
     recipe: Recipe
@@ -68,12 +68,12 @@ class BF16Optimizer(torch.optim.Optimizer):
     _engine: Engine
 
     def _construct(self, arguments: dict[str, Any], *, defaults: bool = False) -> None:
-        """Run torch's constructor, and set up what it does not know.
+        """Run torch's constructor, then set up what torch does not have.
 
         Args:
             arguments: ``locals()`` of a constructor: torch's arguments and ours.
-            defaults: whether torch's arguments are the groups' options, because it has no
-                constructor for them.
+            defaults: whether to pass torch's arguments to ``torch.optim.Optimizer`` as default
+                options, because no torch class has a constructor that accepts them.
         """
         ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
         options = {k: v for k, v in arguments.items() if k not in {"self", *ours}}
@@ -91,7 +91,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         release: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
-        """Set up what torch's constructor, which has run, does not know; options are of groups."""
+        """Set up what torch's constructor has left out; ``options`` are defaults of groups."""
         options = {name: value for name, value in options.items() if value}
         self.defaults.update(options)
         for number, group in enumerate(self.param_groups):
@@ -115,24 +115,24 @@ class BF16Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def rule_of_parameter(self, group: dict[str, Any], parameter: Tensor) -> Rule:
-        """The update rule of a parameter, where its shape decides."""
+        """The update rule of a parameter; overridden if it depends on the shape."""
         return self.rule_of_group(group)
 
     def direction_of(self, member: Member) -> Direction:
-        """What makes the direction of a parameter's step of its whole gradient.
+        """Make what computes the direction of a parameter's step from its whole gradient.
 
-        Asked once for a plan, where the rule has ``stage_states``.
+        Called once per plan, if the rule has ``stage_states``.
 
         Args:
-            member: dense, its state complete.
+            member: the parameter, dense and with its state complete.
         """
         raise NotImplementedError
 
     def decouples_decay(self, group: dict[str, Any]) -> bool:
-        """Whether a group's weight decay acts on the weights and not through the gradient."""
+        """Whether a group's weight decay acts on the weights, not through the gradient."""
         return group.get("decoupled_weight_decay", self.decouples)
 
-    # A traced step would have no addresses for kernels, and run no hooks that come later.
+    # A traced step would have no addresses for kernels, and would ignore hooks added later.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     @hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
@@ -145,11 +145,11 @@ class BF16Optimizer(torch.optim.Optimizer):
             What ``closure`` returned, else None.
 
         Raises:
-            ValueError: a gradient is sparse or of another dtype than bf16 or fp32.
+            ValueError: a gradient is sparse, or neither bf16 nor fp32.
             StateMismatchError: a parameter was moved, recast or replaced since its state was made.
-            RuntimeError: a CUDA graph is being captured whose replays would not be steps.
-            In all cases nothing has been updated. Any other error, such as one of memory, ends with
-            how many parameters were updated; the steps of those are counted and of no others.
+            RuntimeError: a CUDA graph is being captured whose replays would not be valid steps.
+            In these cases nothing has been updated. Any other message, such as that of a memory
+            error, ends with how many parameters were updated; only their steps are counted.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         engine = self._engine
@@ -169,14 +169,14 @@ class BF16Optimizer(torch.optim.Optimizer):
         return loss
 
     def _count(self, inputs: StepInputs) -> None:
-        """Count a step that was taken, or skipped, as it was told."""
+        """Update the counters after a step that was taken or skipped."""
         self._engine.pending.count(inputs)
 
     @torch.no_grad()
     def _update(
         self, parameters: list[Tensor], plan: Plan | None, setting: Setting, inputs: StepInputs
     ) -> Plan | None:
-        """Step the parameters that have a gradient. Returns the next plan."""
+        """Step the parameters that have a gradient, and return the plan for the next step."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
         if not fits:
             parameters = with_gradients(parameters)
@@ -188,7 +188,7 @@ class BF16Optimizer(torch.optim.Optimizer):
             if plan is None or not fits:
                 plan = make_plan(self, parameters, setting, plan)
             if capturing:
-                # The graph refers to the plan's tables as long as it lives.
+                # The graph reads the plan's tables as long as it lives.
                 self._engine.captured.add(plan)
             if not plan.active_parameters():
                 check_in_model(self)
@@ -202,17 +202,17 @@ class BF16Optimizer(torch.optim.Optimizer):
             if scalars is not None:
                 plan.run(scalars, inputs)
         finally:
-            # Of an interrupted step, too: its own writes are no one else's.
+            # After an interrupt, too: the step's own writes must not count as foreign ones.
             plan.note_step()
         for observer in self.observers:
             observer.after_update()
         return plan
 
     def graphed(self, *, check_every: int = 1) -> GraphedStep:
-        """Capture a step in a CUDA graph, not taking it; return what takes steps by replays.
+        """Capture a step in a CUDA graph without taking it; return a callable that replays it.
 
         Args:
-            check_every: replays from one look at all gradients and weights to the next.
+            check_every: number of replays from one check of all gradients and weights to the next.
 
         Raises:
             RuntimeError: no graph can hold the step; see :class:`.graphed.GraphedStep`.
@@ -227,22 +227,22 @@ class BF16Optimizer(torch.optim.Optimizer):
         return GraphedStep(self, check_every)
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
-        """The fp32 numbers that a parameter's next step starts from; new, unless it is fp32."""
+        """The fp32 numbers that a parameter's next step starts from; a copy, unless it is fp32."""
         return exact_weights.read(self, parameter)
 
     @torch.no_grad()
     def set_exact_weight(self, parameter: Tensor, value: Tensor) -> None:
         """Let the next step start from other fp32 numbers: an average over replicas, say.
 
-        Writes the parameter and what its format keeps beside it; moments stay.
+        Writes the parameter and what its format keeps beside it; moments do not change.
 
         Args:
-            parameter: one of this optimizer's; mutated.
-            value: fp32, shaped and placed like :meth:`exact_weight` gives it; not kept. A format
-                without an exact master rounds it stochastically, alike on every replica.
+            parameter: one of this optimizer's parameters; modified in place.
+            value: fp32, with the shape and placement of :meth:`exact_weight`; not kept. A format
+                without an exact master rounds it stochastically, to the same bits on all replicas.
 
         Raises:
-            ValueError: the parameter is in no group, or ``value`` of another shape or dtype;
+            ValueError: the parameter is in no group, or ``value`` has another shape or dtype;
                 nothing has been changed.
 
         Example:
@@ -252,10 +252,10 @@ class BF16Optimizer(torch.optim.Optimizer):
         exact_weights.write(self, parameter, value)
 
     def scale_next_step(self, coefficient: float | Tensor) -> None:
-        """Multiply every gradient by ``coefficient`` in the next step, and only there.
+        """Multiply every gradient by ``coefficient`` in the next step only.
 
-        A second call replaces what the first one said; ``zero_grad`` and ``step`` reset it to 1.
-        This is how clipping by norm costs no pass over the gradients: they stay as they are.
+        A second call replaces the first one; ``zero_grad`` and ``step`` reset the coefficient to 1.
+        So clipping by norm needs no pass over the gradients, which stay as they are.
 
         Args:
             coefficient: a finite number or a 0-d tensor.
@@ -270,17 +270,17 @@ class BF16Optimizer(torch.optim.Optimizer):
         ).scale(coefficient)
 
     def skip_next_step_where(self, found_inf: Tensor) -> None:
-        """Let the next step leave everything as it is if ``found_inf`` is not 0 by then.
+        """Skip the next step if ``found_inf`` is not 0 by then.
 
-        Weights, states and step counts keep their bits, and :attr:`skipped_steps` counts it. With
-        the Triton backend the device decides, and nothing waits for it. ``zero_grad`` and ``step``
-        take it back.
+        Weights, states and step counts then keep their bits; :attr:`skipped_steps` grows by one.
+        With the Triton backend the device decides, and the host does not wait for it. ``zero_grad``
+        and ``step`` cancel the request.
 
         Args:
             found_inf: tensor with one element.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: ``found_inf`` is anything else.
             NotImplementedError: gradients are released: the step is over already.
         """
         too_late = "cannot be skipped after it; remove() the release to decide about steps"
@@ -288,11 +288,11 @@ class BF16Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since it was made or loaded; reading waits for the device."""
+        """Steps skipped since the optimizer was made or loaded; reading it waits for the device."""
         return self._engine.pending.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as in torch, and what :meth:`scale_next_step` was told."""
+        """Reset the gradients, as in torch, and cancel requests to scale or skip the next step."""
         self._engine.discard()
         super().zero_grad(set_to_none)
 
@@ -318,21 +318,21 @@ class BF16Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with one more entry, ``"torch_bf16"``: schema and recipe.
 
-        What FSDP1 has flattened has all its numbers in fp32 there: it gathers the states of a unit
-        only if they have one dtype and the same names.
+        States of parameters that FSDP1 has flattened are all fp32 there: FSDP1 gathers the states
+        of a unit only if they have one dtype and the same names.
         """
         return state_dicts.save(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of any recipe, or one of the ``torch.optim`` class it stands for.
+        """Load a state dict of any recipe, or of the ``torch.optim`` class that this one replaces.
 
-        States keep their exact bits and dtypes where the recipe is the one they were saved with;
-        torch would cast them to the parameter's. Otherwise they are rounded once into the formats
-        of this optimizer's recipe, and a warning says which numbers that changed and how many.
-        Where no exact master was saved, it starts from the weights that ``cast_model`` saw.
-        Tensors are copied, except those that already are this optimizer's own, and the saved noise
-        seed is taken over, so that a resumed run repeats the uninterrupted one bit for bit.
-        Load the model's weights first: an exact master is stored as what its weight lacks.
+        States that were saved with the same recipe keep their bits and dtypes; torch would cast
+        them to the parameter's dtype. Others are rounded once into the formats of this optimizer's
+        recipe, and a warning says in which states this changed how many numbers.
+        If no exact master was saved, it starts from the weights that ``cast_model`` saw.
+        Tensors are copied, unless they already belong to this optimizer, and the saved noise seed
+        is adopted, so that a resumed run repeats the uninterrupted one bit for bit.
+        Load the model's weights first: a saved master holds only the bits that its weight lacks.
 
         Raises:
             StateMismatchError: shapes or masters do not fit, or something is missing or damaged;
@@ -343,9 +343,9 @@ class BF16Optimizer(torch.optim.Optimizer):
         state_dicts.load(self, state_dict, super().load_state_dict)
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise what :meth:`load_state_dict` would raise, and load nothing.
+        """Raise what :meth:`load_state_dict` would raise, without loading anything.
 
-        Only one parameter's states are copied at a time. Load hooks do not run.
+        Only one parameter's states are copied at a time. Load hooks are not run.
         """
         state_dicts.check(self, state_dict)
 
@@ -366,17 +366,17 @@ class BF16Optimizer(torch.optim.Optimizer):
             release_as(self._engine.release_options, self)
 
     def label(self, group: int, position: int) -> str:
-        """How messages call a parameter: its name where known, its place, shape and dtype."""
+        """A parameter as messages describe it: its name if known, its place, shape and dtype."""
         return self._engine.names.label(self.param_groups, group, position)
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
-        """Refuse a group that comes, before anything is hooked."""
+        """Check a group that is being added, before any hook is registered."""
         self._check_options(group, number)
         check_group(group, number)
         resolve_peak_lr(group, number, self.decouples_decay(group))
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
-        """Refuse options that no rule has."""
+        """Refuse options that no rule supports."""
         check_options(group, number)
         check_variant(group, number, self.variants, type(self).__name__)
 
@@ -388,7 +388,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
     def _check_step(self) -> None:
-        """Refuse a step of options that no rule has; once, also where gradients are released."""
+        """Refuse a step with options that no rule supports; also if gradients are released."""
         with suffix_errors(UNTOUCHED):
             for number, group in enumerate(self.param_groups):
                 self._check_options(group, number)
@@ -396,7 +396,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                     resolve_peak_lr(group, number, self.decouples_decay(group))
 
     def _setting(self) -> Setting:
-        """What a plan follows from beside memory; the same object as long as it is the same."""
+        """The current setting: the same object for as long as nothing in it changes."""
         fixed = self.recipe, self.backend, [*map(self.rule_of_group, self.param_groups)]
         self._engine.setting = Setting.of(fixed, self.param_groups, self._engine.setting)
         return self._engine.setting

@@ -1,6 +1,6 @@
-"""Weights that something else has written: the remainder of a master means nothing beside them.
+"""Drops the remainders of weights that something else has written, which makes them void.
 
-Where fp32 weights were loaded, theirs takes its place.
+If fp32 weights were loaded, their remainders take the place of the old ones.
 """
 
 from __future__ import annotations
@@ -43,74 +43,75 @@ def drop_remainders(
     parameters: Sequence[Tensor],
     written: Callable[[], Sequence[_Written]],
 ) -> bool:
-    """Drop the remainders of what something else has written since the last step.
+    """Drop the remainders of weights that something else has written since the last step.
 
     Args:
-        optimizer: whose states are written.
-        parameters: that are about to take a step.
-        written: those of them that have another version than the last step left. Asked only when
-            what is known number by number, of writes through ``.data``, counts as settled.
+        optimizer: the optimizer, whose states are written.
+        parameters: the parameters that are about to take a step.
+        written: returns the members whose weight has another version than the last step left.
+            Called only after writes that are known number by number, such as those through
+            ``.data``, were handled: they no longer count.
 
     Returns:
-        Whether ``written()`` named any.
+        Whether ``written()`` returned any members.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, whose replays would compare each time.
     """
-    _drop_where_numbers_are_known(optimizer, parameters)
-    found = written()
-    for each in found:
+    _drop_number_by_number(optimizer, parameters)
+    members = written()
+    for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
-        # The step may still fail, and the next one must not take this for another write.
+        # Right away, because this step may fail, and the next one must not see another write.
         each.snapshot.version = each.shard.version()
         if (watch := each.snapshot.data) is not None:
             if not any(loaded):
                 watch.follow_writes()
-            # What was put aside before is of other numbers.
+            # The bytes that it saved belong to the old numbers.
             watch.note_step()
-    remainders.forget(*(each.shard for each in found))
-    return bool(found)
+    remainders.forget(*(each.shard for each in members))
+    return bool(members)
 
 
 def without_remainders(
     optimizer: BF16Optimizer, shard: Shard, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A parameter's state without the remainder of a weight that something else has written since.
+    """A copy of a parameter's state, without remainders that are void because of later writes.
 
     Args:
-        optimizer: whose state.
-        shard: of the parameter.
-        state: the parameter's, not changed.
+        optimizer: the optimizer.
+        shard: the parameter's shard.
+        state: the parameter's state; not changed.
     """
-    found, snapshot = dict(state), optimizer._engine.snapshots.get(shard.parameter)
+    valid, snapshot = dict(state), optimizer._engine.snapshots.get(shard.parameter)
     if snapshot is None:
-        return found
+        return valid
     watch = snapshot.data
     if watch is not None and watch.knows(snapshot.version):
         if (changed := watch.changed()) is not None:
             for key in REMAINDERS & state.keys():
-                found[key] = shard.place(local(state[key]).masked_fill(changed, 0))
+                valid[key] = shard.place(local(state[key]).masked_fill(changed, 0))
     elif snapshot.version != shard.version():
         for key in state.keys() & set(MASTERS):
             plane = local(state[key]).clone()
             _replace(plane, shard, key)
-            found[key] = shard.place(plane)
-    return found
+            valid[key] = shard.place(plane)
+    return valid
 
 
 def states_without_remainders(optimizer: BF16Optimizer) -> States:
-    """All states as :func:`without_remainders` has them: a copy knows of no writes before it."""
-    found = States(dict)
+    """All states without void remainders: a copy of the optimizer cannot know of earlier writes."""
+    states = States(dict)
     for key, state in dict.items(optimizer.state):
         if isinstance(key, Tensor):
             state = without_remainders(optimizer, shard_of(key), state)
-        dict.__setitem__(found, key, state)
-    return found
+        dict.__setitem__(states, key, state)
+    return states
 
 
 def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
-    """Let the second plane of a master be that of fp32 weights that were loaded, or drop it.
+    """Replace a master's second plane by that of fp32 weights that were loaded, or else drop it.
 
     Returns:
         Whether fp32 weights were loaded.
@@ -119,22 +120,22 @@ def _replace(plane: Tensor, shard: Shard, key: str) -> bool:
     if loaded is not None:
         plane.copy_(loaded)
     elif key in REMAINDERS:
-        # A whole master beside the weight is found out by its numbers.
+        # Only remainders: whether a whole master is stale shows in its numbers.
         plane.zero_()
     return loaded is not None
 
 
-def _drop_where_numbers_are_known(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
+def _drop_number_by_number(optimizer: BF16Optimizer, parameters: Sequence[Tensor]) -> None:
     engine = optimizer._engine
     if not data_writes.touched(engine.watches(parameters)):
         return
     if cuda_graphs.capturing(each.device for each in parameters):
         raise RuntimeError(
             f"a step of {type(optimizer).__name__} cannot be captured in a CUDA graph: its weights "
-            "were written, or p.data of them asked for, since the last step, and replays would "
+            "were written, or their .data was read, since the last step, and replays would "
             "look for writes each time; take an ordinary step first"
         )
-    # Where fp32 weights were loaded, theirs takes the remainder's place.
+    # If fp32 weights were loaded, their remainders take the place of the old ones.
     loaded = remainders.find_remainders(map(shard_of, parameters))
     parameters = [p for p, each in zip(parameters, loaded, strict=True) if each is None]
     warned = engine.warned_of_data_writes
@@ -146,6 +147,6 @@ def _drop_where_numbers_are_known(optimizer: BF16Optimizer, parameters: Sequence
             f"{found} bf16 weights were written through p.data since the last step: where their "
             "numbers changed, training continues from the bf16 numbers, not from an fp32 master. "
             "To average or blend weights, compute with fp32 ones: with torch_bf16.exact_weights("
-            "model, optimizer) as weights: ... (this is said only once)",
+            "model, optimizer) as weights: ... (this warning appears only once)",
             stacklevel=5,
         )

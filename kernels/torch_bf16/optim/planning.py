@@ -1,4 +1,4 @@
-"""Planning a step: the parameters that take part are checked, and their states are made."""
+"""Plans a step: checks the parameters that have a gradient, and completes their states."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _logger = logging.getLogger("torch_bf16")
 def collect(
     optimizer: BF16Optimizer, parameters: Sequence[Tensor]
 ) -> list[tuple[Shard, int, Label]]:
-    """Shard, number of the group and label of all that takes part, checked."""
+    """Check the parameters; returns each one's shard, group number and label, in group order."""
     taking_part, engine = set(parameters), optimizer._engine
-    # Then states may be anywhere, and are brought home.
+    # With offload, states may be on any device, and are moved to where they belong.
     offloads = optimizer.recipe.offload != "none"
-    found, labels, before = [], {}, 0
+    collected, labels, before = [], {}, 0
     groups = optimizer.param_groups
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
@@ -75,31 +75,31 @@ def collect(
                 check_parameter(shard)
                 if parameter.grad is not None:
                     check_gradient(shard)
-            found.append((shard, number, label))
+            collected.append((shard, number, label))
         before += len(group["params"])
-    check_separate((shard for shard, _, _ in found), labels)
+    check_separate((shard for shard, _, _ in collected), labels)
     check_replaced(optimizer, labels)
-    return found
+    return collected
 
 
 def make_plan(
     optimizer: BF16Optimizer, parameters: Sequence[Tensor], setting: Any, last: Plan | None = None
 ) -> Plan:
-    """Check all that takes part, complete its states, and keep these if nothing is wrong.
+    """Check the parameters, complete their states, and store these if nothing is wrong.
 
     Args:
-        optimizer: whose plan it is.
-        parameters: all that takes part.
-        setting: what else the plan follows from.
-        last: a plan whose members stay, as far as nothing of them has changed: so a set of
-            parameters that comes and goes is planned for once.
+        optimizer: the optimizer that steps.
+        parameters: the parameters that have a gradient.
+        setting: the current setting, which the plan is valid for.
+        last: the last plan; its members that have not changed stay in the new plan, so that sets of
+            parameters that alternate are planned only once.
     """
     optimizer.recipe = get_recipe(optimizer.recipe)
     engine, members, changes = optimizer._engine, [], Changes()
-    beside = {} if last is None else last.intact(setting, optimizer.state)
+    kept = {} if last is None else last.intact(setting, optimizer.state)
     for each in parameters:
-        beside.pop(each, None)
-    steps = _steps_on_host(optimizer.state, [*parameters, *beside])
+        kept.pop(each, None)
+    steps = _steps_on_host(optimizer.state, [*parameters, *kept])
     for shard, number, label in collect(optimizer, parameters):
         group, parameter = optimizer.param_groups[number], shard.parameter
         rule = optimizer.rule_of_parameter(group, parameter)
@@ -110,7 +110,7 @@ def make_plan(
         state = optimizer._complete(state, shard, group, label, changes)
         snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
         if not has_master:
-            # Versions are followed for what belongs to one weight and to no other.
+            # The state had no part of the weight that an earlier write could have made void.
             snapshot.version = shard.version()
         formats = formats_of(shard, rule, optimizer.recipe)
         dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -122,50 +122,49 @@ def make_plan(
         members.append(member)
     if engine.release is None:
         _check_cast(optimizer, members)
-    if beside:
-        for parameter in beside.keys() & steps.keys():
-            beside[parameter].state["step"] = steps[parameter]
-        known = beside | {each.parameter: each for each in members}
+    if kept:
+        for parameter in kept.keys() & steps.keys():
+            kept[parameter].state["step"] = steps[parameter]
+        by_parameter = kept | {each.parameter: each for each in members}
         ordered = (p for group in optimizer.param_groups for p in group["params"])
-        members = [known[p] for p in ordered if p in known]
+        members = [by_parameter[p] for p in ordered if p in by_parameter]
     if isinstance(optimizer.state, States):
         optimizer.state.plans += 1
     rounds, sharded = _rounds(optimizer), _summed(optimizer, members)
     plan = Plan(members, optimizer.recipe.seed, optimizer.backend, setting, rounds, sharded)
     plan.compile(optimizer.param_groups)
     engine.pending.get_ready({each.parameter.device for each in members})
-    # Only now, so that an error above leaves no half-made states.
+    # Only now, so that an error above leaves no incomplete states.
     keep_states(optimizer, members, changes)
     plan.watch(optimizer.state)
     return plan
 
 
 def _rounds(optimizer: BF16Optimizer) -> list[Round]:
-    """In which ranks exchange what rules look at as a whole: of all parameters that there are."""
-    return rounds_of([*_in_parts(optimizer, lambda rule: bool(rule.stage_states))])
+    """The exchanges between ranks, for all parameters whose rule computes a direction."""
+    return rounds_of([*_sharded_with(optimizer, lambda rule: bool(rule.stage_states))])
 
 
 def _summed(optimizer: BF16Optimizer, members: Sequence[Member]) -> list[Shard]:
-    """What ranks sum the statistics of together: of all parameters that there are, likewise.
+    """The sharded parameters whose statistics ranks add up: all of them, as for :func:`_rounds`.
 
-    But of those that take part alone where gradients are released: their steps are taken at times
-    of their own.
+    If gradients are released, only those of ``members``, because each step is taken separately.
     """
     only = None if optimizer._engine.release is None else {each.parameter for each in members}
-    found = _in_parts(optimizer, lambda rule: rule.statistic is not None, only)
-    return [shard for shard, _ in found]
+    sharded = _sharded_with(optimizer, lambda rule: rule.statistic is not None, only)
+    return [shard for shard, _ in sharded]
 
 
-def _in_parts(
-    optimizer: BF16Optimizer, looks: Callable[[Rule], bool], only: Container[Tensor] | None = None
+def _sharded_with(
+    optimizer: BF16Optimizer, needs: Callable[[Rule], bool], only: Container[Tensor] | None = None
 ) -> Iterator[tuple[Shard, Rule]]:
-    """What ranks hold parts of, of rules that look at whole tensors.
+    """The sharded parameters, and their rules, of groups whose rule ``needs`` whole tensors.
 
-    Also where it has no gradient here: FSDP1 leaves some ranks nothing of a parameter, and none.
+    With or without a gradient: FSDP1 may leave a rank no part of a parameter, and so no gradient.
     """
     for number, group in enumerate(optimizer.param_groups):
-        looking = looks(optimizer.rule_of_group(group))
-        for position, parameter in enumerate(group["params"] if looking else ()):
+        whole = needs(optimizer.rule_of_group(group))
+        for position, parameter in enumerate(group["params"] if whole else ()):
             if only is not None and parameter not in only:
                 continue
             shard = shard_of(parameter)
@@ -176,20 +175,20 @@ def _in_parts(
 
 
 def check_recipe(optimizer: BF16Optimizer) -> None:
-    """Refuse a recipe whose blocks would be cut, where every rank sees every parameter.
+    """Refuse a recipe that does not work with the optimizer or with how parameters are sharded.
 
-    FSDP1 leaves some ranks nothing of a parameter that they could refuse to step. And one that
-    offloads states of which no kernel knows.
+    Checked when the optimizer is made, where every rank sees every parameter: at a step, FSDP1 may
+    leave a rank no part of the parameter that the others refuse.
 
     Raises:
         NotImplementedError: a parameter is cut within the blocks of one of its formats, or the
-            class takes steps of its own on states in host memory.
+            recipe offloads states, and the class steps by its own code.
     """
     rules = [optimizer.rule_of_group(group) for group in optimizer.param_groups]
     if optimizer.recipe.offload != "none" and STORE in rules:
         raise NotImplementedError(
             f"offload={optimizer.recipe.offload!r} is for optimizers with a fused rule, and "
-            f"{type(optimizer).__name__} takes steps of its own on fp32 copies. Leave offload out, "
+            f"{type(optimizer).__name__} steps by its own code on fp32 copies. Leave offload out, "
             "or use an optimizer of torch_bf16"
         )
     for group in optimizer.param_groups:
@@ -200,29 +199,29 @@ def check_recipe(optimizer: BF16Optimizer) -> None:
 
 
 def with_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Those of some parameters that have a gradient."""
+    """The parameters that have a gradient."""
     with no_torch_function():
         return [p for p in parameters if p.grad is not None]
 
 
 def _steps_on_host(states: dict[Tensor, Any], parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """The steps that devices count, fp32, 0-d; all of a device at once, as reading one waits."""
-    found: dict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
+    """Copy step numbers that devices count to the host: fp32, 0-d; one transfer per device."""
+    on_device: dict[torch.device, dict[Tensor, Tensor]] = defaultdict(dict)
     for parameter in parameters:
         step = dict.get(states, parameter, {}).get("step")
         if isinstance(step, Tensor) and not step.is_cpu:
-            found[step.device][parameter] = step.reshape(())
+            on_device[step.device][parameter] = step.reshape(())
     return {
         parameter: step
-        for steps in found.values()
+        for steps in on_device.values()
         for parameter, step in zip(steps, torch.stack([*steps.values()]).cpu().float(), strict=True)
     }
 
 
 def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Changes) -> None:
-    """Put the members' states into the optimizer, and warn of what making them has rounded.
+    """Store the members' states in the optimizer, and warn if completing them has rounded numbers.
 
-    The bits that a cast cut off their weights are in exact masters now, and are freed.
+    The bits that a cast has cut off their weights are in exact masters now, and are freed.
     """
     if changes.lost:
         _logger.warning("the state went into recipe %r: %s", optimizer.recipe.name, changes)
@@ -232,25 +231,26 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
         dict.__setitem__(optimizer.state, each.parameter, each.state)
         snapshots[each.parameter] = each.snapshot
         each.snapshot.data = DataWatch.of(each.shard, each.state, each.snapshot.data)
-    # Of what something else has written, the step asks first whether fp32 weights were loaded.
+    # Not of weights written since: the step first checks whether fp32 weights were loaded.
     intact = (e.shard for e in members if e.snapshot.version == e.shard.version())
     remainders.forget(*intact)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     remainders.forget_empty(every)
-    # A snapshot keeps its parameter alive. Hosts show groups in turn: states outlast that.
-    known = {*map(id, every), *map(id, optimizer.state)}
-    for parameter in [p for p in snapshots if id(p) not in known]:
+    # Drop snapshots of removed parameters, which they keep alive. A host may show only some groups
+    # at a time: then the others' states remain.
+    current = {*map(id, every), *map(id, optimizer.state)}
+    for parameter in [p for p in snapshots if id(p) not in current]:
         del snapshots[parameter]
 
 
 def check_in_model(optimizer: BF16Optimizer) -> None:
-    """Refuse a step without gradients where all are of parameters that have replaced its own.
+    """Refuse a step without gradients if the model's parameters, which have some, were replaced.
 
     Args:
-        optimizer: none of its parameters takes part in the step.
+        optimizer: the optimizer; none of its parameters has a gradient.
 
     Raises:
-        StateMismatchError: they are, so that nothing would be trained.
+        StateMismatchError: the model has new parameters, which the optimizer would not train.
     """
     model = optimizer._engine.model()
     if model is None:
@@ -259,10 +259,10 @@ def check_in_model(optimizer: BF16Optimizer) -> None:
     parameters = [*model.parameters()]
     if own.isdisjoint(map(id, parameters)) and with_gradients(parameters):
         raise StateMismatchError(
-            f"no parameter of this {type(optimizer).__name__} has a gradient, and none is one of "
-            f"the {type(model).__name__}'s any more, which have: they were replaced, as "
-            "fully_shard does, and no step would train the new ones. Make the optimizer of them, "
-            f"and call prepare() or convert() after fully_shard(). {UNTOUCHED}"
+            f"no parameter of this {type(optimizer).__name__} has a gradient, and none belongs to "
+            f"the {type(model).__name__} any more: its parameters were replaced, as fully_shard "
+            "does, and no step would train the new ones. Make the optimizer of the new ones, and "
+            f"call prepare() or convert() after fully_shard(). {UNTOUCHED}"
         )
 
 
@@ -285,7 +285,7 @@ def _check_reduced(optimizer: BF16Optimizer) -> None:
 
 
 def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
-    """Before the first step, compare how the model was cast with the recipe.
+    """Check before the first step that the model was cast as the recipe needs it.
 
     Raises:
         ValueError: it was cast for exact masters, and the recipe keeps none.
@@ -311,11 +311,11 @@ def _check_cast(optimizer: BF16Optimizer, members: Sequence[Member]) -> None:
             "one recipe: torch_bf16.prepare(model, optimizer, recipe) does"
         )
     for shard in recast:
-        # Losses with weights of their own put these into the dtype of what they are given.
+        # Losses with weights of their own cast these to the dtype of their inputs.
         remainders.forget(shard)
         _logger.warning(
             "parameter %r was cast to bfloat16 and is float32 again: its module, or a hook, has "
-            "recast it. It is trained in float32; keep_fp32 with its name, or its module's, has "
-            "it so from the start",
+            "recast it. It is trained in float32; to keep it in float32 from the start, put its "
+            "name, or its module's, into keep_fp32",
             shard.name,
         )

@@ -1,4 +1,4 @@
-"""Optimizers of parameters in whose places their model has others."""
+"""Refuses optimizers of parameters that their model has replaced."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["refuse_replaced"]
 def refuse_replaced(
     optimizers: Iterable[torch.optim.Optimizer], others: Iterable[torch.optim.Optimizer] = ()
 ) -> None:
-    """Refuse to go on with an optimizer whose model has replaced parameters that it trains.
+    """Refuse an optimizer whose model has replaced parameters that it trains.
 
-    It would step for the old ones, which have no gradient any more, and the new ones would stay as
-    they are, without a word where some of its parameters are still the model's. Only parameters
-    that come under the name of an old one count: what was never the model's, or was taken out of
-    it, may be trained elsewhere or no more.
+    It would step for the old parameters, which get no gradients any more, and the new ones would
+    never change; without any error, if the model still has some of the optimizer's parameters. Only
+    new parameters with the name of an old one count: a parameter that was never in the model, or
+    was removed from it, may be trained elsewhere or not at all.
 
     Args:
-        optimizers: that are to take steps; of ours, those whose model ``prepare`` or ``convert``
-            was given are looked at.
-        others: that may train the new parameters.
+        optimizers: optimizers that are to take steps. Those of this package are checked, if
+            ``prepare`` or ``convert`` was given their model.
+        others: other optimizers, which may train the new parameters.
 
     Raises:
-        StateMismatchError: trainable parameters, which none of them has, have replaced some.
+        StateMismatchError: parameters were replaced by trainable ones that no optimizer has.
     """
     optimizers = list(optimizers)
     groups = [g for each in (*optimizers, *others) for g in getattr(each, "param_groups", ())]
@@ -51,10 +51,10 @@ def refuse_replaced(
 
 
 def _replaced(optimizer: BF16Optimizer) -> list[tuple[str, Tensor]]:
-    """Parameters of the model that are where it had some of the optimizer's, with their names."""
+    """The names, and new parameters, under which the model had parameters of the optimizer."""
     engine = optimizer._engine
     model = engine.model()
-    # DeepSpeed lets it step for flat tensors.
+    # Under DeepSpeed the optimizer steps for flat tensors.
     if model is None or engine.host is not None:
         return []
     current = {bare_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
@@ -66,7 +66,7 @@ def _replaced(optimizer: BF16Optimizer) -> list[tuple[str, Tensor]]:
         for p, name in zip(group["params"], names, strict=True)
         if name in current and id(p) not in alive
     ]
-    # A model of FSDP2 shows what it has gathered from a forward pass until the next backward pass.
+    # From a forward pass to its backward pass, an FSDP2 model shows gathered parameters.
     gathers = any(is_dtensor(p) for p, _ in gone)
     sharded = {id(p) for p, _, _ in places()} if gathers else set()
     return [(name, current[name]) for p, name in gone if id(p) not in sharded]

@@ -27,7 +27,7 @@ from .optimizer import BF16Optimizer
 
 __all__ = ["AdamWScheduleFree", "SGDScheduleFree"]
 
-# What a group counts: the average's weights depend on all learning rates so far.
+# Counters of a parameter group: the average's weights depend on all learning rates so far.
 _COUNTS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0, "train_mode": True}
 _NOT_NEGATIVE = (
     *("lr", "betas", "momentum", "eps", "weight_decay"),
@@ -57,10 +57,10 @@ class _ScheduleFree(BF16Optimizer):
         super().add_param_group(param_group)
 
     def train(self, mode: bool = True) -> None:
-        """Let the weights be ``y``, at which gradients are taken; nothing where they are.
+        """Set the weights to ``y``, at which gradients are taken; no effect in train mode.
 
-        Those that :meth:`eval` put aside come back to the bit. Numbers that something else wrote in
-        between, a checkpoint, say, are taken for the average, as in the package.
+        Weights that :meth:`eval` set aside come back to the bit. Numbers that were written since,
+        by a checkpoint, say, are taken for the average, as in the package.
 
         Args:
             mode: False for :meth:`eval`.
@@ -74,10 +74,10 @@ class _ScheduleFree(BF16Optimizer):
                     group["train_mode"] = mode
 
     def eval(self) -> None:
-        """Let the weights be the average ``x``, rounded once, for validation, export and use.
+        """Set the weights to the average ``x``, rounded once, for validation, export and use.
 
-        ``y`` is put aside, in the weights' format or in fp32 where they have a master, until
-        :meth:`train`. A state dict holds it.
+        Until :meth:`train`, ``y`` is kept as a state: in the weights' format, or in fp32 if they
+        have a master. State dicts contain it.
         """
         self.train(False)
 
@@ -86,12 +86,12 @@ class _ScheduleFree(BF16Optimizer):
         try:
             for parameter in group["params"]:
                 state = dict.get(self.state, parameter, {})
-                # Before its first step, which copies the weight to it, z is zero.
+                # Before the first step, which copies the weight to z, z is zero.
                 if "z" in state and int(state["step"]):
                     self._swap(parameter, beta1, mode)
                     swapped.append(parameter)
         except BaseException:
-            # A group has one mode, and what is swapped twice would be lost.
+            # A group has a single mode: the next call would swap these parameters again.
             for parameter in swapped:
                 self._swap(parameter, beta1, not mode)
             raise
@@ -106,7 +106,7 @@ class _ScheduleFree(BF16Optimizer):
         if mode and aside is not None:
             y = local(aside).to(now.device).float()
             average = y + (z - y) * (1.0 - 1.0 / beta1)
-            # What an interrupt found written is y already.
+            # After an interrupt, some weights may be y already.
             unwritten = _stands_for(now, average, parameter.dtype, format_) | (now == y)
             value = torch.where(unwritten, y, value)
         if not mode:
@@ -117,7 +117,7 @@ class _ScheduleFree(BF16Optimizer):
             self.set_exact_weight(parameter, shard.place(value))
         else:
             local(parameter).copy_(value)
-        # Only now, as the write may fail; it may also have made another dict of the state.
+        # Only now, because the write may fail. It may also have replaced the dict of the state.
         state = dict.get(self.state, parameter, {})
         if mode:
             state.pop("y", None)
@@ -131,24 +131,24 @@ class _ScheduleFree(BF16Optimizer):
         if not group["train_mode"] and state.get("y") is not None:
             rule = replace(rule, states=(*rule.states, _ASIDE))
         if state.get("z") is not None and state.get("step") is None:
-            # The package counts in the group alone.
+            # The package schedulefree counts steps only in the group.
             state = {**state, "step": float(group["k"])}
         return complete_state(state, shard, rule, self.recipe, label, changes)
 
     def _check_shares(self, outcome: str) -> None:
-        """Refuse another share of the average than the weights were made with, if that is known."""
+        """Refuse a share of the average that differs from that of the last step, if it is known."""
         shares: list[Any] = self.__dict__.get("_shares", [])
         for number, group in enumerate(self.param_groups):
             where = f" in parameter group {number}"
             _check_share(group, where, f". {outcome}")
             last = shares[number] if number < len(shares) else None
-            # Loading a state dict puts another group there.
+            # Loading a state dict replaces the groups.
             if last is not None and last[0] is group and last[1] != interpolation(group):
                 raise ValueError(
                     f"{_share_name(group)}={interpolation(group)}{where} was {last[1]} in the step "
-                    "before: weights are the point of that share between z and the average, which "
-                    "another one would misread. Leave it as it is; OneCycleLR and CyclicLR do with "
-                    f"cycle_momentum=False. {outcome}"
+                    "before: weights lie between z and the average at that share, and another one "
+                    "would misread them. Do not change it; OneCycleLR and CyclicLR leave it alone "
+                    f"with cycle_momentum=False. {outcome}"
                 )
 
     def _check_step(self) -> None:
@@ -181,7 +181,7 @@ class _ScheduleFree(BF16Optimizer):
 
 
 def _stands_for(now: Tensor, x: Tensor, dtype: torch.dtype, format_: Format) -> Tensor:
-    """Which weights, decoded, are what encoding ``x`` makes: either of two, where it draws."""
+    """A mask of the weights that encoding ``x`` can give: either neighbour, if it draws."""
     if len(format_.planes) == 1:
         x = x.to(dtype).float()
     kept_bits = 8 * sum(plane.dtype.itemsize for plane in format_.planes)
@@ -199,36 +199,36 @@ def _check_share(group: Mapping[str, Any], where: str = "", outcome: str = "") -
     if not 0.0 < beta1 < 1.0:
         raise ValueError(
             f"{_share_name(group)}={beta1}{where} must lie between 0 and 1: it is the share of the "
-            f"average in the weights that gradients are taken at{outcome}"
+            f"average in the weights at which gradients are taken{outcome}"
         )
 
 
 class AdamWScheduleFree(_ScheduleFree):
-    """Schedule-free AdamW (Defazio et al., 2024): no schedule, and no number of steps to know.
+    """Schedule-free AdamW (Defazio et al., 2024), which needs no schedule and no number of steps.
 
-    Weights are trained at a point between an iterate and its running average, and used as the
-    average. See :mod:`torch_bf16.rules.schedule_free` for the equations. It keeps the iterate ``z``
-    in place of a first moment: in the format of the weights, or in fp32 where these have a
-    master, so that it takes AdamW's bytes in both named recipes.
+    Gradients are taken at a point between an iterate and its running average, and the average is
+    used afterwards. See :mod:`torch_bf16.rules.schedule_free` for the equations. It keeps the
+    iterate ``z`` in place of a first moment, in the format of the weights, or in fp32 if these have
+    a master, so that it takes as many bytes as AdamW in both named recipes.
 
-    Call ``optimizer.eval()`` before validation, saving and use of the weights and
-    ``optimizer.train()`` before training goes on; both plugins do it. :func:`torch_bf16.follow`
-    lets ``model.eval()`` and ``model.train()`` do it.
+    Call ``optimizer.eval()`` before you validate, save or use the weights, and
+    ``optimizer.train()`` before training goes on; both plugins do so. :func:`torch_bf16.follow`
+    makes ``model.eval()`` and ``model.train()`` do it.
 
-    Differs from the package ``schedulefree``: it starts in train mode; ``train()`` gives back the
-    bits that ``eval()`` found, so that validation leaves a run as it was; the bias is corrected by
-    the steps that a parameter took; ``lr`` as a tensor is read on the host, and so is what
-    ``GradScaler`` found; there is no argument ``foreach``. In fp32 the results differ by rounding:
-    torch adds products with one rounding, and a kernel here rounds each.
+    Differs from the package ``schedulefree``: it starts in train mode; ``train()`` restores the
+    bits that ``eval()`` found, so that validation does not change a run; the bias is corrected by
+    the number of steps that each parameter took; ``lr`` as a tensor is read on the host, and so is
+    ``found_inf`` of ``GradScaler``; there is no argument ``foreach``. In fp32 the results differ by
+    rounding: torch adds products with one rounding, and a kernel here rounds each.
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         lr: learning rate, 1 to 10 times that of AdamW with a schedule; constant.
         betas: share of the average where gradients are taken, and decay rate of the second moment.
         weight_decay: decoupled decay, at the point where gradients are taken.
-        warmup_steps: over which the learning rate rises to ``lr``.
+        warmup_steps: number of steps over which the learning rate rises to ``lr``.
         r: exponent of the step's number in the weights of the average.
-        weight_lr_power: exponent of the highest learning rate so far in them.
+        weight_lr_power: exponent of the highest learning rate so far in the weights of the average.
 
     Raises:
         ValueError: ``betas[0]`` is not between 0 and 1.
@@ -265,7 +265,7 @@ class AdamWScheduleFree(_ScheduleFree):
 
 
 class SGDScheduleFree(_ScheduleFree):
-    """Schedule-free SGD (Defazio et al., 2024); see :class:`AdamWScheduleFree` for all else.
+    """Schedule-free SGD (Defazio et al., 2024); for the rest, see :class:`AdamWScheduleFree`.
 
     Args:
         params: as for :class:`AdamWScheduleFree`, as are errors and all arguments not listed here.

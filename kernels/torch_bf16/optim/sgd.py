@@ -32,7 +32,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         momentum: decay rate of the momentum buffer; 0 keeps none.
         dampening: share of the gradient that does not enter the buffer, from the parameter's second
-            step on; in torch from the second with momentum, which may be switched on later.
+            step on; in torch from its second step with momentum, which may be switched on later.
         weight_decay: multiplied by the weight and added to the gradient.
         nesterov: look ahead along the momentum.
 
@@ -68,7 +68,7 @@ class SGD(BF16Optimizer, torch.optim.SGD):
 
 
 class RMSprop(BF16Optimizer, torch.optim.RMSprop):
-    """RMSprop (Tieleman & Hinton, 2012), with momentum and centered, stored by a recipe.
+    """RMSprop (Tieleman & Hinton, 2012), also centered or with momentum, stored by a recipe.
 
     The momentum buffer has the recipe's ``exp_avg`` format, the mean of squares its ``exp_avg_sq``
     format. See :mod:`torch_bf16.rules.rmsprop` for the equations.
@@ -80,7 +80,7 @@ class RMSprop(BF16Optimizer, torch.optim.RMSprop):
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
         alpha: decay rate of the means.
-        eps: added to the root.
+        eps: added to the square root.
         weight_decay: multiplied by the weight and added to the gradient.
         momentum: decay rate of the momentum buffer; 0 keeps none.
         centered: divide by the gradient's standard deviation, not by its root mean square.
@@ -134,7 +134,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         lr_decay: divides the learning rate by ``1 + (step - 1) * lr_decay``.
         weight_decay: multiplied by the weight and added to the gradient.
         initial_accumulator_value: what the sum of squared gradients starts from.
-        eps: added to the root of the sum.
+        eps: added to the square root of the sum.
 
     Example:
         >>> optimizer = torch_bf16.Adagrad(model.parameters(), lr=1e-2)
@@ -160,7 +160,7 @@ class Adagrad(BF16Optimizer, torch.optim.Adagrad):
         release: bool | Mapping[str, Any] = False,
     ) -> None:
         self._construct(locals())
-        # Some versions of torch make the state here, in the parameters' dtype.
+        # Drop the state that some versions of torch make here, in the parameters' dtype.
         self.state = States(dict)
 
     def rule_of_group(self, group: dict[str, Any]) -> Rule:
@@ -176,9 +176,9 @@ class Lion(BF16Optimizer):
 
     Args:
         params: as for :class:`AdamW`, as are errors and all arguments not listed here.
-        lr: learning rate, a float or a 0-d tensor; every weight moves by it.
+        lr: learning rate, a float or a 0-d tensor; each step moves every weight by this much.
         betas: weight of the momentum in the sign, and the momentum's decay rate.
-        weight_decay: decoupled decay.
+        weight_decay: coefficient of the decoupled weight decay.
         cautious: as for :class:`AdamW`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Saving and loading of our optimizers: torch's state dicts, with all bits."""
+"""Saves and loads our optimizers: torch's state dicts, without losing a bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["check", "load", "save"]
 
 _UNCHANGED = "Nothing was changed"
 
-# Options of groups that no class of torch has.
+# Options of parameter groups that no class of torch has.
 _OURS = (*VARIANTS, FULLY_DECOUPLED)
 _DECOUPLED = "decoupled_weight_decay"
 
@@ -39,7 +39,7 @@ _logger = logging.getLogger("torch_bf16")
 
 
 def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The state dict that torch's own method makes, with its header, and bits shown as numbers."""
+    """Make a state dict by torch's own method, with a header, and with bits shown as numbers."""
     was_seen = True
 
     def before(_: Any) -> None:
@@ -48,12 +48,12 @@ def save(optimizer: BF16Optimizer, state_dict: Callable[[], dict[str, Any]]) -> 
 
     def show(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         view = _show(optimizer, state_dict)
-        # torch's method has looked at the states; what it gives away are other tensors over the
-        # same memory.
+        # torch's method has read the states, but only other tensors over the same memory are
+        # handed out.
         set_seen(optimizer.state, was_seen)
         return view
 
-    # Before the user's own post-hooks, which see what is saved, and after their pre-hooks.
+    # After the user's pre-hooks, and before the user's post-hooks, which see what is saved.
     hooks = [
         optimizer.register_state_dict_pre_hook(before),
         optimizer.register_state_dict_post_hook(show, prepend=True),
@@ -87,14 +87,14 @@ def _show(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
                 state = state_dict["state"][key]
                 states[key] = to_view(without_remainders(optimizer, shard_of(parameter), state))
             elif key not in states and remainders.find_remainder(shard := shard_of(parameter)):
-                # Before the first step: what the cast took from the weight is nowhere else.
+                # Before the first step: the bits that the cast took are stored nowhere else.
                 label = functools.partial(optimizer.label, number, position)
                 states[key] = to_view(optimizer._complete({}, shard, group, label, Changes()))
     return {**state_dict, "state": {k: _aliases(each) for k, each in states.items()}}
 
 
 def _names_in_unit(optimizer: BF16Optimizer, parameter: Tensor) -> set[str]:
-    """Of the numbers that rules keep of the parameters that FSDP1 has flattened together."""
+    """Names of the states that rules keep for the parameters that FSDP1 has flattened together."""
     unit = {*unit_of(parameter)}
     rules = {
         optimizer.rule_of_parameter(group, each)
@@ -114,7 +114,7 @@ def _aliases(state: Any) -> Any:
 def load(
     optimizer: BF16Optimizer, state_dict: dict[str, Any], load_state_dict: Callable[[Any], None]
 ) -> None:
-    """Load by torch's own method, which would cast states to the parameters' dtype."""
+    """Load a state dict by torch's own method, but keep it from casting states."""
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
     was_seen = True
@@ -126,7 +126,7 @@ def load(
         header = state_dict.get(schema.HEADER)
         recipe = schema.check_header(header, optimizer.recipe)
         loaded.update(_read(optimizer, state_dict, changes))
-        # torch would cast what it finds here.
+        # Without our states, which torch would cast.
         return {
             **state_dict,
             "state": _shared_states(state_dict),
@@ -142,14 +142,14 @@ def load(
         if changes.counts:
             _logger.log(
                 logging.WARNING if changes.lost else logging.INFO,
-                "loaded a state dict of recipe %s into recipe %r: %s. Keep the file, if what was "
-                "rounded is needed again",
+                "loaded a state dict of recipe %s into recipe %r: %s. Keep the file if the rounded "
+                "numbers may be needed exactly",
                 repr(header["recipe"]["name"]) if header else "none of torch_bf16",
                 recipe.name,
                 changes,
             )
 
-    # After the user's own pre-hooks and before their post-hooks.
+    # After the user's pre-hooks and before the user's post-hooks.
     hooks = [
         optimizer.register_load_state_dict_pre_hook(take),
         optimizer.register_load_state_dict_post_hook(put, prepend=True),
@@ -165,7 +165,7 @@ def load(
 
 
 def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise what :func:`load` would raise, and load nothing."""
+    """Raise what :func:`load` would raise, without loading anything."""
     with suffix_errors(_UNCHANGED):
         schema.check_whole(state_dict)
         schema.check_header(state_dict.get(schema.HEADER), optimizer.recipe)
@@ -189,19 +189,19 @@ def _shared_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """The saved groups, with those of our options that they do not know.
+    """The saved groups, completed with our options, which they may lack.
 
-    Of what FSDP1 has flattened in another way, names say nothing.
+    Names of parameters that FSDP1 has flattened are the live ones: it may flatten in other ways.
     """
     groups = []
     for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         if any(unit_shapes(parameter) for parameter in ours["params"]):
             theirs = {k: v for k, v in theirs.items() if k != "param_names"}
             theirs |= {k: v for k, v in ours.items() if k == "param_names"}
-        # What another library's AdamW, or ours without them, has saved says nothing of these.
+        # Groups saved by another library's AdamW, or by ours without these options, lack them.
         filled = {k: v for k, v in ours.items() if k in _OURS}
         if _DECOUPLED in optimizer.defaults:
-            # As classes of torch fill it in.
+            # As torch's classes do.
             filled[_DECOUPLED] = optimizer.decouples
         groups.append(filled | theirs)
     return [*groups, *state_dict["param_groups"][len(groups) :]]
@@ -213,7 +213,7 @@ def _read(
     saved_groups = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != [len(group["params"]) for group in saved_groups]:
-        return  # torch itself refuses this in a moment
+        return  # torch refuses this right after
     header: Any = state_dict.get(schema.HEADER)
     saved_names = (header or {}).get("names") or []
     names = [[name and bare_name(name) for name in of_group] for of_group in saved_names]
@@ -221,7 +221,7 @@ def _read(
     pairs = zip(optimizer.param_groups, saved_groups, strict=True)
     for number, (group, saved_group) in enumerate(pairs):
         optimizer._check_options(saved_group, number)
-        # What its users or a scheduler have added to a group is theirs; so are a foreign class's.
+        # Any other entry belongs to users, schedulers or foreign classes, and is not required.
         if optimizer.rule_of_group(group) is not STORE:
             own = [name for name in group if name in optimizer.defaults and name not in _OURS]
             schema.check_hyperparameters(saved_group, own, number)
@@ -248,15 +248,15 @@ def _read(
                     if is_stand_in(state[key]):
                         del state[key]
                     elif isinstance(state[key], Tensor):
-                        # As torch does; what is used has a home of its own.
+                        # As torch does; states that the rule uses are moved elsewhere.
                         state[key] = state[key].to(parameter.device)
                 yield parameter, optimizer._complete(state, shard, options, label, changes)
 
 
 def _copy(state: Mapping[str, Any], own: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """A saved state as kernels read it: copies of all but the optimizer's own tensors.
+    """A saved state as kernels read it, with copies of all tensors but the optimizer's own.
 
-    What torch.distributed.checkpoint has loaded in place needs no copy.
+    Tensors that torch.distributed.checkpoint has loaded in place need no copy.
     """
     view = to_view(own)
     copy = dict(state)

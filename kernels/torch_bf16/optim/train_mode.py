@@ -1,4 +1,4 @@
-"""Optimizers with train and eval modes, switched by a context or by the model's own modes."""
+"""Switches schedule-free optimizers between train and eval mode, in a context or with a model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["averaged", "follow"]
 
 @contextmanager
 def averaged(*optimizers: Any) -> Iterator[list[Any]]:
-    """Within the context, weights of schedule-free optimizers are the averages.
+    """Within the context, the weights of schedule-free optimizers are the averages.
 
-    Those in train mode are put into eval mode and back; all others are left as they are.
+    Optimizers in train mode are put into eval mode and back; all others are left as they are.
 
     Args:
-        optimizers: and modules for those that :func:`follow` them; anything else is ignored.
+        optimizers: optimizers, and modules, which stand for the optimizers that :func:`follow`
+            them; anything else is ignored.
 
     Yields:
         The optimizers that were in train mode.
@@ -44,13 +45,14 @@ def averaged(*optimizers: Any) -> Iterator[list[Any]]:
 def follow(model: nn.Module, *optimizers: Any) -> None:
     """Let schedule-free optimizers follow ``model.train()`` and ``model.eval()``.
 
-    From now on ``model.eval()`` puts the averages into the weights, and ``model.train()`` the
-    weights that are trained, whatever wraps the model. Calling either on a part of the model
-    switches nothing. Optimizers without modes are ignored. Copies of the model are not followed.
+    From now on ``model.eval()`` sets the weights to the averages, and ``model.train()`` to those
+    that are trained, whatever wraps the model. Calling either on a part of the model switches
+    nothing. Optimizers without modes are ignored. Copies of the model are not followed.
 
     Args:
-        model: the module as it is called, or the one in a wrapper; its attribute ``train`` is set.
-        optimizers: added to those that follow it already; all of them are put into its mode now.
+        model: the module that is called, or the one in a wrapper; its attribute ``train`` is set.
+        optimizers: optimizers to add to those that already follow the model; all of them are
+            put into its mode now.
 
     Raises:
         ValueError: ``model`` is not a module.
@@ -70,7 +72,7 @@ def follow(model: nn.Module, *optimizers: Any) -> None:
 
 
 class _Train:
-    """``train`` of one module, as an attribute of the instance."""
+    """Replaces the method ``train`` of one module, as an attribute of the instance."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)

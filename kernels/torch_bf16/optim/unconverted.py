@@ -1,4 +1,4 @@
-"""Optimizers that step over our bf16 weights without knowing it."""
+"""Warns of optimizers that step bf16 weights of ours without having been converted."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _hooks: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
 
 
 def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
-    """Warn, once for each, when an optimizer that was not converted steps bf16 weights of a model.
+    """Warn if an optimizer that was not converted steps bf16 weights of a model; once for each.
 
-    It would round every update to the nearest bf16 number, and nothing else would show it. Looks at
-    every optimizer of the process, at its first step alone.
+    Such an optimizer rounds every update to the nearest bf16 number, and nothing else would show
+    it. Every optimizer of the process is checked, at its first step only.
 
     Args:
-        model: cast already, and perhaps sharded later; not kept alive.
+        model: a model that was cast, and may be sharded later; not kept alive.
         advice: what to do instead; ends the warning.
 
     Returns:
-        A handle whose ``remove()`` ends it.
+        A handle whose ``remove()`` ends the checks.
 
     Example:
         >>> model = torch_bf16.cast_model(torch.nn.Linear(4, 4))
@@ -64,10 +64,10 @@ def warn_unconverted(model: nn.Module, advice: str) -> RemovableHandle:
             )
 
     setattr(before_step, FOR_OTHERS, True)
-    # Not by the hook itself: torch is going through all of them then.
-    for model_then, handle in _hooks[:]:
-        if model_then() is None:
+    # Remove dead hooks here; a hook cannot remove itself while torch iterates over the hooks.
+    for old_model, handle in _hooks[:]:
+        if old_model() is None:
             handle.remove()
-            _hooks.remove((model_then, handle))
+            _hooks.remove((old_model, handle))
     _hooks.append((reference, register_optimizer_step_pre_hook(before_step)))
     return _hooks[-1][1]

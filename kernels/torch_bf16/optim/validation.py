@@ -1,7 +1,7 @@
-"""What our optimizers can train, and what must not change between two steps.
+"""Checks what our optimizers can train, and that nothing relevant changed between two steps.
 
-All of this is checked before a step updates anything, so that an error leaves the optimizer usable.
-Messages begin with a verb: the caller puts the parameter's label before them.
+All checks run before a step updates anything, so that the optimizer stays usable after an error.
+Messages begin with a verb: the caller prepends the parameter's label.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
 
     Args:
         group: a parameter group.
-        number: of the group, for messages.
+        number: the group's number, for messages.
 
     Raises:
-        ValueError: the dtype or the memory of a parameter.
-        NotImplementedError: how a parameter is sharded.
+        ValueError: a parameter is in the group twice, or has a dtype or memory that cannot be
+            trained.
+        NotImplementedError: a parameter is sharded in a way that cannot be trained.
     """
     if len({id(p) for p in group["params"]}) < len(group["params"]):
         raise ValueError(
@@ -53,7 +54,7 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
             "step; give each parameter once, tied ones too (module.parameters() does)"
         )
     for position, parameter in enumerate(group["params"]):
-        # What is frozen in another dtype is looked at when it gets a gradient.
+        # Frozen parameters of other dtypes are checked only when they get a gradient.
         frozen = not parameter.requires_grad and parameter.dtype not in _TRAINABLE
         if not (is_lazy(parameter) or frozen):
             with prefix_errors(functools.partial(_label, group, number, position)):
@@ -61,7 +62,7 @@ def check_group(group: Mapping[str, Any], number: int) -> None:
 
 
 def _label(group: Mapping[str, Any], number: int, position: int) -> str:
-    """How messages call a parameter of a group that the optimizer does not have yet."""
+    """A parameter as messages describe it, while its group is not yet in the optimizer."""
     names, shape = group.get("param_names") or [], tuple(group["params"][position].shape)
     name = f"{names[position]!r}, " if position < len(names) else ""
     return f"parameter {name}number {position} of group {number}, shape {shape},"
@@ -95,8 +96,8 @@ def check_parameter(shard: Shard) -> None:
         kind = "an inference tensor"
     if kind:
         raise ValueError(
-            f"is {kind}; each element must have a place of its own in memory, and be written as it "
-            "is read. Make it dense: torch.nn.Parameter(p.to_dense()) or "
+            f"is {kind}; each element must have its own place in memory, which can be written as "
+            "it is read. Make it dense: torch.nn.Parameter(p.to_dense()) or "
             "torch.nn.Parameter(p.clone()), outside of inference_mode"
         )
     if why := missing_memory(parameter):
@@ -108,11 +109,11 @@ def check_parameter(shard: Shard) -> None:
 
 
 def check_options(group: Mapping[str, Any], number: int) -> None:
-    """Refuse options that no rule has, or that groups cannot have.
+    """Refuse options that no rule supports, or that cannot be set per group.
 
     Raises:
-        ValueError: an option is one of the whole optimizer.
-        NotImplementedError: no rule has an option of the group.
+        ValueError: an option can only be set for the whole optimizer.
+        NotImplementedError: no rule supports an option of the group.
     """
     if group.get("differentiable"):
         raise NotImplementedError(
@@ -135,10 +136,12 @@ def _remedy(dtype: torch.dtype) -> str:
 
 
 def resolve_peak_lr(group: dict[str, Any], number: int, decouples: bool) -> None:
-    """Make a learning rate of the group's option: that at which decay is ``weight_decay`` a step.
+    """Resolve ``fully_decoupled_weight_decay`` to the peak learning rate of the schedule.
+
+    At this learning rate, a step multiplies weights by ``1 - weight_decay``.
 
     Args:
-        group: a parameter group; True is replaced by the learning rate it has now.
+        group: a parameter group; True is replaced by its current learning rate.
         number: the group's number, for messages.
         decouples: whether the group's rule has a decoupled decay.
 
@@ -168,8 +171,8 @@ def check_gradient(shard: Shard) -> None:
     """Refuse a gradient that a kernel cannot read.
 
     Raises:
-        ValueError: it is sparse, neither bf16 nor fp32, or of another shape, device or mesh than
-            the parameter, whose data was replaced since.
+        ValueError: it is sparse, neither bf16 nor fp32, or differs from the parameter in shape,
+            device or mesh, because the parameter's data was replaced since.
     """
     parameter: Any = shard.parameter
     gradient: Tensor = parameter.grad
@@ -189,12 +192,12 @@ def check_gradient(shard: Shard) -> None:
         )
     if gradient.dtype not in _TRAINABLE:
         raise ValueError(
-            f"has a gradient of {gradient.dtype}; bfloat16 and float32 gradients can be used"
+            f"has a gradient of dtype {gradient.dtype}; it must be bfloat16 or float32"
         )
     if why := missing_memory(gradient):
         raise ValueError(
-            f"has a gradient that is {why}. Give it a dense one: p.grad = p.grad.dequantize(), or "
-            "what else that class has for it, before the step"
+            f"has a gradient that is {why}. Give it a dense one before the step: p.grad = "
+            "p.grad.dequantize(), or whatever that class provides"
         )
 
 
@@ -202,7 +205,7 @@ def check_unchanged(shard: Shard, snapshot: Snapshot, state: Mapping[str, Any]) 
     """Refuse a parameter that was moved, recast or reshaped since the last step.
 
     Raises:
-        StateMismatchError: its state would not fit it any more.
+        StateMismatchError: its state no longer fits it.
     """
     parameter = shard.parameter
     if (parameter.dtype, parameter.shape) != (snapshot.dtype, snapshot.shape):
@@ -223,11 +226,11 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> N
     """Refuse two parameters over the same memory, which one kernel call would update at once.
 
     Args:
-        shards: of the parameters that are about to take a step.
-        labels: of those.
+        shards: shards of the parameters that are about to take a step.
+        labels: labels of these parameters.
 
     Raises:
-        ValueError: two begin at one address.
+        ValueError: two parameters begin at the same address.
     """
     known: dict[tuple[torch.device, int], Tensor] = {}
     for each in shards:
@@ -243,18 +246,18 @@ def check_separate(shards: Iterable[Shard], labels: Mapping[Tensor, Label]) -> N
 
 
 def check_replaced(optimizer: torch.optim.Optimizer, labels: Mapping[Tensor, Label]) -> None:
-    """Refuse a new parameter in place of one whose state is still here.
+    """Refuse a new parameter in place of an old one whose state is still in the optimizer.
 
     Args:
-        optimizer: its groups and its state.
+        optimizer: the optimizer; only its groups and state are read.
         labels: the parameters that are about to take a step, and their labels.
 
     Raises:
-        StateMismatchError: one of them seems to have replaced another.
+        StateMismatchError: one of these parameters seems to have replaced another.
     """
     current = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     known = (p for p in optimizer.state if isinstance(p, Tensor) and p not in current)
-    # DeepSpeed shows one of its flat tensors at a time.
+    # Under DeepSpeed, groups hold one flat tensor at a time.
     orphans = [p for p in known if not is_flat(p)]
     states = optimizer.state
     stateless = [label for each, label in labels.items() if not dict.get(states, each)]

@@ -1,4 +1,4 @@
-"""Options of parameter groups that select another rule than the class's own."""
+"""Options of parameter groups that select a variant of the class's rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_bf16.rules import Rule
 __all__ = ["NONE", "OF_ADAMW", "OF_LION", "VARIANTS", "check_variant", "variant_of"]
 
 VARIANTS = ("cautious", "update_clipping")
-"""Their names."""
+"""The names of these options."""
 
 NONE: Mapping[str, Rule] = MappingProxyType({})
 OF_ADAMW: Mapping[str, Rule] = MappingProxyType(
@@ -24,7 +24,7 @@ _CLASSES = {"cautious": "AdamW and Lion", "update_clipping": "AdamW"}
 
 
 def variant_of(group: Mapping[str, Any], variants: Mapping[str, Rule]) -> Rule | None:
-    """The rule of the option that a group asks for; None without such."""
+    """The rule for the option that a group sets; None if it sets none."""
     for name, rule in variants.items():
         if group.get(name):
             return rule
@@ -38,13 +38,14 @@ def check_variant(
 
     Args:
         group: a parameter group.
-        number: of the group, for messages.
-        variants: the rules of the class.
-        kind: the class, for messages.
+        number: the group's number, for messages.
+        variants: the class's rules, by option.
+        kind: name of the class, for messages.
 
     Raises:
-        ValueError: it is neither True nor False.
-        NotImplementedError: it has none for this option, or none with the group's other options.
+        ValueError: an option is neither True nor False.
+        NotImplementedError: the class has no rule for an option, or none for it together with the
+            group's other options.
     """
     asked = [name for name in VARIANTS if group.get(name)]
     if not asked:
@@ -52,17 +53,17 @@ def check_variant(
     if others := [name for name in asked if not isinstance(group[name], bool)]:
         raise ValueError(
             f"{others[0]}={group[others[0]]!r} in parameter group {number} must be True or False: "
-            "cautious and update_clipping have no strength to choose"
+            "cautious and update_clipping are either on or off"
         )
     where = f"{' and '.join(f'{name}={group[name]!r}' for name in asked)} in parameter group"
     if unknown := [name for name in asked if name not in variants]:
         raise NotImplementedError(
             f"{where} {number}: {kind} has no rule for {unknown[0]}; {_CLASSES[unknown[0]]} of "
-            "torch_bf16 can do it"
+            "torch_bf16 support it"
         )
     if len(asked) > 1 or group.get("amsgrad"):
         more = "" if len(asked) > 1 else f" with amsgrad={group['amsgrad']!r}"
         raise NotImplementedError(
-            f"{where} {number}{more}: there are rules for cautious, update_clipping and amsgrad "
-            "alone and for no two of them. Leave one on, or give them groups of their own"
+            f"{where} {number}{more}: there are rules for cautious, update_clipping and amsgrad, "
+            "but for no two of them together. Leave one on, or use them in separate groups"
         )

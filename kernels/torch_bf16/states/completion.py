@@ -1,4 +1,4 @@
-"""What the optimizer keeps for a parameter: how it is made, checked and taken over.
+"""A parameter's state: makes it, checks it, and adopts one that was saved.
 
 ``state[p]`` holds ``step`` (fp32, 0-d, on the CPU, as in torch), one tensor per plane of each of
 the rule's states (``exp_avg`` ...), and the planes of the weight beyond the parameter itself
@@ -50,22 +50,22 @@ def complete_state(
     label: Label,
     changes: Changes,
 ) -> dict[str, Any]:
-    """A parameter's state in the recipe's formats, made, taken over, or as it is.
+    """A parameter's state in the recipe's formats: new, converted from ``state``, or unchanged.
 
-    Tensors that already are as they must be are passed on, not copied. Numbers in another format,
-    such as those of ``torch.optim`` or of another recipe, are rounded to nearest into theirs.
+    Tensors that need no change are passed on, not copied. Numbers in another format, such as those
+    of ``torch.optim`` or of another recipe, are rounded to nearest in the recipe's format.
 
     Args:
-        state: what there is, possibly empty; not changed.
-        shard: of the parameter, with the weights that ``state`` belongs to.
-        rule: the rule that will use it.
+        state: the existing state, possibly empty; not changed.
+        shard: the parameter's shard, with the weights that ``state`` belongs to.
+        rule: the rule that will use the state.
         recipe: the optimizer's recipe.
-        label: makes what an error calls the parameter.
-        changes: counts what was rounded.
+        label: makes the parameter's name for errors.
+        changes: counts the numbers that were rounded.
 
     Returns:
-        A new dict; beside a sharded parameter its tensors are placed like it, and ``state`` may
-        have them placed in another way or whole. What the rule does not use stays as it is, as in
+        A new dict. For a sharded parameter its tensors are placed like the parameter; in ``state``
+        they may be whole, or placed otherwise. Entries that the rule does not use stay, as in
         torch: a momentum that is off for a while, or the user's own entries.
 
     Raises:
@@ -81,7 +81,7 @@ def complete_state(
     complete: dict[str, Any] = {"step": _step(state, rule, label)}
     began = complete["step"].item() > 0
     for each in (*rule.states, *rule.stage_states):
-        # Momentum may be switched on at any time; moments of Adam are there from the first step on.
+        # Momentum may be switched on at any time, but moments of Adam exist from the first step on.
         if began and state.get(each.name) is None and not each.optional:
             raise StateMismatchError(
                 f"the state of {label()} counts {complete['step'].item():.0f} steps and has no "
@@ -118,7 +118,7 @@ def complete_moment(
     """
     if state.get(name) is None:
         return tuple(home.zeros(plane.shape(home.shape), plane.dtype) for plane in format_.planes)
-    # What is in no format may still be numbers, which are read as those of fp32 are.
+    # A tensor in no known format may still hold numbers; it is then converted to fp32.
     source = stored_format(state, name) or FP32
     saved = tuple(
         _fitting(state[key], plane.shape(home.shape), home, key, label)
@@ -140,11 +140,11 @@ def complete_moment(
 def complete_master(
     state: Mapping[str, Any], shard: Shard, recipe: Recipe, label: Label, changes: Changes
 ) -> dict[str, Tensor]:
-    """The planes of the weight beyond the parameter, in the recipe's format, as they are here.
+    """The weight's planes beside the parameter, in the recipe's format: this rank's part of them.
 
     Raises:
-        StateMismatchError: a plane has another shape or dtype than every format, or belongs to a
-            parameter that is fp32 now.
+        StateMismatchError: a plane has a wrong shape, or a dtype that no format has, or belongs to
+            a parameter that is fp32 now.
     """
     memory, dtype, home = shard.memory, shard.parameter.dtype, Home.of(shard, recipe)
     weights = recipe.format_of("weights", shard.shape, dtype)
@@ -172,8 +172,8 @@ def complete_master(
         found = ", ".join(f"{key} {getattr(each, 'dtype', each)}" for key, each in saved.items())
         raise StateMismatchError(
             f"{found} of {label()} is in no format of a weight's remainder; it was cast on its way "
-            "here, as by an optimizer that is not converted yet. Convert it before it loads, and "
-            "load the state dict as it was saved"
+            "here, for example by an optimizer that was not converted yet. Convert the optimizer "
+            "first, and load the state dict as it was saved"
         )
     planes = [_fitting(each, memory.shape, home, key, label) for key, each in saved.items()]
     if source == weights:
@@ -189,14 +189,14 @@ def complete_master(
 def _take_states(
     state: Mapping[str, Any], shard: Shard, factors: Collection[str], label: Label
 ) -> dict[str, Any]:
-    """This rank's part of each entry of a state, which may be whole or placed in any way.
+    """This rank's part of each entry of a state, whose tensors may be whole or placed in any way.
 
-    Beside a plain parameter it is all: a sharded tensor is gathered, on every rank. So is one of
-    ``factors``, of which every rank keeps all. Numbers stay as they are.
+    For a plain parameter, this is the whole tensor: a sharded one is gathered, on every rank. So
+    are ``factors``, which every rank keeps whole. Numbers that are not tensors stay as they are.
     """
     taken = dict(state)
     for key, saved in state.items():
-        # Without a dimension, as NAdam's mu_product in torch, it is the same on every rank.
+        # A 0-d tensor, such as mu_product of torch's NAdam, is the same on every rank.
         if key == "step" or not isinstance(saved, Tensor) or saved.ndim == 0 < len(shard.shape):
             continue
         if key in factors:
@@ -209,7 +209,7 @@ def _take_states(
 
 
 def _differing(new: Tensor, old: Tensor) -> int:
-    # By bits: a NaN is what it was, and 0.0 is not -0.0.
+    # Bits are compared, so that a NaN equals itself, and 0.0 differs from -0.0.
     return int((new.view(torch.int32) != old.view(torch.int32)).sum())
 
 
@@ -235,7 +235,7 @@ def _fitting(saved: Any, shape: Sequence[int], home: Home, key: str, label: Labe
 def _step(state: Mapping[str, Any], rule: Rule, label: Label) -> Tensor:
     step = state.get("step")
     if step is None:
-        # torch's SGD keeps no step; a buffer shows that the first one was taken.
+        # torch's SGD does not count steps; a buffer shows that it has taken the first one.
         needed = [each.name for each in rule.states if not each.optional]
         if len(needed) > 1 and any(state.get(name) is not None for name in needed):
             raise StateMismatchError(
@@ -255,20 +255,20 @@ def _step(state: Mapping[str, Any], rule: Rule, label: Label) -> Tensor:
 
 
 def _factor(saved: Any, state: State, shard: Shard, label: Label) -> Tensor:
-    """A state with a shape of its own, in fp32, all of it on every rank."""
+    """A state with a shape of its own, such as Adafactor's rows: fp32, whole on every rank."""
     shape = state.shape(shard.shape)  # pyright: ignore[reportOptionalCall]
-    # Small, and looked at as a whole.
-    beside = Home(shape, shard.memory.device)
+    # On the device even if the recipe offloads states: it is small, and each step reads all of it.
+    home = Home(shape, shard.memory.device)
     if saved is None:
-        return beside.zeros(shape, torch.float32)
+        return home.zeros(shape, torch.float32)
     if isinstance(saved, Tensor) and tuple(saved.shape) != shape:
-        # FSDP1 gathers what has a number for each of the parameter's.
+        # FSDP1 can only gather states of the parameter's shape: it was saved expanded.
         saved = shard.unexpand(saved, shape)
-    return _fitting(saved, shape, beside, state.name, label).float()
+    return _fitting(saved, shape, home, state.name, label).float()
 
 
 def _first_master(shard: Shard, dtype: torch.dtype, home: Home) -> Tensor:
-    """The second plane of a weight that starts now: of the fp32 weight that was cast, if known."""
+    """The second plane of a new exact master: that of the fp32 weight before the cast, if known."""
     known = remainders.second_plane(shard, dtype)
     if known is not None:
         return home.put(known)
@@ -280,12 +280,12 @@ def _first_master(shard: Shard, dtype: torch.dtype, home: Home) -> Tensor:
 def place_states(
     here: Mapping[str, Any], source: Mapping[str, Any], shard: Shard
 ) -> dict[str, Any]:
-    """This rank's parts of a state, placed like the parameter.
+    """Place this rank's parts of a state like the parameter.
 
     Args:
-        here: by name; what is not a tensor stays as it is, and so does ``step``.
-        source: what they were made from: what is in place already stays the tensor it is.
-        shard: of the parameter.
+        here: this rank's parts, by key; ``step`` and entries that are not tensors stay as they are.
+        source: the state from which they were made; its tensors that are in place are reused.
+        shard: the parameter's shard.
     """
     placed = dict(here)
     for key, each in here.items():
@@ -297,5 +297,5 @@ def place_states(
 
 
 def _whole_shape(key: str, shard: Shard) -> tuple[int, ...]:
-    """The shape of a state of the whole parameter: scales are fewer than numbers."""
+    """The shape of a state of the whole parameter; there are fewer scales than numbers."""
     return _SCALE.shape(shard.shape) if key.endswith(f"_{_SCALE.suffix}") else shard.shape

@@ -1,4 +1,4 @@
-"""Where an optimizer keeps the numbers of a parameter: beside it, or in host memory."""
+"""Where an optimizer keeps the states of a parameter: on its device, or in host memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch_bf16.sharding import Shard
 __all__ = ["SMALLEST", "Home"]
 
 SMALLEST = 1 << 16
-"""Elements of a parameter whose states go to the host.
+"""Elements of the smallest parameter whose states go to the host.
 
-The states of smaller ones take next to nothing, and launching a copy takes microseconds.
+States of smaller parameters take little memory, and launching a copy takes microseconds.
 """
 
 
@@ -26,9 +26,9 @@ class Home:
     """A place for the planes of one parameter.
 
     Attributes:
-        shape: of what this rank holds of it.
-        device: where the planes are.
-        bus: that leads there; None where it is the parameter's own device.
+        shape: shape of this rank's part of the parameter.
+        device: the device that the planes are on.
+        bus: copies planes to and from the host; None if they are on the parameter's own device.
     """
 
     shape: tuple[int, ...]
@@ -40,8 +40,8 @@ class Home:
         """Where a recipe keeps the states of a parameter, and the remainder of its weight.
 
         Raises:
-            NotImplementedError: it would be host memory, which does not work here; the message
-                begins with a verb.
+            NotImplementedError: the recipe offloads the states, which does not work with this
+                parameter; the message begins with a verb.
         """
         memory = shard.memory
         shape = tuple(memory.shape)
@@ -55,13 +55,13 @@ class Home:
         return cls(shape, torch.device("cpu"), bus)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new plane."""
+        """Allocate a plane of zeros."""
         if self.bus is None:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         return self.bus.zeros(shape, dtype)
 
     def put(self, plane: Tensor) -> Tensor:
-        """A contiguous plane there with the same bits: itself if it is one already."""
+        """Bring a plane here, contiguous and with the same bits; itself if it already is so."""
         if self.bus is None:
             return plane.to(self.device).contiguous()
         return self.bus.to_host(plane)

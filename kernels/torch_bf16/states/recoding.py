@@ -1,7 +1,7 @@
-"""Changing numbers from one format to another, and counting what that loses.
+"""Converts numbers from one format to another, and counts those that change.
 
-A checkpoint may come from another recipe than the one it is loaded into. Its numbers are decoded
-exactly and rounded once, to the nearest that the new format holds; what differs is counted.
+A checkpoint may have been saved with another recipe. Its numbers are decoded exactly and rounded
+once, to the nearest that the new format can hold; those that change are counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Changes", "recode", "recode_weight", "stored_format", "without_stale
 
 @dataclass
 class Changes:
-    """What changes of format did to the numbers of an optimizer.
+    """Counts of numbers that were converted from one format to another.
 
     Attributes:
-        counts: ``(name, old format, new format) -> [numbers, those that are another number now]``.
+        counts: ``(name, old format, new format) -> [numbers, numbers that changed]``.
     """
 
     counts: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Changes:
 
     @property
     def lost(self) -> int:
-        """How many numbers are not what they were."""
+        """How many numbers have changed."""
         return sum(lost for _, lost in self.counts.values())
 
     def __str__(self) -> str:
@@ -48,14 +48,14 @@ class Changes:
 
 
 def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
-    """The format that a number is stored in, told by the names and dtypes of its planes.
+    """The format that a number is stored in, by the names and dtypes of its planes.
 
     Args:
-        state: of one parameter.
-        name: the number's; ``""`` for the weight, a bf16 parameter that is not in ``state``.
+        state: the state of one parameter.
+        name: name of the number; ``""`` for the weight, a bf16 parameter that is not in ``state``.
 
     Returns:
-        None where no format has such planes.
+        The format, or None if no format has such planes.
     """
 
     def fits(format_: Format) -> bool:
@@ -70,26 +70,26 @@ def stored_format(state: Mapping[str, Any], name: str) -> Format | None:
 def without_stale_remainders(
     state: Mapping[str, Any], moments: Collection[Format], changes: Changes
 ) -> dict[str, Any]:
-    """A state saved by ``torch.optim``, without parts of an exact master that it carried along.
+    """A state saved by ``torch.optim``, without the stale parts of an exact master in it.
 
-    When it loaded a state dict of ours, it cast those, or at least the moments, to the dtype of its
-    weights, and it has stepped the weight since.
+    When ``torch.optim`` loaded a state dict of ours, it cast those parts, or at least the moments,
+    to the dtype of its weights, and it has updated the weights since.
 
     Args:
-        state: of one parameter; not changed.
+        state: the state of one parameter; not changed.
         moments: the formats that the recipe has for the parameter's moments.
-        changes: counts the weights that go on from their bf16 numbers.
+        changes: counts the weights that continue from their bf16 numbers.
     """
     kept = dict(state)
     suffixes = {plane.suffix for each in ROLES["weights"].values() for plane in each.planes[1:]}
     others = [each for key, each in state.items() if key not in {*suffixes, "step"}]
     dtypes = {getattr(each, "dtype", None) for each in others}
-    # It casts all: beside fp32 numbers, those in bf16 are so by the optimizer's own choice.
+    # torch casts every state: if one is fp32, the optimizer itself keeps the others in bf16.
     narrow = {*moments} == {FP32} and torch.bfloat16 in dtypes and torch.float32 not in dtypes
     for format_ in ROLES["weights"].values():
         for plane in format_.planes[1:]:
             value = state.get(plane.suffix)
-            # Bits of 16 are shown as bf16.
+            # State dicts show 16 bits as bf16.
             shown = torch.bfloat16 if plane.dtype == torch.int16 else plane.dtype
             if not isinstance(value, Tensor):
                 continue
@@ -100,11 +100,14 @@ def without_stale_remainders(
 
 
 def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
-    """New planes with fp32 numbers, rounded to nearest; bf16+8 and uint8 by their middle draw.
+    """Encode fp32 numbers, rounded to nearest; bf16+8 and uint8 use the middle draw for that.
 
     Args:
         x: fp32, contiguous.
-        new: their format.
+        new: the format to encode to.
+
+    Returns:
+        New planes.
     """
     if new is BF16_STOCHASTIC:
         new = BF16_NEAREST
@@ -118,19 +121,20 @@ def recode(x: Tensor, new: Format) -> tuple[Tensor, ...]:
 
 
 def recode_weight(x: Tensor, parameter: Tensor, new: Format) -> tuple[Tensor, ...]:
-    """The planes beyond the parameter that make it the exact weight ``x``, as near as can be.
+    """The planes that, beside the parameter, come as near as possible to the exact weight ``x``.
 
-    The parameter is left alone. Formats differ in how they round ties, and one with fewer bits may
-    round across one; there the weight moves to the parameter's side by the least that is needed.
+    The parameter does not change. Formats differ in how they round ties, and a format with fewer
+    bits may round across a tie; then the weight is moved to the parameter's side of the tie, by as
+    little as possible.
 
     Args:
         x: fp32, contiguous.
-        parameter: ``x`` rounded to bf16 in some format's way; contiguous.
-        new: the weight's format.
+        parameter: ``x`` rounded to bf16 as some format does it; contiguous.
+        new: the new format of the weight.
     """
     visible = parameter.detach().view(torch.int16)
     target = visible.to(torch.int32) << 16
-    # By a unit of fp32's last place, by one of a 24-bit float's, and at last to the parameter.
+    # Move by a unit in fp32's last place, by one in a 24-bit float's, at last to the parameter.
     for units in (1, 1 << 8, 1 << 16):
         planes = recode(x, new)
         off = planes[0].view(torch.int16) != visible

@@ -1,4 +1,4 @@
-"""What a state dict of our optimizers says about itself, and the checks before one is loaded.
+"""The header of our optimizers' state dicts, and the checks before a state dict is loaded.
 
 A state dict is torch's, with one more top-level entry, ``"torch_bf16"``, made of primitives, which
 torch and its distributed checkpoints ignore.
@@ -39,20 +39,20 @@ def header(
     """The entry that says how a state dict is to be read.
 
     Args:
-        recipe: the optimizer's.
-        names: of the parameters of each group, None where unknown.
-        last_norm: what the next step of released gradients is clipped by; None where none is.
+        recipe: the optimizer's recipe.
+        names: names of the parameters of each group, None where unknown.
+        last_norm: the norm by which the next step of released gradients is clipped, if any.
     """
     fields = {name: getattr(recipe, name) for name in ("name", *_FORMAT_FIELDS, "seed")}
-    found = {"schema": SCHEMA, "recipe": fields, "names": names}
-    return found if last_norm is None else {**found, "last_norm": last_norm}
+    entry = {"schema": SCHEMA, "recipe": fields, "names": names}
+    return entry if last_norm is None else {**entry, "last_norm": last_norm}
 
 
 def check_whole(state_dict: Any) -> None:
-    """Refuse what is not an optimizer's state dict.
+    """Refuse anything that is not an optimizer's state dict.
 
     Raises:
-        StateMismatchError: its two parts are not there, or not what torch makes them of.
+        StateMismatchError: one of its two parts is missing, or is not built as by torch.
     """
     whole = isinstance(state_dict, Mapping) and isinstance(state_dict.get("state"), Mapping)
     if not whole or not isinstance(state_dict.get("param_groups"), (list, tuple)):
@@ -78,15 +78,16 @@ def check_whole(state_dict: Any) -> None:
 
 
 def check_hyperparameters(saved: Mapping[str, Any], expected: Iterable[str], number: int) -> None:
-    """Refuse a parameter group of an optimizer with other hyperparameters.
+    """Refuse a parameter group that was saved by an optimizer with other hyperparameters.
 
     Args:
         saved: the group in the state dict.
-        expected: the hyperparameters of the optimizer's class that its group has.
-        number: of the group.
+        expected: names of the hyperparameters of the live optimizer's group.
+        number: number of the group.
 
     Raises:
-        StateMismatchError: one that steps need is missing; torch would fail at the next step.
+        StateMismatchError: a hyperparameter that steps need is missing; torch would fail only at
+            the next step.
     """
     if missing := [name for name in expected if name not in {*saved, *_DISPENSABLE}]:
         raise StateMismatchError(
@@ -100,8 +101,8 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
     """The recipe to go on with after loading: the live one, with the saved seed.
 
     Args:
-        saved: a state dict's ``"torch_bf16"`` entry, None for one that is not ours.
-        recipe: the live optimizer's.
+        saved: a state dict's ``"torch_bf16"`` entry, None for a state dict that is not ours.
+        recipe: the live optimizer's recipe.
 
     Raises:
         StateMismatchError: the entry is of a newer schema, or damaged.
@@ -120,8 +121,8 @@ def check_header(saved: Mapping[str, Any] | None, recipe: Recipe) -> Recipe:
         )
     other, names = saved.get("recipe", {}), saved.get("names") or []
     listed = isinstance(names, (list, tuple)) and all(
-        isinstance(its, (list, tuple)) and all(isinstance(n, (str, type(None))) for n in its)
-        for its in names
+        isinstance(group, (list, tuple)) and all(isinstance(n, (str, type(None))) for n in group)
+        for group in names
     )
     if not isinstance(other, Mapping) or not listed:
         raise StateMismatchError(
@@ -141,7 +142,7 @@ def check_names(saved: Sequence[Sequence[Any]], live: Sequence[Sequence[Any]]) -
 
     Args:
         saved: bare names of each group in the state dict, None where unknown.
-        live: those of the optimizer.
+        live: bare names of each group of the optimizer.
 
     Raises:
         StateMismatchError: a group has the same names in another order.

@@ -1,11 +1,12 @@
-"""A parameter's state as state dicts show it: bits that are not a number, and numbers in fp32.
+"""A parameter's state as state dicts show it: remainders as bf16, codes, and numbers in fp32.
 
-Kernels read 16 bits that are not a number as int16. torch's collectives (gloo, NCCL) do not support
-16-bit integers, so that nothing could gather, scatter or broadcast such a state. It is shown as
-bf16, in the same memory: what only moves tensors keeps all patterns, NaNs included. A key says
-which bits it holds, because ``torch.distributed.checkpoint`` copies into what is there and converts
-numbers where dtypes differ. Codes of moments are stored under the moment's key, as in other
-formats: there an extra dimension tells them apart, because it does compare shapes.
+Kernels read a 16-bit remainder, which is not a number, as int16. torch's collectives (gloo, NCCL)
+do not support 16-bit integers, so that such a state could not be gathered, scattered or broadcast.
+State dicts show it as bf16, in the same memory: code that only moves tensors keeps all bit
+patterns, NaNs included. Each kind of remainder has its own key, because
+``torch.distributed.checkpoint`` copies into existing tensors and converts numbers if dtypes differ.
+Codes of moments are stored under the moment's key, as in other formats; an extra dimension tells
+them apart, because shapes it does compare.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _CODES = {INT8.planes[0].dtype, UINT8.planes[0].dtype}
 _SCALE = INT8.planes[1].suffix
 
 MASTERS = sorted([*_PLANES, *_AS_NUMBERS.values()])
-"""The keys under which a state may hold what a weight has beyond the parameter."""
+"""The keys under which a state may hold planes of the weight beside the parameter."""
 
 COUNTER = "noise_step"
-"""The state that says which draw comes next, an int, where an optimizer steps by its own code."""
+"""The state of optimizers that step by their own code: the number of the next draw, an int."""
 
 
 def to_view(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,17 +63,17 @@ def to_view(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_view(state: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """A saved state with codes in the shape of their moments, as :func:`to_view` found them.
+    """A saved state with codes in the shape of their moments, as they were before :func:`to_view`.
 
     Args:
-        state: as it was saved.
-        dims: how many dimensions the parameter has.
+        state: the state as it was saved.
+        dims: number of the parameter's dimensions.
     """
-    found = dict(state)
+    restored = dict(state)
     for key, value in state.items():
         if _is_code(state, key) and value.ndim == dims + 1:
-            found[key] = place_like(value, local(value).squeeze(-1), value.shape[:-1])
-    return found
+            restored[key] = place_like(value, local(value).squeeze(-1), value.shape[:-1])
+    return restored
 
 
 def _is_code(state: Mapping[str, Any], key: str) -> bool:
@@ -80,23 +81,23 @@ def _is_code(state: Mapping[str, Any], key: str) -> bool:
 
 
 def masters_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state holds of a weight beyond the parameter, as kernels read it.
+    """The planes of a weight in a state, beside the parameter, as kernels read them.
 
     Args:
-        state: in memory or as it was saved; of plain tensors.
+        state: a state in memory, or as it was saved; of plain tensors.
     """
-    found = {}
+    masters = {}
     for key, dtype in _PLANES.items():
         value: Any = state.get(key)
         number = state.get(_AS_NUMBERS.get(key, ""))
         if key in _BITS and getattr(value, "dtype", None) == torch.bfloat16:
             value = value.view(dtype)
-        # NaN stands for a format that has none.
+        # NaN means that the parameter's format has no such plane.
         if number is not None and not number.isnan().any():
             value = number.to(dtype)
         if value is not None:
-            found[key] = value
-    return found
+            masters[key] = value
+    return masters
 
 
 def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     formats = {k: known for k in state if k not in MASTERS and (known := stored_format(state, k))}
     planes = {key: each.plane_names(key) for key, each in formats.items()}
     left_out = {*MASTERS, *(name for _, *rest in planes.values() for name in rest)}
-    # Copies: torch's load_state_dict would go on with this optimizer's own tensors.
+    # Copies, because torch's load_state_dict would keep using this optimizer's own tensors.
     numbers = {
         key: formats[key].decode([state[name] for name in names]).clone()
         for key, names in planes.items()
@@ -113,8 +114,8 @@ def fp32_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_stand_in(value: Any) -> bool:
-    """Whether an entry is there because FSDP1 wants one: NaN, as :func:`gatherable` fills it."""
-    # FSDP1 has no DTensors, of which ranks with other parts would find something else.
+    """Whether an entry exists only because FSDP1 needs one: all NaN, from :func:`gatherable`."""
+    # FSDP1 has no DTensors; and of a DTensor, ranks with other parts could decide otherwise.
     if not isinstance(value, Tensor) or is_dtensor(value) or value.dtype != torch.float32:
         return False
     return value.numel() > 0 and bool(value.isnan().all())
@@ -127,34 +128,34 @@ def gatherable(
     names: Collection[str],
     recipe: Recipe,
 ) -> dict[str, Any]:
-    """The state of a parameter that FSDP1 has flattened, as FSDP1 can gather it.
+    """The state of a parameter that FSDP1 has flattened, in a form that FSDP1 can gather.
 
-    FSDP1 gathers the states of a unit's parameters as if they were one tensor: all of one dtype,
-    and each name with every parameter. So all numbers are fp32, one for each of the parameter's,
-    and what one rule keeps, or one format has beyond the parameter, stands beside all, NaN where
-    there is none. No bit is lost.
+    FSDP1 gathers the states of a unit's parameters as if they were one tensor: all must have one
+    dtype, and every parameter the same keys. So all states become fp32, with the parameter's shape,
+    and every state or plane that any parameter of the unit has is added to all of them, filled with
+    NaN where there is none. No bit is lost.
 
     Args:
-        state: of the parameter.
-        parameter: what FSDP1 has left of it on this rank.
-        shapes: of all parameters of the unit.
-        names: of the numbers that rules keep of them.
+        state: the parameter's state.
+        parameter: this rank's part of the parameter, as FSDP1 shows it.
+        shapes: shapes of all parameters of the unit.
+        names: names of the states that rules keep for them.
         recipe: decides formats.
     """
-    found = fp32_numbers(state)
-    nothing = torch.full_like(parameter, torch.nan, dtype=torch.float32)
+    gathered = fp32_numbers(state)
+    stand_in = torch.full_like(parameter, torch.nan, dtype=torch.float32)
     for key in names:
-        value = found.setdefault(key, nothing)
+        value = gathered.setdefault(key, stand_in)
         if value.shape != parameter.shape:
             places = shard_of(parameter).span.places(value.shape, value.device)
-            found[key] = value.view(-1)[places]
+            gathered[key] = value.view(-1)[places]
     if parameter.dtype != torch.bfloat16:
-        return found
+        return gathered
     formats = [recipe.format_of("weights", shape) for shape in shapes]
     for key in sorted({name for each in formats for name in each.plane_names("")[1:]}):
         shown = _AS_NUMBERS.get(key, key)
         if key in state:
-            found[shown] = state[key].to(torch.float32, copy=True)
+            gathered[shown] = state[key].to(torch.float32, copy=True)
         else:
-            found[shown] = nothing
-    return found
+            gathered[shown] = stand_in
+    return gathered
