@@ -7,7 +7,8 @@ precision names::
 
     importlib.import_module(plugin).on_import(host_module)
 
-It does so through its `Patches`, named ``patches``, which remembers what was there.
+The plugin makes its changes through a `Patches` object, its ``patches``, which remembers the
+originals.
 
 Nothing of ours is imported until then. torch is half-initialised while `autoload` runs, and an
 exception there would make ``import torch`` fail for every program of the environment, so this file
@@ -17,7 +18,7 @@ package would run that package's ``__init__``.
 ``BF16_AUTOLOAD=0`` turns it off; ``import lightning_bf16`` and ``import accelerate_bf16`` work
 without it. One thing is done even then: where ``ACCELERATE_MIXED_PRECISION`` or ``BF16_MODE`` names
 a mode of ours and nobody imports the plugin, ``Accelerator.prepare``, ``Trainer`` and ``Fabric``
-raise, because Accelerate does not validate the one and no host knows the other.
+raise, because Accelerate does not validate the former and no host knows the latter.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def _overriding_mode() -> str:
 
 
 def watch(plugin: str | None = None) -> None:
-    """Patch the host modules that are imported, and the others as soon as they are.
+    """Patch the host modules that are imported already, and the others as soon as they are.
 
-    Calling it again does no harm; ``on_import`` has to bear a second call for one module.
+    Calling it again does no harm; ``on_import`` must tolerate a second call for the same module.
 
     Args:
         plugin: only the targets of this plugin module, for example ``"lightning_bf16._patches"``.
@@ -130,7 +131,7 @@ def watch(plugin: str | None = None) -> None:
 
 
 def forget(plugin: str) -> None:
-    """Wait no longer for the host modules of a plugin, and put back what it has changed in others.
+    """Stop waiting for the host modules of a plugin, and undo its changes to those it has patched.
 
     Args:
         plugin: a plugin module, for example ``"lightning_bf16._patches"``.
@@ -145,7 +146,7 @@ def forget(plugin: str) -> None:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a host's version, which plugins look at before they import torch.
+    """The first two numbers of a host's version, which plugins check before they import torch.
 
     Example:
         >>> version_numbers("2.6.0.dev20251103")
@@ -158,7 +159,7 @@ _ABSENT: Any = object()
 
 
 class Patches:
-    """What was changed in a host; :meth:`undo`, or the end of a ``with`` block, takes it back.
+    """Changes made to a host; :meth:`undo`, or the end of a ``with`` block, reverts them.
 
     Example:
         >>> import textwrap
@@ -180,7 +181,7 @@ class Patches:
         Args:
             module: where the class or the function is defined; mutated.
             path: ``"Class.method"`` or ``"function"``; a method may be inherited.
-            make: gets the original and returns what replaces it.
+            make: takes the original and returns its replacement.
         """
         *classes, name = path.split(".")
         owner = functools.reduce(getattr, classes, module)
@@ -197,7 +198,7 @@ class Patches:
             self._undo.append(functools.partial(_rebind, name, replacement, original))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Give an attribute another value. What somebody else puts there later is left to them."""
+        """Set an attribute. A value that somebody else puts there later survives :meth:`undo`."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
 
@@ -219,11 +220,11 @@ class Patches:
         self._undo.append(functools.partial(items.remove, value))
 
     def keep(self, handle: Any) -> None:
-        """Keep the handle of a hook, to remove it."""
+        """Keep the handle of a hook, to remove the hook on :meth:`undo`."""
         self._undo.append(handle.remove)
 
     def undo(self) -> None:
-        """Put everything back, the last change first."""
+        """Undo all changes, the last one first."""
         while self._undo:
             self._undo.pop()()
 
@@ -244,7 +245,7 @@ _guards = Patches()
 
 
 class _Finder:
-    """Finds nothing itself: lets the others find a target and listens to its loader."""
+    """Finds nothing itself: lets the other finders find a target, and hooks into its loader."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -266,8 +267,8 @@ class _Finder:
 
 
 def _patch_once_executed(spec: ModuleSpec) -> None:
-    # An instance attribute, gone before the module runs, leaves the loader and the spec what they
-    # were: inspect.getsource, importlib.reload and resources see nothing.
+    # An instance attribute, removed before the module runs, leaves the loader and the spec as they
+    # were: inspect.getsource, importlib.reload and resources notice nothing.
     loader: Any = spec.loader
     try:
         execute = loader.exec_module
@@ -283,9 +284,9 @@ def _patch_once_executed(spec: ModuleSpec) -> None:
 
 
 class _Awaited(ModuleSpec):
-    """The spec of a module that is being executed: the import system marks there that it is done.
+    """The spec of a module that is being executed; the import system notes there when it is done.
 
-    ``transformers.training_args`` may be the module that imports torch; no finder sees it again.
+    ``transformers.training_args`` may be the module that imports torch: no finder will see it.
     """
 
     @property
@@ -320,7 +321,7 @@ def _patch(module: ModuleType, raising: bool = False) -> None:
 
 
 def _guard(module: ModuleType) -> None:
-    """Let what would train in another precision raise."""
+    """Make the calls raise that would train in another precision."""
     if module.__name__ == "accelerate.accelerator":
         for name in ("prepare", "prepare_model"):
             _guards.replace(module, f"Accelerator.{name}", _refusing)

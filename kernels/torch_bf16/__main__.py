@@ -6,6 +6,6 @@ import sys
 from .tools.cli import main
 
 status = main()
-# The process ends: what torch and others have imported need not be looked through for garbage.
+# The process is ending: spare the last garbage collection everything that was imported.
 gc.freeze()
 sys.exit(status)

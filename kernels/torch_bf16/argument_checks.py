@@ -19,14 +19,14 @@ __all__ = [
 ]
 
 BACKENDS = ("cpu", "eager", "triton")
-"""Names of the backends that can be asked for."""
+"""Names of the backends that users can request."""
 
 COMPUTES = ("autocast", "fp32", "bf16")
-"""What the operations of a model can compute in."""
+"""The ways in which the operations of a model can compute."""
 
 
 def check_backend(name: Any) -> None:
-    """Refuse what is not a backend's name.
+    """Raise unless ``name`` is the name of a backend.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -36,20 +36,20 @@ def check_backend(name: Any) -> None:
 
 
 def check_compute(compute: Any) -> None:
-    """Refuse what is not a way for a model to compute.
+    """Raise unless ``compute`` is one of :data:`COMPUTES`.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: it is not.
     """
     if compute not in COMPUTES:
         raise ValueError(f"compute={compute!r} is unknown; use one of {', '.join(COMPUTES)}")
 
 
 def check_module(function: str, module: Any) -> None:
-    """Refuse what is not a module.
+    """Raise unless ``module`` is a module.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -59,10 +59,10 @@ def check_module(function: str, module: Any) -> None:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Refuse a bound of a norm that is not a positive number.
+    """Raise unless ``max_norm`` is a positive number or None.
 
     Raises:
-        ValueError: it is neither that nor None.
+        ValueError: it is neither.
     """
     number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
     if max_norm is not None and not (number and float(max_norm) > 0.0):
@@ -71,17 +71,17 @@ def check_max_norm(max_norm: Any) -> None:
         )
 
 
-def check_ranges(**given: Any) -> None:
-    """Refuse hyperparameters out of range.
+def check_ranges(**hyperparameters: Any) -> None:
+    """Raise if a hyperparameter is out of range.
 
     Args:
-        **given: ``betas``, a pair in [0, 1), and others, each a number that is at least 0; tensors
-            with one element are numbers, too.
+        **hyperparameters: ``betas``, a pair in [0, 1), and others, each a number that is at least
+            0; tensors with one element count as numbers.
 
     Raises:
-        ValueError: one of them is out of range, or no number.
+        ValueError: one of them is out of range or not a number.
     """
-    for name, value in given.items():
+    for name, value in hyperparameters.items():
         if name == "betas":
             pair = isinstance(value, Sequence) and len(value) == 2 and all(map(_is_number, value))
             fits = pair and all(0.0 <= beta < 1.0 for beta in value)

@@ -1,7 +1,7 @@
-"""What the environment says of a run: a mode, and the options of its recipe.
+"""Settings of a run in environment variables: a mode, and the options of its recipe.
 
-So that a script that somebody else wrote trains in a mode without being changed. The plugins read
-it, and integrations into other trainers can; functions of this package that are called do not.
+They let a script that somebody else wrote train in a mode without being changed. The plugins read
+them, and integrations into other trainers can; functions of this package that are called do not.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ OPTIONS: dict[str, str] = {
         "release_norm",
     )
 }
-"""For each variable the option that it sets, where a script leaves that open."""
+"""The option that each variable sets, unless the script sets it."""
 
 _KNOWN = (*OPTIONS, "BF16_MODE", "BF16_MONITOR", "BF16_AUTOLOAD")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The mode that ``BF16_MODE`` names, or None where it is empty or not set.
+    """The mode that ``BF16_MODE`` names, or None if it is empty or not set.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it does not name a mode.
 
     Example:
         >>> mode_from_environment({"BF16_MODE": "true-bf16-stochastic"})
@@ -56,18 +56,18 @@ def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | 
     if value.lower() not in RECIPES:
         raise ValueError(
             f"BF16_MODE={value!r} is not one of the modes of torch-bf16, {', '.join(RECIPES)}. "
-            "Unset it for what the script names"
+            "Unset it to train in the precision that the script names"
         )
     return get_recipe(value.lower()).name
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options that ``BF16_WEIGHTS`` and its like set; an empty variable sets nothing.
+    """The options that the variables in :data:`OPTIONS` set; an empty variable sets nothing.
 
-    A variable whose name is nearly one of these is warned of.
+    Warns about a variable whose name is nearly one of these.
 
     Raises:
-        ValueError: the value of one cannot be read, or is none that the option can have.
+        ValueError: a value cannot be parsed, or its option does not accept it.
 
     Example:
         >>> options_from_environment({"BF16_SEED": "7", "BF16_KEEP_FP32": "head, *.router"})
@@ -84,10 +84,12 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> dic
 
 
 def monitor_from_environment(environment: Mapping[str, str] = os.environ) -> int:
-    """How many steps ``BF16_MONITOR`` puts between two looks of a monitor; 0 is no monitor.
+    """The number of steps from one look of the monitor to the next, by ``BF16_MONITOR``.
+
+    0 means no monitor.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: the variable is not such a number.
 
     Example:
         >>> monitor_from_environment({})
@@ -103,21 +105,21 @@ def monitor_from_environment(environment: Mapping[str, str] = os.environ) -> int
 
 
 def misspelt_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables whose names are nearly those of ours, and which one each may mean.
+    """Variables whose names are nearly those of ours, each with the one that it may mean.
 
-    Others that begin with ``BF16_`` may be somebody else's.
+    Other variables that begin with ``BF16_`` may be somebody else's.
 
     Example:
         >>> misspelt_variables({"BF16_WIEGHTS": "bf16+8", "BF16_TRAINING": "1"})
         {'BF16_WIEGHTS': 'BF16_WEIGHTS'}
     """
     known = [name.removeprefix(_PREFIX) for name in _KNOWN]
-    found = {}
+    misspelt = {}
     for name in environment:
         if name.startswith(_PREFIX) and name not in _KNOWN:
             near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, 0.75)
-            found.update((name, _PREFIX + each) for each in near)
-    return found
+            misspelt.update((name, _PREFIX + match) for match in near)
+    return misspelt
 
 
 def _parse(variable: str, name: str, text: str) -> Any:

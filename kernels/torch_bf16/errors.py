@@ -31,7 +31,7 @@ UNTOUCHED = "Nothing was updated"
 _USERS = (ValueError, NotImplementedError)
 
 Label = Callable[[], str]
-"""What makes the name of something for a message; called only if there is one."""
+"""Returns the name of something for a message; called only if there is a message."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -47,10 +47,10 @@ class StateMismatchError(ValueError):
 
 
 def check_torch() -> None:
-    """Refuse a torch that is too old, before anything else of it is imported.
+    """Raise if torch is too old, before anything else is imported from it.
 
     Raises:
-        ImportError: it is.
+        ImportError: it is too old.
     """
     found = str(torch.__version__)
     if version_numbers(found) < OLDEST_TORCH:
@@ -71,11 +71,11 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def first_line(error: BaseException, message: str | None = None) -> str:
-    """The first line of an error's message, or the name of its class where that says nothing.
+    """The first line of an error's message, or the name of its class if the message is empty.
 
     Args:
-        error: what was raised.
-        message: the part of its message that counts; None for all of it.
+        error: the exception.
+        message: the part of its message to use; None for all of it.
     """
     text = str(error) if message is None else message
     return (text.strip().splitlines() or [type(error).__name__])[0]
@@ -83,10 +83,10 @@ def first_line(error: BaseException, message: str | None = None) -> str:
 
 @contextmanager
 def prefix_errors(label: Label) -> Iterator[None]:
-    """Prefix the message of a user error that is raised within by what it is about.
+    """Prefix the message of a user error raised in the context with what it is about.
 
     Args:
-        label: of that; a space and the message follow.
+        label: returns the prefix; a space and the message follow.
     """
     try:
         yield
@@ -96,12 +96,12 @@ def prefix_errors(label: Label) -> Iterator[None]:
 
 
 class suffix_errors:
-    """Append a sentence to the message of a user error that is raised within, once."""
+    """Append a sentence, once, to the message of a user error raised in the context."""
 
     def __init__(self, sentence: str) -> None:
         self._sentence = sentence
 
-    # Not a generator, which takes three times as long, because every step enters it.
+    # Not a generator, which would take three times as long: every step enters it.
     def __enter__(self) -> None:
         pass
 

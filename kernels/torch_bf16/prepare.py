@@ -21,7 +21,7 @@ from .recipe import Recipe, get_recipe
 
 __all__ = ["prepare"]
 
-# What a cast follows from.
+# The fields of a recipe that determine a cast.
 _CAST = ("weights", "vectors", "keep_fp32")
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -52,16 +52,15 @@ def prepare(
         backend: name of the backend that takes the steps; None for the one that an
             optimizer of this package was made with, else the recipe's, else the best that works.
         roles: passed to :func:`convert` for each optimizer without a kernel.
-        elementwise: likewise.
+        elementwise: passed to :func:`convert`, too.
 
     Returns:
         ``model`` and ``optimizer`` themselves.
 
     Raises:
-        ValueError: an optimizer or the model was made for another recipe; nothing has been changed.
-            Or :func:`refuse_replaced` raises it.
-            Or ``roles`` or ``elementwise`` is given though every optimizer has a kernel. Or
-            :func:`cast_model` or :func:`convert` raises it.
+        ValueError: an optimizer or the model was made for another recipe, or ``roles`` or
+            ``elementwise`` is passed although every optimizer has a kernel; nothing has been
+            changed. Or :func:`refuse_replaced`, :func:`cast_model` or :func:`convert` raises it.
         NotImplementedError: an optimizer cannot be converted: see :func:`convert`.
 
     Example:
@@ -75,9 +74,9 @@ def prepare(
     check_module("prepare", model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     check_roles(roles)
-    # The cast also widens what came in fp16.
+    # Includes parameters that came in fp16: the cast widens them.
     in_fp32 = {id(parameter) for parameter in fp32_parameters(model, recipe).values()}
-    # Those that were converted before, also within others, and what the rest becomes.
+    # Optimizers that are converted already, also inside others, and what the rest becomes.
     ours: list[BF16Optimizer] = []
     conversions: list[tuple[torch.optim.Optimizer, Conversion]] = []
     for each in optimizers:
@@ -95,10 +94,10 @@ def prepare(
         else:
             conversions.append((each, conversion))
     if (roles or elementwise) and all(each.fused for _, each in conversions):
-        given = ", ".join(type(each).__name__ for each in optimizers)
+        names = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
             f"roles={roles} and elementwise={elementwise} are for optimizers that step by their "
-            f"own code, and {given} has a kernel or was converted before; leave them out. Nothing "
+            f"own code, and {names} has a kernel or was converted before; leave them out. Nothing "
             "was changed"
         )
     if backend is not None:

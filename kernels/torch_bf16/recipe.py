@@ -21,7 +21,7 @@ REDUCTIONS = ("wrapper", "bf16_wire")
 """How the gradients of bf16 parameters can be reduced over ranks."""
 
 OFFLOADS = ("none", "states")
-"""What of an optimizer can live in host memory."""
+"""Which parts of an optimizer can live in host memory."""
 
 VECTORS = ("exact", "like_matrices")
 """How bf16 parameters with at most one dimension can be kept."""
@@ -42,7 +42,7 @@ _FAULTS = {
 class Recipe:
     """The formats of weights and moments, and which modules stay in fp32.
 
-    A recipe speaks of bf16 parameters with two or more dimensions. Two kinds of parameters are
+    A recipe is about bf16 parameters with two or more dimensions. Two kinds of parameters are
     never compressed: fp32 ones keep everything in fp32, and bf16 ones with at most one dimension
     (norm gains, biases, under 0.1 % of a transformer) keep an exact fp32 master and fp32 moments,
     because near 1.0 a step of bf16 is 0.8 % and most updates are smaller than that; ``vectors``
@@ -59,24 +59,25 @@ class Recipe:
             ``bf16_nearest`` or ``bf16_stochastic`` (2), or ``int8`` (1.06: one byte, and an fp32
             scale for each 64). Where a row, which is all dimensions but the first, is not a
             multiple of 64, the moments of an ``int8`` recipe are in bf16.
-        exp_avg_sq: format of second moments, likewise.
+        exp_avg_sq: format of second moments; the same choices.
         accumulate: format of the sum of gradients of bf16 parameters while micro-batches add to it:
             ``bf16_nearest`` (torch's own, loses what is below 2^-9 of the sum), ``bf16_stochastic``
             (also 2 bytes) or ``fp32`` (4 bytes); see :func:`torch_bf16.accumulate_gradients`.
         reduce: how gradients of bf16 parameters are summed over ranks: ``wrapper``, as DDP or FSDP
             do, or ``bf16_wire``, sent in bf16 and summed in fp32; plain PyTorch calls
             :func:`torch_bf16.reduce_gradients` for it.
-        offload: ``none``, or ``states``: moments, and what a weight has beyond the parameter, live
-            in the host's pinned memory, and a step takes them through buffers of 128 MiB on the
-            GPU. It changes no bit; state dicts do not hold it, and are loaded where the live recipe
-            says. Where parameters are in host memory themselves, nothing is to be done. Parameters
-            of less than 65,536 elements, and Adafactor's rows and columns, stay whole on the GPU.
+        offload: ``none``, or ``states``: moments, and the planes of a weight beyond the parameter,
+            live in the host's pinned memory, and a step streams them through buffers of 128 MiB on
+            the GPU. It changes no bit; state dicts do not record it, and are loaded to where the
+            live recipe says. It does nothing for parameters that are in host memory themselves.
+            Parameters of fewer than 65,536 elements, and Adafactor's rows and columns, stay whole
+            on the GPU.
         keep_fp32: modules whose parameters are fp32 after ``cast_model``: shell-style patterns of
             qualified module names (``"lm_head"``, ``"*.router"``) or module classes. A pattern of
-            parameter names (``"*.A_log"``) keeps these and leaves their module to autocast.
+            parameter names (``"*.A_log"``) keeps only these; autocast handles their module.
         vectors: ``exact``, or ``like_matrices`` for bf16 parameters with at most one dimension in
-            the formats of the others, for a host that keeps both in one tensor (DeepSpeed's ZeRO).
-        seed: seed of the rounding noise. The same on every replica.
+            the formats of matrices, for a host that keeps both in one tensor (DeepSpeed's ZeRO).
+        seed: seed of the rounding noise; must be the same on every replica.
         backend: name of the backend that takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``;
             None for what ``TORCH_BF16_BACKEND`` says, else the best that works. An optimizer's own
             ``backend=`` wins. It changes no bit, so recipes that differ in it are equal, and state
@@ -113,8 +114,8 @@ class Recipe:
                 fault = next((why for why, names in _FAULTS.items() if name in names), "is unknown")
                 raise ValueError(f"{role}={name!r} {fault}; use one of {', '.join(known)}")
         for option, (known, fault) in _CHOICES.items():
-            if (given := getattr(self, option)) not in known:
-                raise ValueError(f"{option}={given!r} {fault}; use one of {', '.join(known)}")
+            if (value := getattr(self, option)) not in known:
+                raise ValueError(f"{option}={value!r} {fault}; use one of {', '.join(known)}")
         if isinstance(self.keep_fp32, (str, type)):
             raise ValueError(
                 f"keep_fp32={self.keep_fp32!r} must be a tuple of module name patterns or module "
@@ -137,7 +138,7 @@ class Recipe:
     def bytes_per_parameter(self) -> float:
         """Bytes of weight and AdamW moments per element, gradients not counted.
 
-        An int where it is whole. Of a matrix whose rows are whole blocks, as most are.
+        An int if it is whole. For a matrix whose rows are whole blocks, as most are.
         """
         return sum(known[getattr(self, role)].bytes_per_element for role, known in ROLES.items())
 
@@ -148,10 +149,10 @@ class Recipe:
 
         Args:
             role: ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``; ``"exact"``, which is fp32
-                always; or ``"iterate"``, weights beside the weights, which are fp32 where those
-                have a master and else in their format.
-            shape: of the whole parameter, not of the part that a rank holds.
-            dtype: of the parameter; one in fp32 keeps everything in fp32.
+                always; or ``"iterate"``, a second copy of the weights, which is fp32 if the weights
+                have a master, and otherwise in their format.
+            shape: shape of the whole parameter, not of the part that a rank holds.
+            dtype: dtype of the parameter; an fp32 parameter keeps everything in fp32.
 
         Example:
             >>> get_recipe("bf16-stochastic").format_of("exp_avg_sq", (64, 64)).name

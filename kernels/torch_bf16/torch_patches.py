@@ -1,6 +1,7 @@
 """What this package replaces in torch itself, for the whole process, and how to turn that off.
 
-Each patch is in a module of its own kind, whose ``restore()`` undoes it; this table is the list.
+:data:`PATCHES` lists the patches. Each is in the module of its subject, whose ``restore()`` undoes
+it.
 What is replaced in Lightning, Accelerate, transformers and peft is listed in ``_patches`` of the
 plugins.
 """
@@ -23,10 +24,10 @@ class TorchPatch:
 
     Attributes:
         target: what is replaced.
-        applied_by: what a program does when it is first replaced.
-        reason: what it is for.
-        without: what happens where it is turned off.
-        module: of this package; its ``restore()`` undoes the patch.
+        applied_by: the call that first applies the patch.
+        reason: what the patch is for.
+        without: what happens if it is turned off.
+        module: the module of this package whose ``restore()`` undoes it.
     """
 
     target: str
@@ -110,7 +111,7 @@ PATCHES: dict[str, TorchPatch] = {
         "torch_bf16.engine.data_writes",
     ),
 }
-"""By the name that :data:`SWITCH` takes."""
+"""The patches, by the names that :data:`SWITCH` accepts."""
 
 
 def is_enabled(name: str) -> bool:

@@ -123,8 +123,8 @@ def test_options_that_cannot_be_meant_are_refused():
         ({"keep_fp32": ["head"]}, "keep_fp32='head' matches no module of Sequential"),
         ({"seed": 1.5}, "seed=1.5 must be an int"),
         ({"backend": "cuda"}, "unknown backend 'cuda'; known backends: cpu, eager, triton"),
-        ({"release_max_norm": 1.0}, "release_gradients=True was not asked for"),
-        ({"release_norm": "last_step"}, "release_gradients=True was not asked for"),
+        ({"release_max_norm": 1.0}, "release_gradients=True is not set"),
+        ({"release_norm": "last_step"}, "release_gradients=True is not set"),
     ],
 )
 def test_wrong_values_are_refused_at_prepare_and_leave_the_model_as_it_was(

@@ -188,7 +188,10 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="give the module that EMA was made of"):
         EMA(model()).update_parameters(nn.Sequential(model()))
     wrapped = nn.Sequential(model())
-    with pytest.raises(ValueError, match="swapped: the model given"), EMA(model()).swapped(wrapped):
+    with (
+        pytest.raises(ValueError, match="swapped: this model and the averaged one differ"),
+        EMA(model()).swapped(wrapped),
+    ):
         pass
 
 

@@ -284,6 +284,6 @@ def test_a_function_without_a_bf16_kernel_is_not_said_to_mix_dtypes():
             return torch.distributions.Dirichlet(self.concentration).sample()
 
     model = cast_model(Draws())
-    match = r"not implemented for 'BFloat16'. torch has no such function .*: x\.float\(\)"
+    match = r"not implemented for 'BFloat16'. torch has no bfloat16 kernel .*: x\.float\(\)"
     with pytest.raises(NotImplementedError, match=match), torch.autocast("cpu", BF16):
         model()

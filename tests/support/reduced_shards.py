@@ -198,7 +198,7 @@ def run_refusals():
     refused(Model(), ValueError, "found nothing in Model that reduces gradients over the 2 ranks")
     hooked = DistributedDataParallel(Model())
     hooked.register_comm_hook(None, lambda state, bucket: None)
-    refused(hooked, ValueError, r"one communication hook, and this one's is that of .*<lambda>")
+    refused(hooked, ValueError, r"one communication hook, and this one has that of .*<lambda>")
     released = DistributedDataParallel(Model())
     optimizer = torch_bf16.SGD(released.parameters(), lr=0.1)
     torch_bf16.release_gradients(released, optimizer)

@@ -42,7 +42,7 @@ __all__ = ["GradientAccumulation", "accumulate_as", "accumulate_gradients"]
 
 # By id: a weak reference would keep torch.utils.swap_tensors from exchanging the parameter.
 _accumulations: WeakValueDictionary[int, GradientAccumulation] = WeakValueDictionary()
-"""Which accumulation sums the gradients of a parameter: the last that has hooked it."""
+"""The accumulation that sums a parameter's gradients: the last one that has hooked it."""
 
 
 def accumulate_gradients(
@@ -58,20 +58,20 @@ def accumulate_gradients(
     - ``"bf16_stochastic"``: 2 bytes. A sum is rounded up or down with the right probabilities, in
       place. The noise is a pure function of seed, step, micro-batch, parameter and element, with no
       state to be saved. From the second micro-batch on, gradients wait for each other, 32 MiB of
-      them in one kernel call: ``p.grad`` is the sum when ``backward`` returns. Where something may
-      look at it before, namely a hook on the parameter or a DDP module that reduces in this pass,
-      each is added as it arrives.
+      them for one kernel call: ``p.grad`` is the sum when ``backward`` returns. If something may
+      read it earlier, namely a hook on the parameter or a DDP module that reduces in this pass,
+      each gradient is added as it arrives.
     - ``"fp32"``: 4 bytes. ``p.grad`` is fp32 beside the bf16 parameter; torch 2.10 or newer.
 
     Under DDP the sum is kept per rank and reduced by the backward pass that is outside of
-    ``no_sync``, in bf16 for the first two and in fp32 for the last. Under FSDP2 the sharded
+    ``no_sync``, in bf16 for the first two formats and in fp32 for the last. Under FSDP2 the sharded
     gradients are summed; with ``set_requires_gradient_sync(False)``, FSDP2 itself sums whole ones,
-    in its ``reduce_dtype``. Where no wrapper is involved, a recipe's ``accumulate`` is enough.
+    in its ``reduce_dtype``. Without a wrapper, a recipe's ``accumulate`` is enough.
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
-        optimizer: one of this package, or converted, also within a host's wrapper; its parameters
-            get hooks.
+        optimizer: an optimizer of this package or a converted one, also in a host's wrapper; its
+            parameters get hooks.
         format: see above; replaces an earlier one. None takes the recipe's ``accumulate``.
 
     Returns:
@@ -80,7 +80,7 @@ def accumulate_gradients(
     Raises:
         ValueError: the format is unknown, the optimizer is not one of ours, or the wrapper of the
             model has an option that would undo the format.
-        NotImplementedError: FSDP1 sums gradients.
+        NotImplementedError: FSDP1, or a host, sums the gradients itself.
 
     Example:
         >>> handle = torch_bf16.accumulate_gradients(model, optimizer, "bf16_stochastic")
@@ -99,7 +99,7 @@ def accumulate_gradients(
     if (host := ours._engine.host) is not None:
         raise NotImplementedError(
             f"the parameters cannot be accumulated in {format!r}: {host} adds micro-batches "
-            "up by itself, in bf16. Take larger ones"
+            "up itself, in bf16. Use larger ones"
         )
     return GradientAccumulation(ours, format, model)
 
@@ -111,12 +111,12 @@ def accumulate_as(recipe: Recipe, optimizer: Any) -> None:
 
 
 class _Pass(Waiting):
-    """What is left for the end of a backward pass.
+    """What a backward pass leaves to its end.
 
     Attributes:
-        aside: parameters by their id, and their sums, which are out of ``p.grad`` while autograd
-            puts the next gradient there.
-        merged: whether gradients have come.
+        aside: parameters and their sums, by the parameters' ids; a sum is out of ``p.grad`` while
+            autograd puts the next gradient there.
+        merged: whether any gradient has arrived.
     """
 
     def __init__(self) -> None:
@@ -147,13 +147,13 @@ class GradientAccumulation:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._hooks: list[Any] = []
-        # Each with its hooks; by id, because it takes torch a microsecond to hash a tensor.
+        # Parameters with their hooks; by id, because it takes torch a microsecond to hash a tensor.
         self._hooked: dict[int, tuple[Any, list[Any]]] = {}
         self._passes = Passes(_Pass, self._finish)
         self._gathering = Gathering(self._add_all)
-        # Those whose sums must not wait for others.
+        # Groups of one parameter each, whose sums must not wait for others.
         self._alone: dict[Tensor, Group] = {}
-        # By id; the parameters are hooked.
+        # Numbers of additions, by id of the parameter; the hooks keep the parameters alive.
         self._numbers: dict[int, int] = {}
         self._steps = StepNumbers()
         self._reduction: Fp32Reduction | None = None
@@ -179,11 +179,11 @@ class GradientAccumulation:
             ]
         engine.accumulation = self
         if engine.release is not None:
-            # Steps are of sums.
+            # Released steps need the sums, so their hooks must come after these.
             engine.release.hook_parameters(anew=True)
 
     def remove(self) -> None:
-        """Give gradients back to torch; those there are become the parameters' dtype."""
+        """Leave sums to torch again; existing gradients are cast to the parameters' dtype."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -205,21 +205,21 @@ class GradientAccumulation:
                 _accumulations[key] = self
 
     def _unhook_strangers(self) -> dict[int, Any]:
-        """Leave alone what is in no group any more; returns what is, by id."""
+        """Unhook parameters that are in no group any more; returns those in groups, by id."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        every = {id(p): p for group in groups for p in group["params"]}
-        self._unhook(self._hooked.keys() - every.keys())
-        return every
+        in_groups = {id(p): p for group in groups for p in group["params"]}
+        self._unhook(self._hooked.keys() - in_groups.keys())
+        return in_groups
 
     def _unhook(self, keys: Iterable[int]) -> None:
-        """Give parameters back to torch, by their ids."""
+        """Leave the sums of these parameters, by id, to torch again."""
         for key in keys:
             parameter, hooks = self._hooked.pop(key)
             for hook in hooks:
                 hook.remove()
             if _accumulations.get(key) is not self:
-                continue  # another optimizer has it by now
+                continue  # another accumulation sums it by now
             del _accumulations[key]
             if self.format == "fp32":
                 gradient, parameter.grad = parameter.grad, None
@@ -228,7 +228,7 @@ class GradientAccumulation:
                     parameter.grad = gradient.to(parameter.dtype)
 
     def _hook(self, parameter: Tensor) -> list[Any]:
-        """Have a parameter's gradients summed here; returns the hooks' handles."""
+        """Sum a parameter's gradients here from now on; returns the hooks' handles."""
         sharded = shard_of(parameter).replaces_parameter
         if self.format == "fp32":
             if not hasattr(parameter, "grad_dtype"):
@@ -236,7 +236,7 @@ class GradientAccumulation:
                     "accumulating gradients in fp32 beside bf16 parameters needs torch 2.10 or "
                     f"newer, and this is {torch.__version__}; use 'bf16_stochastic'"
                 )
-            # FSDP2 puts bf16 gradients there before its hooks run; autograd casts what it puts.
+            # FSDP2 sets bf16 gradients before the hooks run; autograd casts those that it sets.
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = None if sharded else torch.float32
             if gradient is not None:
@@ -246,7 +246,7 @@ class GradientAccumulation:
                 return hooks
         else:
             hooks = []
-        # Not called for what FSDP2 shards, hence the hooks on its units.
+        # FSDP2's sharded parameters never call the first hook, hence the hooks on units.
         reference = weakref.ref(parameter)
         return [
             *hooks,
@@ -255,9 +255,9 @@ class GradientAccumulation:
         ]
 
     def _take_all(self, parameters: list[Any]) -> None:
-        """Take sums out of ``p.grad``, so that the next gradient is not added but put there."""
+        """Take sums out of ``p.grad``, so that autograd puts the next gradient there unadded."""
         for parameter in parameters:
-            # Units of FSDP2 have those of other optimizers, too, and a graph may outlive a hook.
+            # FSDP2's units also hold other optimizers' parameters, and a graph may outlive a hook.
             if id(parameter) not in self._hooked:
                 continue
             if parameter.grad is not None and parameter.dtype == torch.bfloat16:
@@ -267,7 +267,7 @@ class GradientAccumulation:
                     parameter.grad = None
 
     def _merge(self, parameter: Any) -> None:
-        """Add the gradient that has just arrived to the sum, and put this back into ``p.grad``."""
+        """Add the gradient that has just arrived to the sum, which goes back into ``p.grad``."""
         running = self._passes.current()
         total = None
         if running is not None:
@@ -301,7 +301,7 @@ class GradientAccumulation:
             self._add(running, parameter, total, new)
 
     def _add(self, running: _Pass, parameter: Tensor, total: Tensor, new: Tensor) -> None:
-        # One that has come in a pass around this one is added before it.
+        # A gradient that arrived in an enclosing pass is added first.
         self._gathering.settle(parameter)
         number = self._numbers[id(parameter)] = self._numbers.get(id(parameter), -1) + 1
         memory = local(new).resolve_neg().contiguous()
@@ -326,7 +326,7 @@ class GradientAccumulation:
             return False
         if not (dist.is_available() and dist.is_initialized()) or is_dtensor(parameter):
             return True
-        # A DDP module that nobody has shown us may reduce it as soon as it has come.
+        # A DDP module that is not known here may reduce the sum as soon as it is there.
         return bool(self._readers) and not any(each.reads for each in self._readers)
 
     def _add_all(self, group: Group, additions: dict[int, Addition]) -> None:
@@ -340,9 +340,9 @@ class GradientAccumulation:
                     local(each.total).add_(each.new)
 
     def _finish(self, running: _Pass) -> None:
-        """Add what waits, and put back the sums that no gradient has come for.
+        """Add the waiting gradients, and put back the sums for which no gradient has arrived.
 
-        As under ``torch.autograd.grad``.
+        The latter happens under ``torch.autograd.grad``.
         """
         self._gathering.finish(running)
         for parameter, total in running.aside.values():
@@ -354,7 +354,7 @@ class GradientAccumulation:
     def _after_step(self, *_: Any) -> None:
         optimizer: Any = self._optimizer()
         self._steps.ask(optimizer.state)
-        # Sums that are zeroed and not freed count from the start, too, as a resumed run does.
+        # Sums that are zeroed instead of freed also count from the start, as in a resumed run.
         self._numbers.clear()
         for group in (*self._gathering, *self._alone.values()):
             if group.made is not None:
@@ -363,26 +363,26 @@ class GradientAccumulation:
 
 
 def _check_dtypes(sharded: Iterable[Unit], format: str) -> None:
-    """Refuse units of FSDP2 that reduce gradients in bf16, which undoes the format."""
+    """Raise for a unit of FSDP2 that reduces gradients in bf16, which would undo the format."""
     for unit in sharded:
         low = unit.reduce_dtype != torch.float32
         if low and any(p.dtype == torch.bfloat16 for p in unit.parameters):
             raise ValueError(
                 f"gradients cannot be accumulated in {format!r} for {unit.name!r}: fully_shard "
-                f"reduces its gradients in {unit.reduce_dtype or 'bf16'}, and sums them so without "
-                "gradient synchronisation. Use fully_shard(module, "
+                f"reduces its gradients in {unit.reduce_dtype or 'bf16'}, and also sums them so "
+                "without gradient synchronisation. Use fully_shard(module, "
                 "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
 
 
 def _alike(new: Any, total: Any, parameter: Tensor) -> bool:
-    """Whether a gradient can be added to a sum where both lie in memory."""
+    """Whether a gradient can be added to a sum directly in memory."""
     if new.layout != torch.strided or total.layout != torch.strided:
         return False
     if type(new) is type(total) is Tensor and not is_dtensor(parameter):
         return new.shape == total.shape == parameter.shape
-    # Of a tensor that is not sharded the attribute is absent.
+    # Tensors that are not sharded lack the attribute.
     placed = getattr(new, "placements", None) == getattr(total, "placements", None)
-    # Kernels write at addresses; the step refuses by name what has none.
+    # Kernels write to addresses; the step refuses, by name, tensors that have none.
     in_memory = not missing_memory(new) and not missing_memory(total)
     return placed and in_memory and local(new).shape == local(total).shape == local(parameter).shape

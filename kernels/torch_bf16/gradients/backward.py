@@ -1,4 +1,4 @@
-"""Backward passes: what each leaves for its end, and what is taken within it."""
+"""Backward passes: work that each leaves to its end, and steps taken within it."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ the object that takes its step."""
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call once the running backward pass is over, after what DDP and FSDP2 do at its end."""
+    """Call ``call`` when the running backward pass ends, after DDP's and FSDP2's own callbacks."""
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-    # They queue theirs in the middle of the pass: one that is queued at its end comes after them.
+    # They queue theirs during the pass: a callback that is queued at its end comes after them.
     queue(lambda: queue(call))
 
 
 class Passes(Generic[_T]):
-    """One object per running backward pass, whatever its thread, and also for nested passes.
+    """One object per running backward pass, in any thread, and for nested passes, too.
 
     Args:
-        make: makes the object when a pass first asks for it.
-        finish: called with it at the end of the pass. A pass that fails has no such end, and leaves
-            nothing here.
+        make: makes the object when a pass first needs it.
+        finish: called with the object at the end of the pass. A pass that fails never calls it, and
+            its object is freed.
     """
 
     def __init__(self, make: Callable[[], _T], finish: Callable[[_T], None]) -> None:
         self._make, self._finish = make, finish
-        # Autograd alone holds them, in what it calls at the end.
+        # Only autograd holds the objects, in its callback for the end of the pass.
         self._running: WeakValueDictionary[int, _T] = WeakValueDictionary()
-        # Each device has a thread of its own in a pass.
+        # In a pass each device has a thread of its own.
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[_T]:
         return iter(list(self._running.values()))
 
     def current(self) -> _T | None:
-        """That of the pass that is running here; None where none is."""
+        """The object of the pass that is running in this thread; None if none is."""
         task = torch._C._current_graph_task_id()
-        found = self._running.get(task)
-        if found is None and task >= 0:
+        running = self._running.get(task)
+        if running is None and task >= 0:
             with self._lock:
-                found = self._running.get(task)
-                if found is None:
-                    found = self._running[task] = self._make()
-                    at_end_of_backward(functools.partial(self._finish, found))
-        return found
+                running = self._running.get(task)
+                if running is None:
+                    running = self._running[task] = self._make()
+                    at_end_of_backward(functools.partial(self._finish, running))
+        return running

@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients, which is not rounded to bf16 on its way.
+"""Clipping by the norm of all gradients, computed without rounding to bf16 on the way.
 
-It reads them once, in an order that is the same at every run on a device, and waits for nothing.
-The next step consumes it on the device: it reads the gradients a second time and scales as it
-reads.
+It reads the gradients once, in an order that is the same in every run on a device, and waits for
+nothing. The next step uses the norm on the device: it reads the gradients a second time and scales
+as it reads.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def total_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
     depend on how tensors are cut.
 
     Args:
-        parameters: those without a gradient are skipped; gradients are only read.
+        parameters: parameters without a gradient are skipped; gradients are only read.
 
     Returns:
-        0-d fp32 tensor on the gradients' device, not waited for; 0 where there is no gradient.
+        The norm: 0-d fp32 tensor on the gradients' device, not waited for; 0 without gradients.
 
     Raises:
         ValueError: a gradient is sparse or complex.
@@ -79,7 +79,7 @@ def _norm(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def pending_of(optimizer: Optimizer) -> Pending | None:
-    """What the next step of one of our optimizers was told; None for one of another library."""
+    """The scaling pending for an optimizer's next step; None for one of another library."""
     engine = engine_of(optimizer)
     return None if engine is None else engine.pending
 
@@ -89,11 +89,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place to a 2-norm of at most ``max_norm``, all of them together.
 
-    ``torch.nn.utils.clip_grad_norm_`` with the norm of :func:`total_norm`. Where an optimizer of
-    this package takes the step, :func:`clip_next_step` saves the pass that writes.
+    ``torch.nn.utils.clip_grad_norm_`` with the norm of :func:`total_norm`. If an optimizer of this
+    package takes the step, :func:`clip_next_step` saves the pass that writes.
 
     Args:
-        parameters: those without a gradient are skipped.
+        parameters: parameters without a gradient are skipped.
         max_norm: the largest norm that is left alone.
         error_if_nonfinite: raise if the norm is not finite; that waits for the device.
 
@@ -101,7 +101,7 @@ def clip_grad_norm_(
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: a gradient is sparse or complex, or an optimizer was given.
+        ValueError: a gradient is sparse or complex, or an optimizer was passed.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
         NotImplementedError: gradients were released, and clipping would do nothing.
 
@@ -125,26 +125,26 @@ def clip_next_step(
 ) -> Tensor:
     """Let the next steps see gradients whose common 2-norm is at most ``max_norm``.
 
-    If the parameters include all for which one of our optimizers has gradients, its next step
-    multiplies gradients as it reads them, and ``.grad`` stays as it is; if that is replaced or
+    If the parameters include all that have gradients in one of our optimizers, its next step
+    multiplies gradients as it reads them, and ``.grad`` stays as it is; if ``.grad`` is replaced or
     written before the step, the step warns and scales nothing. Other gradients are scaled in place:
     those of only some of an optimizer's parameters, of parameters that several optimizers own, and
     of another library's optimizers. Scaling that ``scale_next_step`` or an earlier clip since the
-    last backward pass has asked for counts as done.
+    last backward pass has requested counts as done.
 
     Args:
         optimizers: one or several.
         max_norm: the largest norm that is left alone.
-        parameters: those whose common norm is clipped; None for all that the optimizers own.
-        error_if_nonfinite: raise where the norm is not finite; that waits for the device.
-        skip_nonfinite: where the norm is not finite, the next steps on these parameters leave
-            weights, states and step counts as they are and add 1 to ``optimizer.skipped_steps``.
+        parameters: parameters whose common norm is clipped; None for all that the optimizers own.
+        error_if_nonfinite: raise if the norm is not finite; that waits for the device.
+        skip_nonfinite: if the norm is not finite, the next steps on these parameters leave weights,
+            states and step counts as they are and add 1 to ``optimizer.skipped_steps``.
 
     Returns:
         The norm before clipping: 0-d fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: a gradient is sparse or complex, or ``skip_nonfinite`` was asked of an optimizer
+        ValueError: a gradient is sparse or complex, or ``skip_nonfinite`` was set for an optimizer
             of another library.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing was clipped.
         NotImplementedError: gradients were released, and clipping would do nothing.
@@ -175,37 +175,37 @@ def clip_next_step(
     clipped = {id(p): p for p in (every if parameters is None else _as_list(parameters))}
     gradients = {each: _gradients_of(owned[each]) for each in pending_of_each}
     for optimizer, pending in pending_of_each.items():
-        # An earlier clip was of these gradients as they were, before another backward(), say.
+        # An earlier clip was for older gradients, such as those before another backward().
         if pending.is_stale(owned[optimizer]):
             pending.reset()
-    coefficients = [(owned[each], told.coefficient) for each, told in pending_of_each.items()]
-    norm = _norm_as_told(clipped, coefficients)
+    coefficients = [(owned[each], pending.coefficient) for each, pending in pending_of_each.items()]
+    norm = _norm_as_scaled(clipped, coefficients)
     coefficient = _coefficient(norm, max_norm, error_if_nonfinite)
     for optimizer, pending in pending_of_each.items():
-        its_gradients = gradients[optimizer]
-        if its_gradients.keys().isdisjoint(clipped):
+        own_gradients = gradients[optimizer]
+        if own_gradients.keys().isdisjoint(clipped):
             continue
-        alone = its_gradients.keys() <= clipped.keys() and shared.isdisjoint(its_gradients)
+        alone = own_gradients.keys() <= clipped.keys() and shared.isdisjoint(own_gradients)
         if alone:
             optimizer.scale_next_step(coefficient * pending.coefficient)
-            for key in its_gradients:
+            for key in own_gradients:
                 del clipped[key]
         if skip_nonfinite:
             optimizer.skip_next_step_where(~norm.isfinite())
         if alone or skip_nonfinite:
-            pending.only_for(its_gradients.values())
+            pending.only_for(own_gradients.values())
     if clipped:
         _scale(clipped.values(), coefficient)
         for optimizer, pending in pending_of_each.items():
-            # What the line above wrote is part of what was told.
+            # The line above wrote to gradients for which scaling may be pending: that stays valid.
             pending.expect_written(gradients[optimizer].values())
     return norm
 
 
-def _norm_as_told(
+def _norm_as_scaled(
     parameters: Mapping[int, Tensor], coefficients: Sequence[tuple[list[Tensor], float | Tensor]]
 ) -> Tensor:
-    """The norm of the gradients times what the next steps of their owners are told already."""
+    """The norm of the gradients, times the coefficients pending for their owners' next steps."""
     if all(not isinstance(each, Tensor) and each == 1.0 for _, each in coefficients):
         return _norm([*parameters.values()])
     left, norms = dict(parameters), []
@@ -219,7 +219,7 @@ def _norm_as_told(
 
 
 def _gradients_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Their gradients by the parameters' ids, where there is one."""
+    """The existing gradients of parameters, by the parameters' ids."""
     pairs = zip(map(id, parameters), gradients_of(parameters), strict=True)
     return {key: gradient for key, gradient in pairs if gradient is not None}
 
@@ -255,9 +255,9 @@ def _check(max_norm: Any) -> None:
 
 
 def _as_list(argument: Any, kind: type = Tensor, message: str = _NO_PARAMETER) -> list[Any]:
-    """What was given, one by one; anything of another kind is an error that says so."""
+    """One object of a kind, or several, as a list; raises for an object of another kind."""
     alone = isinstance(argument, kind) or not isinstance(argument, Iterable)
-    # One that was given twice counts once.
+    # An object that is passed twice counts once.
     several = [argument] if alone else [*{id(each): each for each in argument}.values()]
     if wrong := [each for each in several if not isinstance(each, kind)]:
         raise ValueError(message.format(type(wrong[0]).__name__))

@@ -14,10 +14,10 @@ from torch import Tensor
 __all__ = ["LIMIT", "Gathering", "Group", "Waiting"]
 
 LIMIT = 32 << 20
-"""Bytes of gradients that are worth a kernel call; about as many wait at most.
+"""Bytes of gradients that are worth a kernel call; at most about as many wait.
 
-Measured with 96 matrices of 2 MiB: at the peak 32 MiB of a pass's gradients are in memory, where 2
-are if none waits, and 192 if all do.
+Measured with 96 matrices of 2 MiB: at the peak 32 MiB of a pass's gradients are in memory, instead
+of 2 MiB if none waits, and 192 MiB if all do.
 """
 
 
@@ -25,9 +25,9 @@ class Group:
     """Parameters whose gradients are taken together.
 
     Attributes:
-        members: in the order in which their gradients came first.
-        size: bytes of their gradients; of :data:`LIMIT` or more where no other one joins them.
-        made: what was made to take them, kept for the next time.
+        members: the parameters, in the order in which their gradients first arrived.
+        size: bytes of their gradients; from :data:`LIMIT` on, no other parameter joins the group.
+        made: objects made to take the gradients, such as plans, kept for reuse.
     """
 
     def __init__(self, *members: Tensor) -> None:
@@ -37,13 +37,13 @@ class Group:
 
 
 class Waiting:
-    """What waits in one backward pass.
+    """The gradients that wait in one backward pass.
 
     Attributes:
-        groups: for each what was said of its members that have come, by their numbers.
-        sizes: bytes of their gradients.
-        streams: on which streams those were made.
-        total: bytes of all.
+        groups: for each group the payloads of waiting gradients, by number of the member.
+        sizes: for each group the bytes of its waiting gradients.
+        streams: for each group the streams that computed them.
+        total: bytes of all waiting gradients.
     """
 
     def __init__(self) -> None:
@@ -54,15 +54,15 @@ class Waiting:
 
 
 class Gathering:
-    """Puts parameters into groups, which stay, and has each taken when its gradients are there.
+    """Puts parameters into lasting groups, and takes each group when its gradients are there.
 
     A group of :data:`LIMIT` bytes or more is taken as soon as all its gradients have arrived; the
     rest at the end of the pass, or earlier if more than twice as much waits. So the peak of memory
-    does not grow with the model, and because gradients arrive in the same order in every pass, what
-    was made for a group can be used again.
+    does not grow with the model, and because gradients arrive in the same order in every pass, the
+    objects made for a group can be reused.
 
     Args:
-        take: called with a group, and what was said of its members that have arrived, by number.
+        take: called with a group, and the payloads of its members that have arrived, by number.
     """
 
     def __init__(self, take: Callable[[Group, dict[int, Any]], None]) -> None:
@@ -80,14 +80,14 @@ class Gathering:
     def add(
         self, waiting: Waiting, parameter: Tensor, gradient: Tensor, payload: Any, kind: Hashable
     ) -> None:
-        """Let a gradient wait, and take what need not wait any longer.
+        """Let a gradient wait, and take the groups that need not wait any longer.
 
         Args:
-            waiting: that of the pass.
-            parameter: whose gradient it is; :meth:`settle` comes first.
-            gradient: in memory, dense.
-            payload: handed on to what takes the group.
-            kind: what all gradients of a group have in common, beside their device.
+            waiting: the waiting gradients of this pass.
+            parameter: the parameter of the gradient; call :meth:`settle` for it first.
+            gradient: a dense tensor in memory.
+            payload: passed on to the function that takes the group.
+            kind: property that all gradients of a group share, besides their device.
         """
         device, size = gradient.device, gradient.nbytes
         with self._lock:
@@ -96,17 +96,17 @@ class Gathering:
             waiting.sizes[group] += size
             waiting.total += size
             self._waiting[id(parameter)] = weakref.ref(waiting)
-            here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            waiting.streams[group].add(here)
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            waiting.streams[group].add(stream)
             full = waiting.sizes[group] >= max(group.size, LIMIT)
             ready = list(waiting.groups) if waiting.total > 2 * LIMIT else [group] * full
             for each in ready:
-                # Other streams are waited for at the end of the pass, which autograd sees to.
-                if waiting.streams[each] == {here}:
+                # At the end of the pass, autograd has synchronised with the other streams.
+                if waiting.streams[each] == {stream}:
                     self.take(waiting, each)
 
     def take(self, waiting: Waiting, group: Group) -> None:
-        """Take what waits in a group."""
+        """Take the waiting gradients of a group."""
         with self._lock:
             payloads = waiting.groups.pop(group)
             waiting.total -= waiting.sizes.pop(group)
@@ -116,17 +116,20 @@ class Gathering:
             self._take(group, payloads)
 
     def finish(self, waiting: Waiting) -> None:
-        """Take all that still waits."""
+        """Take all gradients that still wait."""
         for group in list(waiting.groups):
             self.take(waiting, group)
 
     def waits(self, parameter: Tensor) -> Waiting | None:
-        """That of the pass in which a parameter waits, if it does in one that has not failed."""
+        """The waiting gradients of the pass in which this parameter's waits; None if it does not.
+
+        A pass that has failed counts no longer.
+        """
         reference = self._waiting.get(id(parameter))
         return None if reference is None else reference()
 
     def settle(self, parameter: Tensor) -> None:
-        """Take what waits for a parameter, in whichever pass, before its next gradient."""
+        """Take the waiting gradient of a parameter, of any pass, before its next gradient."""
         waiting = self.waits(parameter)
         if waiting is not None:
             self.take(waiting, self._place[id(parameter)][1])

@@ -21,10 +21,10 @@ _KIND = attrgetter("device", "dtype", "layout")
 
 
 def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
-    """The norms of what this rank holds of the gradients of some parameters, by groups of ranks.
+    """The norms of this rank's parts of gradients, by the groups of ranks that hold other parts.
 
     Returns:
-        What :func:`norm_over_ranks` takes; empty where there is no gradient.
+        The argument of :func:`norm_over_ranks`; empty if there is no gradient.
 
     Raises:
         ValueError: a gradient is sparse or complex.
@@ -58,23 +58,23 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     for (groups, (device, dtype, layout)), gradients in alike.items():
         _check(gradients[0], layout, dtype)
         norm = squares(gradients).sqrt()
-        # From the host, where a device has no fp64.
+        # It comes from the host if the device has no fp64.
         norms[groups].append(norm if norm.device == device else norm.float().to(device))
     return norms
 
 
 def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
-    """The norm of whole tensors, 0-d fp32, from those of the parts that this rank holds.
+    """The norm of whole tensors, 0-d fp32, from the norms of the parts that this rank holds.
 
     Args:
-        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; empty where
+        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; no groups if
             each rank holds all. Replicas of a part do not count.
     """
     totals = []
-    for groups, some in norms.items():
-        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may have none.
-        place = some[0].device if has_fp64(some[0].device) else "cpu"
-        total = _together([each.to(place, torch.float64) for each in some])
+    for groups, parts in norms.items():
+        # In fp64, where squares of fp32 numbers cannot overflow; a GPU may lack it.
+        place = parts[0].device if has_fp64(parts[0].device) else "cpu"
+        total = _together([each.to(place, torch.float64) for each in parts])
         if groups:
             total = total.square()
             for each in groups:
@@ -86,7 +86,7 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
 
 
 def _together(norms: list[Tensor]) -> Tensor:
-    """The norm of tensors that have these norms, on one device."""
+    """The common norm of tensors from their norms, on one device."""
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -1,7 +1,7 @@
-"""Sums over ranks that travel in bf16 and are made in fp32, in the order of the ranks.
+"""Sums over ranks: sent in bf16, added up in fp32, in the order of the ranks.
 
 A ring in bf16 rounds at every hop, and what it rounds depends on the number of ranks; in fp32 it
-sends twice the bytes. Here each rank is sent its share of everybody's gradients in bf16, by an
+sends twice the bytes. Here each rank receives its share of all ranks' gradients in bf16, by an
 all-to-all, and adds them up in fp32.
 """
 
@@ -18,12 +18,12 @@ __all__ = ["ReduceScatter", "all_reduce_mean", "check_all_to_all", "sum_of_ranks
 
 
 def sum_of_ranks(received: Tensor, ranks: int, total: Tensor | None = None) -> Tensor:
-    """The fp32 sum of what ranks have sent, rank 0's first.
+    """The fp32 sum of the numbers that ranks have sent, starting with rank 0's.
 
     Args:
-        received: bf16 ``[ranks * n]``, one rank's numbers after the other's.
-        ranks: how many.
-        total: fp32 ``[n]`` to be overwritten; None for a new one.
+        received: bf16 ``[ranks * n]``, one rank's numbers after another's.
+        ranks: the number of ranks.
+        total: fp32 ``[n]``, overwritten with the sum; None for a new tensor.
 
     Returns:
         ``total``.
@@ -40,14 +40,14 @@ def sum_of_ranks(received: Tensor, ranks: int, total: Tensor | None = None) -> T
 
 
 class ReduceScatter:
-    """What ``FSDPModule.set_custom_reduce_scatter`` takes, and FSDP1's hook calls.
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter`` and for FSDP1's hook.
 
-    The result is the fp32 sum, scaled as the wrapper asks; where the wrapper reduces in bf16 it is
-    rounded to nearest, once, which else the wrapper does.
+    The result is the fp32 sum, scaled as the wrapper requests; if the wrapper reduces in bf16, the
+    sum is rounded to nearest, once, which otherwise the wrapper does.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP2, as its own does."""
+        """Allocate memory, as FSDP2's own class does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -62,11 +62,11 @@ class ReduceScatter:
 
         Args:
             output_tensor: fp32 or bf16 ``[n]``, overwritten.
-            input_tensor: ``[ranks * n]``; fp32 numbers that are none of bf16, which only sums over
-                micro-batches without synchronisation are, are rounded to nearest.
+            input_tensor: ``[ranks * n]``; fp32 numbers that bf16 cannot represent, which occur only
+                in sums over micro-batches without synchronisation, are rounded to nearest.
             group: the process group.
             op: ``AVG``, ``SUM`` or ``PREMUL_SUM``.
-            async_op: never asked for by FSDP2.
+            async_op: never set by FSDP2.
         """
         ranks = dist.get_world_size(group)
         sent = input_tensor.to(torch.bfloat16)
@@ -77,11 +77,11 @@ class ReduceScatter:
         if op == dist.ReduceOp.AVG:
             total /= ranks
         elif op == dist.ReduceOp.PREMUL_SUM:
-            # Nothing but pickling tells the factor.
+            # Only pickling reveals the factor.
             total *= op.__getstate__()[1]
         elif op != dist.ReduceOp.SUM:
             raise NotImplementedError(
-                f"gradients cannot be reduced by {op} with bf16 on the wire: sums and means can"
+                f"gradients cannot be reduced by {op} with bf16 on the wire; use a sum or a mean"
             )
         if not exact:
             output_tensor.copy_(total)
@@ -89,21 +89,21 @@ class ReduceScatter:
 
 def all_reduce_mean(buffer: Tensor, group: Any) -> Any:
     """DDP's own reduction: a future of the mean over ranks, in the dtype of ``buffer``."""
-    # As DDP multiplies: of three ranks a quotient may have other bits.
+    # Multiplied, as DDP does: with three ranks, a quotient may have other bits.
     buffer.mul_(1.0 / dist.get_world_size(group))
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()  # pyright: ignore
     return future.then(lambda done: done.value()[0])
 
 
 def check_all_to_all(group: Any, device: torch.device | str) -> None:
-    """Refuse a group whose backend knows no all-to-all, by a small one; all ranks call it.
+    """Raise if a group's backend has no all-to-all, by trying a small one; all ranks call this.
 
     Raises:
-        NotImplementedError: it knows none.
+        NotImplementedError: it has none.
     """
-    each = torch.ones(dist.get_world_size(group), dtype=torch.bfloat16, device=device)
+    ones = torch.ones(dist.get_world_size(group), dtype=torch.bfloat16, device=device)
     try:
-        dist.all_to_all_single(torch.empty_like(each), each, group=group)
+        dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
     except (RuntimeError, ValueError) as error:
         raise NotImplementedError(
             f"gradients cannot be reduced with bf16 on the wire: the backend "

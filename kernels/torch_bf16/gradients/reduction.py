@@ -1,4 +1,4 @@
-"""DDP: whether it reads sums of micro-batches, and how it reduces those in fp32."""
+"""DDP: whether it reads sums of micro-batches, and how it reduces fp32 sums."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["DdpReader", "Fp32Reduction"]
 
 
 class DdpReader:
-    """Whether a DDP module reads gradients as they come, because it reduces them in this pass.
+    """Tracks whether a DDP module reads gradients as they arrive, as it does if this pass reduces.
 
     Attributes:
-        reads: whether it does; True where that is not certain.
-        over: whether a backward pass has been over since the last forward pass.
-        hooks: of the module.
+        reads: whether it does; True if that is not certain.
+        over: whether a backward pass has ended since the last forward pass.
+        hooks: handles of the hooks on the module.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -31,12 +31,12 @@ class DdpReader:
 
     @classmethod
     def all_in(cls, model: nn.Module) -> list[DdpReader]:
-        """Those of the DDP modules in a model."""
+        """One reader for each DDP module in a model."""
         return [cls(m) for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
     def _after_forward(self, module: Any, *_: Any) -> None:
-        # What the forward pass prepares the reducer for; without, as in no_sync, that stays as it
-        # was until a backward pass is over.
+        # With this flag the forward pass prepares the reducer; without it, as in no_sync, the
+        # reducer stays prepared until a backward pass has ended.
         if module.require_forward_param_sync:
             self.reads, self.over = True, False
         elif self.over:
@@ -44,24 +44,23 @@ class DdpReader:
 
 
 class _Kept(dict[Any, Any]):
-    """The fp32 gradients that one backward pass has brought, by parameter."""
+    """The fp32 gradients of one backward pass, by parameter, while DDP must not see them."""
 
     def put_back(self) -> None:
-        """Show them again."""
+        """Put the gradients back into ``p.grad``."""
         for parameter, gradient in self.items():
             parameter.grad = gradient
         self.clear()
 
-    # A pass that fails has no other end.
+    # A pass that fails calls nothing else.
     __del__ = put_back
 
 
 class Fp32Reduction:
-    """The fp32 gradients of one DDP module. Made by :meth:`of`.
+    """Reduces the fp32 gradients of one DDP module. Made by :meth:`of`.
 
-    DDP refuses gradients of another dtype than the parameters'. So it is shown none: they are kept
-    here while a backward pass runs, and a communication hook reduces them instead of the bucket it
-    is given.
+    DDP refuses gradients whose dtype differs from the parameters'. So they are hidden from it: kept
+    here while a backward pass runs, and reduced by a communication hook in place of DDP's bucket.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -72,15 +71,15 @@ class Fp32Reduction:
 
     @classmethod
     def of(cls, model: nn.Module) -> Fp32Reduction | None:
-        """That of the DDP module in ``model``, or None where there is none.
+        """The reduction of the DDP module in ``model``, or None if there is no such module.
 
         Raises:
-            ValueError: an option or a communication hook of it stands in the way.
+            ValueError: an option or a communication hook of the module prevents it.
         """
-        found = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        if not found:
+        modules = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        if not modules:
             return None
-        (module, *more) = found
+        module, *more = modules
         why = None
         if more:
             why = "the model holds several DDP modules; give each an optimizer of its own"
@@ -91,7 +90,7 @@ class Fp32Reduction:
                 "with find_unused_parameters=True DDP reads gradients before the backward pass; "
                 "set it to False, or use static_graph=True"
             )
-        # DDP takes one communication hook in its life.
+        # A DDP module accepts only one communication hook, ever.
         reduction: Any = getattr(module, "_torch_bf16_reduction", None)
         if reduction is None and (holder := hook_holder(module)):
             why = f"its DDP module has a communication hook already, that of {holder}: leave it out"
@@ -121,7 +120,7 @@ class Fp32Reduction:
         running = self._passes.current()
         if parameter.dtype != torch.bfloat16 or running is None:
             return
-        # That of a pass around this one, which this one was not added to.
+        # An enclosing pass's gradient was hidden, so autograd has not added this one to it.
         for each in self._passes:
             if parameter in each:
                 parameter.grad = each.pop(parameter) + parameter.grad
@@ -139,7 +138,7 @@ class Fp32Reduction:
             if parameter.grad is not None:
                 self._keep(parameter)
         kept = {parameter: g for each in self._passes for parameter, g in each.items()}
-        # DDP's own zeros for what no micro-batch has used, or on a rank that has left by join().
+        # DDP's own zeros for parameters that no micro-batch used, or on a rank that left by join().
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients: list[Any] = [kept.get(parameter, zeros) for parameter, zeros in pairs]
         whole = torch.cat([gradient.reshape(-1).float() for gradient in gradients]).div_(size)

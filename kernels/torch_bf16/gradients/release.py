@@ -1,4 +1,4 @@
-"""Gradient release: the step runs inside the backward pass, and a gradient dies with its step.
+"""Gradient release: the step runs inside the backward pass, and frees the gradients it has used.
 
 After "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (Lv et al.,
 2023, https://arxiv.org/abs/2306.09782).
@@ -33,20 +33,20 @@ def release_gradients(
     norm: str = "parameter",
     accumulation_steps: int = 1,
 ) -> ReleasedSteps:
-    """Take each parameter's step inside ``backward()``, and free its gradient with it.
+    """Take each parameter's step inside ``backward()``, and free its gradient right after it.
 
     Gradients wait until 32 MiB of them can share one kernel call; larger ones are taken alone. So
-    they need the memory of the largest one and of 32 MiB, instead of 2 bytes per parameter. Weights
+    they need the memory of the largest one plus 32 MiB, instead of 2 bytes per parameter. Weights
     and states are, bit for bit, those of ``optimizer.step()`` after the whole backward pass.
     ``optimizer.step()`` still counts the step, for LR schedulers too, and takes it for parameters
     that still have a gradient, which it frees; so learning rates must be set before ``backward()``.
 
     - FSDP2: gradients are released as groups of them are reduced, and the norm of a sharded
-      parameter is one small all-reduce.
-    - DDP: a bucket's steps run when its reduction is over, beside that of the next one. DDP's
+      parameter takes one small all-reduce.
+    - DDP: a bucket's steps run when its reduction is over, alongside that of the next bucket. DDP's
       buckets stay, 2 bytes per parameter; ``gradient_as_bucket_view=True`` keeps it from holding
-      gradients twice. Where DDP finds unused parameters, has a static graph or a communication
-      hook of somebody else, ``optimizer.step()`` takes all steps.
+      gradients twice. If DDP finds unused parameters, has a static graph or somebody else's
+      communication hook, ``optimizer.step()`` takes all steps.
     - Accumulation: in the last of ``accumulation_steps`` backward passes a sum is used as soon as
       it is complete. The sum is exactly that of ordinary steps, in the recipe's ``accumulate``,
       and so takes 2 or 4 bytes per parameter until then. Passes that reduce nothing, in
@@ -61,11 +61,12 @@ def release_gradients(
 
     Args:
         model: the module as it is called: after DDP or ``fully_shard`` wrapped it.
-        optimizer: one of this package, or converted; its parameters get hooks. ``release=True`` in
-            its constructor does the same where no ranks reduce gradients, or ``fully_shard`` does.
+        optimizer: an optimizer of this package or a converted one; its parameters get hooks.
+            ``release=True`` in its constructor does the same if no ranks reduce gradients, or if
+            ``fully_shard`` does.
         max_norm: bound of the norm that ``norm`` names; None clips nothing.
         norm: ``"parameter"`` clips each gradient by its own norm; ``"last_step"`` multiplies all by
-            the coefficient that the global norm of the step before asks for, and clips as
+            the coefficient that follows from the global norm of the previous step, and clips as
             ``"parameter"`` in the first step. The norm is in ``optimizer.state_dict()``.
         accumulation_steps: how many backward passes make one step.
 
@@ -118,11 +119,11 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
     engine = optimizer._engine
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     why = None
-    # Only a class that has no fused rule says what its states mean.
+    # Only classes without a fused rule have this attribute.
     if hasattr(optimizer, "roles"):
         why = (
-            f"{type(optimizer).__name__} has no fused rule, and its own step may look at all "
-            "parameters together. Use an optimizer of torch_bf16, or step after the backward pass"
+            f"{type(optimizer).__name__} has no fused rule, and its own step may combine all "
+            "parameters. Use an optimizer of torch_bf16, or step after the backward pass"
         )
     elif engine.release is None and _released_by_another(parameters):
         why = (
@@ -143,7 +144,7 @@ def _check(optimizer: Any, options: ReleaseOptions) -> None:
 
 
 def _released_by_another(parameters: list[Any]) -> bool:
-    """Whether an optimizer that is alive has released some; what others have left is removed."""
+    """Whether another live optimizer releases any of these; releases of dead ones are removed."""
     references = [released[each] for each in parameters if each in released]
     handles = {handle for reference in references if (handle := reference()) is not None}
     abandoned = {handle for handle in handles if handle.abandoned}

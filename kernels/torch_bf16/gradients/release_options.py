@@ -1,4 +1,4 @@
-"""What plugins are asked for of released gradients, checked before anything is trained."""
+"""The options of plugins for released gradients, checked before anything is trained."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _PREFIX = "release_"
 
 
 def release_options(options: dict[str, Any]) -> ReleaseOptions | None:
-    """Take what is said of released gradients out of a plugin's options.
+    """Take the options about released gradients out of a plugin's options.
 
     Args:
         options: ``release_gradients``, which must be True for the others to mean anything, and
             ``release_max_norm``, ``release_norm`` and ``release_accumulation_steps``, those of
-            :func:`torch_bf16.release_gradients`. They are removed; None stands for what was not
-            given, and other options stay.
+            :func:`torch_bf16.release_gradients`. They are removed; None counts as not set, and
+            other options stay.
 
     Returns:
-        The arguments ``max_norm``, ``norm`` and ``accumulation_steps`` as attributes, or None where
+        The arguments ``max_norm``, ``norm`` and ``accumulation_steps`` as attributes, or None if
         gradients are not to be released.
 
     Raises:
-        ValueError: one is out of range, or gradients that are not released would be clipped.
+        ValueError: an option is out of range, or is set although gradients are not released.
 
     Example:
         >>> given = {"release_gradients": True, "release_max_norm": 1.0, "seed": 7}
@@ -37,31 +37,31 @@ def release_options(options: dict[str, Any]) -> ReleaseOptions | None:
     """
     release = options.pop("release_gradients", None)
     names = ("max_norm", "norm", "accumulation_steps")
-    taken = {name: options.pop(_PREFIX + name, None) for name in names}
-    given = {name: value for name, value in taken.items() if value is not None}
+    removed = {name: options.pop(_PREFIX + name, None) for name in names}
+    arguments = {name: value for name, value in removed.items() if value is not None}
     if not (release is None or isinstance(release, bool)):
         raise ValueError(f"release_gradients={release!r} must be True, False or None")
     if not release:
-        for name, value in given.items():
+        for name, value in arguments.items():
             raise ValueError(
                 f"{_PREFIX}{name}={value!r} is for released gradients, and release_gradients=True "
-                "was not asked for. Ask for it, or leave that to what clips and accumulates other "
-                "gradients"
+                "is not set. Set it, or leave clipping and accumulation to what does them for "
+                "other gradients"
             )
         return None
-    found = ReleaseOptions(**given)
+    release_arguments = ReleaseOptions(**arguments)
     try:
-        check_release(found)
+        check_release(release_arguments)
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
-    return found
+    return release_arguments
 
 
 def check_release(options: ReleaseOptions) -> None:
-    """Refuse options that cannot be meant.
+    """Raise if an option is out of range.
 
     Raises:
-        ValueError: one is out of range; the message begins with its name.
+        ValueError: an option is; the message begins with its name.
     """
     check_max_norm(options.max_norm)
     if options.norm not in _NORMS:

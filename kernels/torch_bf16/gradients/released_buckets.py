@@ -1,4 +1,4 @@
-"""DDP's communication hook: who holds it, and whose released gradients lie in a bucket."""
+"""DDP's communication hook: who has registered it, and whose released gradients are in a bucket."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Bucket", "announce", "announce_buckets", "hook_holder"]
 
 
 class Bucket:
-    """What one optimizer has released of a bucket that DDP reduces.
+    """The released gradients of one optimizer in a bucket that DDP reduces.
 
     Attributes:
-        parameters: whose gradients lie in it.
+        parameters: the parameters of these gradients.
     """
 
     def __init__(self, bucket: Any, future: Any) -> None:
@@ -28,23 +28,23 @@ class Bucket:
         self._future = future
 
     def add(self, parameter: Tensor, view: Tensor) -> None:
-        """One more, with the part of the bucket that is its own."""
+        """Add a parameter, with its part of the bucket."""
         self.parameters.append(parameter)
         self._views.append(view)
 
     def keep(self, wanted: Callable[[Tensor], bool]) -> None:
-        """Leave those that are not wanted to DDP."""
+        """Keep only the wanted parameters; DDP handles the rest."""
         pairs = zip(self.parameters, self._views, strict=True)
         kept = [(parameter, view) for parameter, view in pairs if wanted(parameter)]
         self.parameters = [parameter for parameter, _ in kept]
         self._views = [view for _, view in kept]
 
     def done(self) -> bool:
-        """Whether waiting for it costs the host nothing."""
+        """Whether the host need not wait for the reduction."""
         return self._future.done()
 
     def give_gradients(self) -> None:
-        """Wait, and give each parameter its gradient: a view of what the bucket became."""
+        """Wait, and give each parameter its gradient: a view of the reduced bucket."""
         reduced = self._future.wait()
         start = reduced.storage_offset() - self._buffer.storage_offset()
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -53,28 +53,28 @@ class Bucket:
 
 
 def announce(bucket: Any, future: Any) -> Any:
-    """Tell those who have released gradients in a bucket that it is being reduced.
+    """Tell every optimizer that has released gradients in a bucket that DDP is reducing it.
 
     Args:
-        bucket: of DDP's communication hook.
-        future: of what it becomes.
+        bucket: the bucket of DDP's communication hook.
+        future: the future of the reduced bucket.
 
     Returns:
         ``future``.
     """
-    found: dict[Any, Bucket] = {}
+    by_release: dict[Any, Bucket] = {}
     for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
         reference = released.get(parameter)
         release = None if reference is None else reference()
         if release is not None:
-            found.setdefault(release, Bucket(bucket, future)).add(parameter, view)
-    for release, each in found.items():
-        release.reduced(each)
+            by_release.setdefault(release, Bucket(bucket, future)).add(parameter, view)
+    for release, released_bucket in by_release.items():
+        release.reduced(released_bucket)
     return future
 
 
 def hook_holder(module: DistributedDataParallel) -> str | None:
-    """Who has registered the one communication hook that a DDP module takes; None for nobody."""
+    """Who has registered the only communication hook that a DDP module takes; None if nobody."""
     if getattr(module, "_torch_bf16_reduction", None) is not None:
         return "fp32 sums of micro-batches (accumulate='fp32'; 'bf16_stochastic' has none)"
     hooks = getattr(module, "_comm_hooks", None)
@@ -89,10 +89,11 @@ def hook_holder(module: DistributedDataParallel) -> str | None:
 
 
 def announce_buckets(module: DistributedDataParallel) -> str | None:
-    """Let a DDP module announce its buckets; why it cannot, else."""
+    """Let a DDP module announce its buckets; returns None, or the reason why it cannot."""
     if module.find_unused_parameters or module.static_graph:
         return (
-            "DDP knows only at the end of a pass which gradients there are, as it finds unused ones"
+            "DDP finds unused parameters, so it knows only at the end of a pass which gradients "
+            "there are"
         )
     if getattr(module, "mixed_precision", None) is not None:
         return "DDP casts gradients by its own mixed_precision"

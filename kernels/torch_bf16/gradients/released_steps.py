@@ -41,8 +41,8 @@ class _Pass(Waiting):
     """What a backward pass leaves to its end, or to the next bucket.
 
     Attributes:
-        buckets: that DDP reduces, in the order in which that began.
-        emptied: parameters of theirs, to which DDP gives a gradient at the end of the pass.
+        buckets: buckets that DDP is reducing, in the order in which it began.
+        emptied: parameters of stepped buckets, which DDP gives a gradient at the end of the pass.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ReleasedSteps:
     """A handle on released gradients; see :func:`torch_bf16.release_gradients`.
 
     Attributes:
-        by_last_step: whether they are clipped by the norm of the step before.
+        by_last_step: whether gradients are clipped by the norm of the previous step.
     """
 
     def __init__(self, model: nn.Module | None, optimizer: Any, options: ReleaseOptions) -> None:
@@ -68,19 +68,19 @@ class ReleasedSteps:
         self._optimizer = weakref.ref(optimizer)
         self._passes = Passes(_Pass, self._end)
         self._make_groups()
-        # By id; the parameters are hooked.
+        # By id of the parameter; the hooks keep the parameters alive.
         self._order: dict[int, int] = {}
         self._exchanged: set[int] = set()
         self._arrived: dict[int, int] = defaultdict(int)
-        # What p.grad was at the end of a pass: another one holds nothing of that pass.
+        # p.grad at the end of a pass: if it is another tensor later, that pass's sum is gone.
         self._sums: dict[int, TensorWeakRef] = {}
         self._stepped: set[int] = set()
-        # What DDP reduces, by module, and which of it is announced.
+        # By DDP module, the ids of the parameters whose buckets it announces.
         self._reduced: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._shown = model is not None
         self._ranks: int | None = None
         self._norms: dict[Any, list[Tensor]] = defaultdict(list)
-        # The same object for all parameters of a step: comparing it with itself costs nothing.
+        # One object for all parameters of a step: comparing it with itself costs nothing.
         self._setting: Any = None
         self._hooks: dict[Tensor, Any] = {}
         self._module_hook: Any = None
@@ -96,7 +96,7 @@ class ReleasedSteps:
     def last_norm(self) -> Tensor | None:
         """fp32 norm of all gradients of the last step, 0-d, before clipping.
 
-        None until then, and where ``norm`` is not ``"last_step"``.
+        None before the first step, and if ``norm`` is not ``"last_step"``.
         """
         return self._engine.last_norm
 
@@ -115,10 +115,10 @@ class ReleasedSteps:
             engine.release, engine.release_options, engine.last_norm = None, False, None
 
     def finish(self, left: list[Tensor]) -> bool:
-        """Take the steps that are left, and count: the next backward pass is for the next step.
+        """Take the remaining steps, and reset: the next backward pass is for the next step.
 
         Args:
-            left: parameters that have a gradient yet; it is freed.
+            left: parameters that still have a gradient, which is freed.
 
         Returns:
             Whether any parameter has taken its step, now or within the backward pass.
@@ -145,7 +145,7 @@ class ReleasedSteps:
         return stepped
 
     def discard(self) -> None:
-        """Count passes from the start, as gradients are zeroed, unless it is after their step."""
+        """Restart the count of passes, as gradients are zeroed, unless their step was taken."""
         if not self._stepped:
             self._arrived.clear()
 
@@ -157,16 +157,16 @@ class ReleasedSteps:
         """Hook the parameters that are new, or no longer frozen: a frozen one takes no hook.
 
         Args:
-            anew: behind hooks that were registered meanwhile.
+            anew: hook all again, behind hooks that were registered meanwhile.
         """
         optimizer: Any = self._optimizer()
         if anew:
             self._unhook([*self._hooks])
         elif optimizer._engine.accumulation is not None:
-            # Its hooks come first, as steps are of sums.
+            # Its hooks come first, because steps need the sums.
             optimizer._engine.accumulation.hook_parameters()
-        every = self._unhook_strangers()
-        # Ranks would put others together than those with whom they exchange parts.
+        in_groups = self._unhook_strangers()
+        # Ranks that exchange something in a parameter's step might gather it with different others.
         self._exchanged = {
             id(p)
             for group in optimizer.param_groups
@@ -174,17 +174,17 @@ class ReleasedSteps:
             if _looks_at_all(optimizer.rule_of_parameter(group, p)) and shard_of(p).sharded
         }
         reference = weakref.ref(self)
-        for parameter in every:
+        for parameter in in_groups:
             if parameter.requires_grad and parameter not in self._hooks:
                 released[parameter] = reference
                 hook = parameter.register_post_accumulate_grad_hook(self._arrive)
                 self._hooks[parameter] = hook
 
     def reduced(self, bucket: Bucket) -> None:
-        """Take the steps of buckets whose reduction is over, and those of a new one later.
+        """Take the steps of buckets whose reduction is over, and queue a new bucket.
 
         Args:
-            bucket: parameters of this optimizer, which DDP begins to reduce.
+            bucket: parameters of this optimizer whose gradients DDP begins to reduce.
         """
         running = self._passes.current()
         early, last = [*self._reduced.values()], self._options.accumulation_steps
@@ -194,7 +194,7 @@ class ReleasedSteps:
         self._take_buckets(running)
         running.buckets.append(bucket)
         for parameter in bucket.parameters:
-            # DDP has copied it.
+            # DDP has copied the gradient.
             parameter.grad = None
 
     def _make_groups(self) -> None:
@@ -204,15 +204,15 @@ class ReleasedSteps:
         self._left = Group()
 
     def _unhook_strangers(self) -> list[Tensor]:
-        """Leave alone what is in no group any more; returns what is, in order."""
+        """Unhook parameters that are in no group any more; returns those in groups, in order."""
         optimizer: Any = self._optimizer()
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        self._order = {id(parameter): number for number, parameter in enumerate(every)}
+        in_groups = [p for group in optimizer.param_groups for p in group["params"]]
+        self._order = {id(parameter): number for number, parameter in enumerate(in_groups)}
         if strangers := [each for each in self._hooks if id(each) not in self._order]:
             self._unhook(strangers)
-            # They keep their members alive.
+            # The old groups keep their members alive.
             self._make_groups()
-        return every
+        return in_groups
 
     def _unhook(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
@@ -220,20 +220,20 @@ class ReleasedSteps:
             released.pop(parameter, None)
 
     def _look_around(self, *_: Any) -> None:
-        # Where DDP came later than the release.
-        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if around is not None and around not in self._reduced:
-            self._follow(around)
+        # In case DDP has wrapped the model after the release.
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and wrapper not in self._reduced:
+            self._follow(wrapper)
 
     def _follow(self, module: DistributedDataParallel) -> None:
-        """Take steps of what a DDP module reduces where it has done so."""
+        """Take steps of a DDP module's buckets as it reduces them, or warn why that cannot be."""
         why = announce_buckets(module)
         self._reduced[module] = set() if why else {id(each) for each in module.parameters()}
         if why:
             _warn_of_ordinary_steps(why)
 
     def _is_left(self, parameter: Any) -> bool:
-        """Whether others reduce what has come, so that a step now would be of one rank's."""
+        """Whether the gradient is still to be reduced: a step now would use one rank's part."""
         if self._reduced and not is_dtensor(parameter):
             return True
         if self._shown:
@@ -264,7 +264,7 @@ class ReleasedSteps:
             self._arrived[id(parameter)] = 0
         self._arrived[id(parameter)] += 1
         if stepped or self._gathering.waits(parameter) is not None:
-            # Else the next step would take it for one that came by another way.
+            # Otherwise the next step would use it as an ordinary gradient.
             parameter.grad = None
             outcome = "The second gradients were not" if stepped else "Neither gradient was"
             steps = self._options.accumulation_steps
@@ -285,7 +285,7 @@ class ReleasedSteps:
             self._gathering.add(running, parameter, gradient, None, gradient.dtype)
 
     def _continues(self, parameter: Tensor) -> bool:
-        """Whether a gradient was added to that of the passes before, which nobody has discarded."""
+        """Whether a gradient was added to that of earlier passes, which nobody has discarded."""
         reference = self._sums.get(id(parameter))
         return reference is not None and reference() is parameter.grad
 
@@ -315,7 +315,7 @@ class ReleasedSteps:
             running.emptied += parameters
 
     def _take_each(self, group: Group) -> None:
-        """Take the steps of all members, each by its own where it is clipped so."""
+        """Take the steps of all members, one by one if each is clipped by its own norm."""
         if not self._by_its_own:
             self._take(group, dict.fromkeys(range(len(group.members))))
             return
@@ -323,12 +323,12 @@ class ReleasedSteps:
             self._take(self._alone.setdefault(parameter, Group(parameter)), {0: None})
 
     def _take(self, group: Group, numbers: dict[int, None]) -> None:
-        """Take the steps of some members of a group, all by one coefficient."""
+        """Take the steps of some members of a group, all with one coefficient."""
         optimizer: Any = self._optimizer()
         taken = [each for n in numbers if (each := group.members[n]).grad is not None]
         if optimizer is None or not taken:
             return
-        # As plans have them.
+        # In the order of plans.
         taken.sort(key=lambda each: self._order[id(each)])
         if self._setting is None:
             optimizer._check_step()
@@ -336,7 +336,7 @@ class ReleasedSteps:
         bound = self._options.max_norm
         inputs = StepInputs(1.0 if bound is None else self._coefficient(taken, bound))
         self._stepped.update(map(id, taken))
-        # A plan steps all that has a gradient, and these may have sums that are not complete.
+        # A plan steps every parameter with a gradient, and the others' sums may be incomplete.
         others = [each for n, each in enumerate(group.members) if n not in numbers]
         aside = [(each, each.grad) for each in others if each.grad is not None]
         for parameter, _ in aside:
@@ -353,11 +353,11 @@ class ReleasedSteps:
     def _coefficient(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         norms = norms_of(parameters)
         if self.by_last_step:
-            for groups, some in norms.items():
-                self._norms[groups] += some
+            for groups, parts in norms.items():
+                self._norms[groups] += parts
             if self.last_norm is not None:
                 return clip_coefficient(self.last_norm.to(parameters[0].device), max_norm)
-        # The whole parameter's: FSDP2 releases those of a group in the same order on every rank.
+        # The norm of whole parameters: FSDP2 releases a group in the same order on every rank.
         return clip_coefficient(norm_over_ranks(norms), max_norm)
 
 
@@ -370,7 +370,7 @@ _said: set[str] = set()
 
 
 def _warn_of_ordinary_steps(why: str) -> None:
-    """Say once that a release changes nothing, and why."""
+    """Warn once that a release changes nothing, and why."""
     if why not in _said:
         _said.add(why)
         warnings.warn(

@@ -25,8 +25,8 @@ class GradScaler(torch.amp.GradScaler):
     anyway.
 
     Without ``unscale_``, gradients are read once and not written: our optimizers divide by the
-    scale inside the step, and where one is not finite skip it on the device, without waiting.
-    Ranks that hold parts of the parameters agree on that, and so their scales stay the same.
+    scale inside the step, and if one is not finite, skip the step on the device, without waiting.
+    Ranks that hold parts of the parameters agree on that, so their scales stay the same.
     Arguments and use are those of ``torch.amp.GradScaler``.
 
     Example:
@@ -43,7 +43,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        # Called by unscale_, and by step with a factor of 1 and allow_fp16, to look only.
+        # Called by unscale_, and by step, with a factor of 1 and allow_fp16, only to check.
         if pending_of(optimizer) is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
                     alike[gradient.device, gradient.dtype].append(gradient)
             found: dict[torch.device, Tensor] = {}
             for (device, _), gradients in alike.items():
-                # The largest magnitude: Inf and NaN are seen, and no sum can overflow.
+                # The largest magnitude shows Inf and NaN, and no sum can overflow.
                 largest = torch.stack(torch._foreach_norm(gradients, float("inf")))  # pyright: ignore[reportPrivateImportUsage]
                 new = (~largest.isfinite()).any().float()
                 found[device] = torch.maximum(found[device], new) if device in found else new
@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
 def _over_ranks(
     parameters: list[Tensor], found: dict[torch.device, Tensor], device: torch.device
 ) -> dict[torch.device, Tensor]:
-    """What was found, also by the ranks that hold other parts; with or without a gradient here."""
+    """``found``, joined with the ranks that hold other parts, even without a gradient here."""
     if all_whole(parameters):
         return found
     # In the order of the parameters, which all ranks share.

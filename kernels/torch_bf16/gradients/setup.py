@@ -1,4 +1,4 @@
-"""The set-up of gradients after a model was wrapped: their sums, their reduction, their release."""
+"""The set-up of gradients after a model was wrapped: sums, reduction and release."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["setup_gradients"]
 def setup_gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer, release: ReleaseOptions | None = None
 ) -> ReleasedSteps | None:
-    """Sum and reduce gradients as an optimizer's recipe says, and release them if asked to.
+    """Sum and reduce gradients as an optimizer's recipe says, and release them on request.
 
-    What a host's plugin calls once the host has wrapped the model; Lightning's and Accelerate's do.
-    It is :func:`accumulate_gradients` unless the recipe leaves sums to torch,
+    A host's plugin calls this once the host has wrapped the model; Lightning's and Accelerate's do.
+    It calls :func:`accumulate_gradients` unless the recipe leaves sums to torch,
     :func:`reduce_gradients` unless it leaves the reduction to the wrapper, and
-    :func:`release_gradients`, in this order.
+    :func:`release_gradients` if ``release`` is set, in this order.
 
     Args:
         model: the module as it is called: after DDP, FSDP1 or ``fully_shard`` wrapped it; how it
             reduces gradients may be replaced.
-        optimizer: one of this package, or converted, also within a host's wrapper; its parameters
-            get hooks.
-        release: what :func:`release_options` returned; None releases nothing.
+        optimizer: an optimizer of this package or a converted one, also in a host's wrapper; its
+            parameters get hooks.
+        release: the result of :func:`release_options`; None releases nothing.
 
     Returns:
-        The handle of the release, whose ``remove()`` ends it; None without one.
+        The handle of the release, whose ``remove()`` ends it; None without a release.
 
     Raises:
-        ValueError, NotImplementedError: as these three do.
+        ValueError, NotImplementedError: one of these three functions raises it.
 
     Example:
         >>> torch_bf16.setup_gradients(model, optimizer)

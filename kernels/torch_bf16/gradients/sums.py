@@ -29,7 +29,7 @@ class Addition:
     Attributes:
         total: the sum, as ``p.grad`` shows it; contiguous in memory.
         new: the gradient on this rank, contiguous.
-        number: how many were added before it for this step, the first of all not counted.
+        number: number of additions before this one for this step; the first gradient is not added.
     """
 
     total: Tensor
@@ -39,12 +39,14 @@ class Addition:
 
 @dataclass(slots=True)
 class _Launch:
-    """Spans that one kernel call takes, each with the number of its parameter.
+    """One kernel call.
 
     Attributes:
-        sums: what the call writes to now, for each span; without elements where none was there yet.
-        places: their addresses.
-        bases: what its noise starts from at :attr:`steps`.
+        spans: its spans, each with the number of its parameter.
+        sums: the tensor that the call writes to, for each span; empty until there is a sum.
+        places: addresses of the sums.
+        steps: steps of the parameters that ``bases`` are for.
+        bases: starting points of the noise.
     """
 
     spans: list[tuple[int, Span]]
@@ -55,24 +57,24 @@ class _Launch:
     bases: np.ndarray | None = None
 
     def bind(self, totals: Sequence[Tensor | None]) -> None:
-        """Write to these sums, of which those that take no part are None."""
+        """Write to these sums from now on; None for a parameter without a gradient."""
         pairs = [(totals[number], span) for number, span in self.spans]
-        found = [
+        sums = [
             old if total is None else span.of(total)
             for (total, span), old in zip(pairs, self.sums, strict=True)
         ]
-        places = [each.data_ptr() for each in found]
+        places = [each.data_ptr() for each in sums]
         if places != self.places:
-            self.sums, self.places = found, places
-            self.batch.move([((each,),) for each in found])
+            self.sums, self.places = sums, places
+            self.batch.move([((each,),) for each in sums])
 
     def forget(self) -> None:
-        """Let go of the sums, so that they can be freed before the next ones come."""
+        """Drop the sums, so that they can be freed before the next ones are made."""
         self.sums, self.places = [each.new_empty(0) for each in self.sums], None
         self.batch.move(None)
 
     def noise(self, steps: list[int]) -> np.ndarray:
-        """What the noise starts from, for sums that are for these steps of the parameters."""
+        """The starting points of the noise, for sums for these steps of the parameters."""
         if self.bases is None or steps != self.steps:
             base = self.batch.bases.astype(np.int64)
             step = np.array([[steps[number]] for number, _ in self.spans], np.int64)
@@ -84,21 +86,21 @@ class _Launch:
 
 @dataclass(slots=True)
 class _Made:
-    """The launches of a group, and what they follow from."""
+    """The launches of a group, and the settings that they were made for."""
 
     setting: tuple[Any, ...]
     numels: list[int]
     launches: list[_Launch]
 
     def fits(self, setting: tuple[Any, ...], totals: Sequence[Tensor | None]) -> bool:
-        """Whether they are those of these sums."""
+        """Whether the launches fit these settings and sums."""
         if setting != self.setting or len(totals) != len(self.numels):
             return False
         pairs = zip(totals, self.numels, strict=True)
         return all(total is None or total.numel() == numel for total, numel in pairs)
 
     def forget(self) -> None:
-        """Let go of the sums, so that they can be freed before the next ones come."""
+        """Drop the sums, so that they can be freed before the next ones are made."""
         for launch in self.launches:
             launch.forget()
 
@@ -112,24 +114,24 @@ def add_all(
     """Add gradients to their sums, in place, in one call.
 
     Args:
-        group: of the parameters; what is made for them stays with it.
-        additions: by number of the member, those that there are.
-        optimizer: whose seed, backend and names count.
+        group: the group of the parameters; keeps the launches for reuse.
+        additions: the additions, by number of the member.
+        optimizer: the optimizer whose seed, backend and names count.
         steps: by parameter, how many steps it has taken.
     """
-    found = [additions.get(number) for number in range(len(group.members))]
-    totals = [None if each is None else local(each.total) for each in found]
+    by_member = [additions.get(number) for number in range(len(group.members))]
+    totals = [None if each is None else local(each.total) for each in by_member]
     made, setting = group.made, _setting(optimizer)
     if made is None or not made.fits(setting, totals):
         dtype = next(iter(additions.values())).new.dtype
         launches = _launches(group.members, totals, dtype, optimizer)
         numels = [local(each).numel() for each in group.members]
         made = group.made = _Made(setting, numels, launches)
-    numbers = [0 if each is None else each.number for each in found]
+    numbers = [0 if each is None else each.number for each in by_member]
     following = [steps.get(each, 0) + 1 for each in group.members]
     for launch in made.launches:
         launch.bind(totals)
-        pairs = [(found[number], span) for number, span in launch.spans]
+        pairs = [(by_member[number], span) for number, span in launch.spans]
         new = [None if each is None else span.of(each.new) for each, span in pairs]
         count = [numbers[number] for number, _ in launch.spans]
         launch.batch.run_alike(new, count, bases=launch.noise(following))
@@ -138,9 +140,9 @@ def add_all(
 
 
 def _setting(optimizer: Any) -> tuple[Any, ...]:
-    """What sums follow from beside the tensors."""
+    """Everything besides the tensors that launches depend on."""
     names = optimizer._engine.names
-    # A name that is none follows from the place.
+    # The key of a parameter without a name follows from its place.
     of_groups = [(len(g["params"]), g.get("param_names")) for g in optimizer.param_groups]
     return optimizer.recipe.seed, optimizer.backend, of_groups, dict(names.given), names.zero
 
@@ -160,7 +162,7 @@ def _launches(
     rows = []
     for number, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
         place = positions.get(id(parameter))
-        # One that was taken out of the groups still has a sum.
+        # A parameter that was taken out of the groups may still have a sum.
         key = "" if place is None else names.key(groups, *place)
         for span in shard_of(parameter, key).span.split():
             target = local(parameter).new_empty(0) if total is None else span.of(total)
@@ -168,18 +170,18 @@ def _launches(
             rows.append((number, job))
     return [
         _Launch(
-            [(number, job.span) for number, job in some],
-            Batch([job for _, job in some], optimizer.recipe.seed, optimizer.backend),
-            [job.planes[0][0] for _, job in some],
+            [(number, job.span) for number, job in batched],
+            Batch([job for _, job in batched], optimizer.recipe.seed, optimizer.backend),
+            [job.planes[0][0] for _, job in batched],
         )
-        for some in alike(rows, lambda row: row[1].variant)
+        for batched in alike(rows, lambda row: row[1].variant)
     ]
 
 
 class StepNumbers:
     """How many steps the parameters of an optimizer have taken.
 
-    Reading a counter on a GPU waits for all that the GPU was told before. So they are copied to the
+    Reading a counter on a GPU waits for all work queued there before. So counters are copied to the
     host when a step has been taken, and are there by the time that a sum needs them.
     """
 
@@ -188,7 +190,7 @@ class StepNumbers:
         self._copies: dict[int, tuple[Tensor, Tensor, torch.cuda.Event]] = {}
 
     def ask(self, states: dict[Any, Any]) -> None:
-        """Begin to read them anew, without waiting."""
+        """Start to read the counters again, without waiting."""
         self._known, self._copies = None, {}
         if not torch.cuda.is_initialized():
             return
@@ -204,7 +206,7 @@ class StepNumbers:
             self._copies[key] = buffer, host, event
 
     def read(self, states: dict[Any, Any]) -> Mapping[Tensor, int]:
-        """By parameter; 0 is left out for those that have none."""
+        """Step numbers by parameter; parameters without a counter are left out."""
         if self._known is None:
             counters, left, copied = _counters(states), {}, {}
             for key, (_, host, event) in self._copies.items():
@@ -216,7 +218,7 @@ class StepNumbers:
                 elif isinstance(each, Tensor) and not each.is_cpu:
                     left[parameter] = each
             if left:
-                # All at once, because reading one waits for the device.
+                # All at once, because every read waits for the device.
                 counters.update(zip(left, torch.stack([*left.values()]).tolist(), strict=True))
             self._known = {parameter: int(each) for parameter, each in counters.items()}
             self._copies = {}
@@ -224,7 +226,7 @@ class StepNumbers:
 
 
 def _buffer(counter: Any) -> Tensor | None:
-    """What a counter on a GPU is an element of, if it is one."""
+    """The buffer that a counter on a GPU is an element of, or None."""
     if not isinstance(counter, Tensor) or not counter.is_cuda:
         return None
     buffer = counter if counter._base is None else counter._base

@@ -23,32 +23,32 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Send bf16 gradients over the wire as they are, and sum them in fp32 in the order of ranks.
 
     Half the bytes of a reduction in fp32, and no rounding of partial sums, which a ring in bf16
-    does at every hop: each rank is sent its share of all gradients by an all-to-all, and adds them
-    up. What comes out depends neither on timing nor on how parameters are put together.
+    does at every hop: each rank receives its share of all gradients by an all-to-all, and adds them
+    up. The result depends neither on timing nor on how parameters are put together.
 
     - DDP: a communication hook. Each rank owns a share of a bucket, divides its sum, rounds it to
       bf16 once, stochastically, and sends it to all others, so that replicas have the same bits.
-      The noise is a pure function of seed, step, parameter, element and how many reductions went
-      before for this step. As many bytes as DDP sends by itself, which sums in bf16.
-    - FSDP2, and FSDP1 where it shards over all ranks: in place of their reduce-scatter. The result
-      is theirs in every other respect: rounded to nearest into a bf16 ``p.grad``. What FSDP2 has
-      summed in fp32 without synchronisation is rounded to nearest before it is sent. The replica
-      sum of HSDP, of a shard each, stays FSDP2's own, in fp32.
+      The noise is a pure function of seed, step, parameter, element and the number of earlier
+      reductions for this step. It sends as many bytes as DDP's own reduction, which sums in bf16.
+    - FSDP2, and FSDP1 if it shards over all ranks: in place of their reduce-scatter. In every other
+      respect the result is theirs: rounded to nearest into a bf16 ``p.grad``. Gradients that FSDP2
+      has summed in fp32 without synchronisation are rounded to nearest before they are sent. HSDP's
+      sum over the replicas of a shard stays FSDP2's own, in fp32.
 
     fp32 parameters are reduced as before. In a recipe this is ``reduce="bf16_wire"``, which both
     plugins follow.
 
     Args:
         model: wrapped already, before its first forward pass; all ranks call this.
-        optimizer: one of this package, or converted. Where several step one model, call it for
-            each.
+        optimizer: an optimizer of this package or a converted one. If several step one model, call
+            this for each.
 
     Raises:
-        ValueError: the optimizer is none of ours, nothing in the model reduces gradients though
-            there are several ranks, a DDP module has a communication hook, or FSDP2 would sum
-            replicas in bf16.
+        ValueError: the optimizer is not one of ours, nothing in the model reduces gradients
+            although there are several ranks, a DDP module has a communication hook, or FSDP2 would
+            sum replicas in bf16.
         NotImplementedError: the backend has no all-to-all, torch is too old for FSDP2's extension,
-            or the wrapper takes no other reduction.
+            or the wrapper accepts no other reduction.
 
     Example:
         >>> model = torch.nn.parallel.DistributedDataParallel(module)  # doctest: +SKIP

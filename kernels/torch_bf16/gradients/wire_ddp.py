@@ -1,8 +1,8 @@
 """DDP's buckets: bf16 on the wire, an fp32 sum in the order of the ranks, one rounding.
 
-Each rank owns a share of a bucket: it is sent everybody's numbers of it, adds them up, and sends
+Each rank owns a share of a bucket: it receives all ranks' numbers for it, adds them up, and sends
 all others the mean, rounded stochastically. So every replica has the same bits, and as noise is
-keyed by parameter and element, they do not depend on how parameters are put into buckets.
+keyed by parameter and element, the bits do not depend on how parameters are put into buckets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Owner:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, or None where it is gone."""
+        """The optimizer, or None if it is gone."""
         return self._optimizer()
 
     @property
@@ -57,14 +57,14 @@ class _Owner:
         return optimizer.recipe.seed, optimizer.backend, len(optimizer.param_groups)
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether the optimizer steps it."""
+        """Whether the optimizer steps this parameter."""
         groups = () if self.optimizer is None else self.optimizer.param_groups
         return any(parameter is each for group in groups for each in group["params"])
 
     def draw(self, parameter: Tensor) -> tuple[int, int]:
-        """The step that a gradient is for, and how often it was reduced for it, now counted."""
+        """The step that a gradient is for, and the count of its reductions for it, with this one."""
         steps = {} if self.optimizer is None else self._steps.read(self.optimizer.state)
-        # One that has not stepped yet, or is another optimizer's, follows the others.
+        # A parameter that has not stepped yet, or is another optimizer's, uses the latest step.
         step = steps.get(parameter) or max(steps.values(), default=0)
         count = self._counts[parameter] = self._counts.get(parameter, 0) + 1
         return step + 1, count
@@ -79,11 +79,11 @@ class _Share:
     """This rank's share of a bucket.
 
     Attributes:
-        setting: what it follows from.
-        owners: whose the bucket's parameters are.
-        spans: numbers of parameters, and the elements of theirs that lie in the share.
-        bases: int64 ``[spans, 2]``, what the noise of each starts from.
-        batch: rounds them; None where there are none.
+        setting: the settings that it was made for.
+        owners: the owner of each of the bucket's parameters.
+        spans: the elements of parameters that lie in the share, with the parameters' numbers.
+        bases: int64 ``[spans, 2]``, the starting point of each span's noise.
+        batch: rounds the spans; None if there are none.
     """
 
     setting: tuple[Any, ...]
@@ -94,7 +94,7 @@ class _Share:
 
 
 class BucketReduction:
-    """How one DDP module reduces gradients that are bf16; others it reduces as by itself."""
+    """Reduces the bf16 gradients of one DDP module, and others as DDP itself does."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._group: Any = module.process_group
@@ -105,19 +105,19 @@ class BucketReduction:
 
     @classmethod
     def register(cls, module: DistributedDataParallel, optimizer: Any) -> None:
-        """Reduce so what an optimizer steps from now on.
+        """Reduce the gradients of an optimizer's parameters in this way from now on.
 
         Raises:
             ValueError: the module has a communication hook.
-            NotImplementedError: the backend knows no all-to-all.
+            NotImplementedError: the backend has no all-to-all.
         """
         reduction = _reductions.get(module)
         if reduction is None:
             if holder := hook_holder(module):
                 raise ValueError(
                     "gradients cannot be reduced with bf16 on the wire: a DDP module takes one "
-                    f"communication hook, and this one's is that of {holder}. Leave one of the "
-                    "two out"
+                    f"communication hook, and this one has that of {holder}. Leave one of the two "
+                    "out"
                 )
             reduction = cls(module)
             check_all_to_all(module.process_group, next(module.parameters()).device)
@@ -148,21 +148,21 @@ class BucketReduction:
 
         future = work.get_future()
         if not future.done():
-            # NCCL's is done once it is launched. Of others it is waited for, as another thread
-            # would gather in another order than other ranks.
+            # NCCL's future is done once the call is launched. With other backends, another thread
+            # would run ``finish``, and gather in another order than other ranks; so wait.
             future.wait()
         return announce(bucket, future.then(finish))
 
     def _round(self, mean: Tensor, bucket: int, parameters: list[Tensor]) -> Tensor:
         """This rank's share of a bucket in bf16."""
-        # Zeros, for what no parameter fills at the end of the last share.
+        # Zeros, because no parameter fills the end of the last share.
         rounded = torch.zeros_like(mean, dtype=torch.bfloat16)
         owners = tuple(each.setting for each in self._owners)
         setting = mean.numel(), owners, *map(id, parameters)
         share = self._shares.get(bucket)
         if share is None or share.setting != setting:
             share = self._shares[bucket] = self._share(setting, parameters, rounded)
-        # Also of what another rank rounds: buckets may be others the next time.
+        # Also for parameters that another rank rounds: the next buckets may differ.
         draws = [owner.draw(p) for owner, p in zip(share.owners, parameters, strict=True)]
         if share.batch is None:
             return rounded
@@ -173,7 +173,7 @@ class BucketReduction:
         with torch.no_grad():
             means = [span.of(mean) for _, span in share.spans]
             share.batch.run_alike(means, counts.tolist(), bases=bases)
-        # It would keep the memory until the next pass.
+        # The batch would keep the memory alive until the next pass.
         share.batch.move(None)
         return rounded
 

@@ -1,10 +1,10 @@
 """What the operations of a bf16 model compute in: bf16 by autocast, bf16 throughout, or fp32.
 
-fp32 over bf16 weights is autocast to fp32. Torch's rules do that as they stand, its class refuses
-the dtype on CPUs. Two more things are needed. An operation saves the fp32 copy of its weight for
-the backward pass, and copies of all weights would take more than bf16 saves: the bf16 weight is
-saved in its place and cast again. And activation checkpointing asks torch's class for the dtype
-that it found.
+fp32 over bf16 weights is autocast to fp32. torch's rules support that as they are, but its class
+refuses the dtype on CPUs. Two more things are needed. An operation saves the fp32 copy of its
+weight for the backward pass, and copies of all weights would take more than bf16 saves: the bf16
+weight is saved in its place and cast again. And activation checkpointing re-enters torch's class
+with the dtype that it found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arithmetic(
     """The context in which the operations of a bf16 model compute.
 
     Args:
-        device_type: of the tensors, ``"cpu"`` or ``"cuda"``.
+        device_type: where the tensors are, ``"cpu"`` or ``"cuda"``.
         compute: ``"autocast"`` for ``torch.autocast`` to bf16. ``"fp32"`` for autocast to fp32:
             each operation casts its weights, and the copy is freed after it. ``"bf16"`` for no
             autocast: every operation computes in the dtype of its arguments.
@@ -53,7 +53,7 @@ def arithmetic(
     check_compute(compute)
     if compute == "bf16":
         return nullcontext()
-    # Weights are bf16: the cache of cast weights would only hold on to memory.
+    # The weights are bf16 already: a cache of cast weights would only hold on to memory.
     settings = {"cache_enabled": False, **autocast}
     if compute == "fp32":
         return _to_fp32(device_type, settings)
@@ -62,7 +62,7 @@ def arithmetic(
 
 def is_in_backward() -> bool:
     """Whether a backward pass is under way, which may compute checkpointed forwards again."""
-    # Up to torch 2.11 the question breaks the graph, and a graph is traced in a forward pass.
+    # Up to torch 2.11 this query breaks the graph, and graphs are traced in forward passes only.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -75,14 +75,14 @@ def is_called_by_checkpoint() -> bool:
 
 
 def restore() -> None:
-    """Give ``torch.autocast`` back as it was, until fp32 is asked for again."""
+    """Restore ``torch.autocast`` until fp32 is requested again."""
     global _original
     if _original is not None:
         torch.autocast.__init__ = _original
         _original = None
 
 
-# torch.compile cannot trace it: what is called inside becomes a graph of its own.
+# torch.compile cannot trace it: the calls inside become a graph of their own.
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _to_fp32(device_type: str, settings: dict[str, Any]) -> _ToFp32:
     return _ToFp32(device_type, **settings)
@@ -90,7 +90,7 @@ def _to_fp32(device_type: str, settings: dict[str, Any]) -> _ToFp32:
 
 class _ToFp32(torch.autocast):
     def __init__(self, device_type: str, **settings: Any) -> None:
-        # A dtype that torch takes everywhere.
+        # A dtype that torch accepts on every device.
         super().__init__(device_type, dtype=torch.float16, **settings)
         self.fast_dtype = torch.float32
         self._saving = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
@@ -99,7 +99,7 @@ class _ToFp32(torch.autocast):
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __enter__(self) -> Any:
-        # A checkpoint has hooks of its own, which must see all.
+        # A checkpoint has hooks of its own, which must see every saved tensor.
         self._saves = self._enabled and not is_called_by_checkpoint()
         if self._saves:
             self._saving.__enter__()
@@ -115,7 +115,7 @@ class _ToFp32(torch.autocast):
 
 
 class _Weight(NamedTuple):
-    """A bf16 weight that was saved for its fp32 copy, of which something is a view."""
+    """A bf16 weight saved in place of (a view of) its fp32 copy, with the layout of the view."""
 
     weight: Tensor
     version: int

@@ -1,10 +1,10 @@
-"""What torch's autocast leaves undone: fp32 tensors that meet bf16 weights in other operations.
+"""Operations that torch's autocast leaves alone, in which fp32 tensors meet bf16 weights.
 
 Autocast brings the arguments of matrix products to one dtype, and those of some operations to the
-wider one. Beside bf16 weights more of them meet tensors of both dtypes, which torch then refuses
+wider one. With bf16 weights, more operations get tensors of both dtypes, which torch then refuses
 ("Index put requires the source and destination dtypes match"): masks filled with a learned token,
 scatters, cross products, norms. On CPUs autocast leaves norms and products with a vector alone,
-too, and some functions have no kernel for bf16 or one that returns garbage (the matrix exponential
+too, and some functions have no kernel for bf16, or one that returns garbage (the matrix exponential
 of ``parametrizations.orthogonal``).
 """
 
@@ -51,10 +51,10 @@ _lookups: Library | None = None
 
 
 def fill_gaps() -> None:
-    """Let these operations take fp32 tensors beside bf16 weights under autocast.
+    """Let the operations in :data:`GAPS` take fp32 tensors with bf16 weights under autocast.
 
     For the whole process and all models in it, until :func:`restore`; :func:`cast_model` calls it.
-    Calls that worked before run as they did, but for functions that have no sound bf16 kernel. An
+    Calls that worked before run as they did, except functions that have no sound bf16 kernel. An
     operation for which torch has an autocast rule of its own is left alone.
 
     Example:
@@ -77,9 +77,9 @@ def fill_gaps() -> None:
 
 
 def widen_lookups() -> None:
-    """Let embeddings give fp32 under autocast to fp32, and to bf16 what they give now.
+    """Make embeddings return fp32 under autocast to fp32, and under autocast to bf16 as before.
 
-    For the whole process, until :func:`restore`. Otherwise sums of embeddings would be bf16 ones.
+    For the whole process, until :func:`restore`. Otherwise sums of embeddings would be in bf16.
     """
     global _lookups
     if _lookups is None and is_enabled("autocast_embedding"):
@@ -96,7 +96,7 @@ def computes_in_fp32(device_type: str) -> bool:
 
 
 def restore() -> None:
-    """Give autocast back as torch has it, until the next :func:`cast_model`.
+    """Restore torch's own autocast, until the next :func:`cast_model`.
 
     Example:
         >>> restore()
@@ -114,23 +114,23 @@ def restore() -> None:
 
 
 def widen(argument: Any) -> Any:
-    """An argument in fp32 if it is a bf16 tensor, else as it is."""
+    """The argument in fp32 if it is a bf16 tensor, otherwise unchanged."""
     if isinstance(argument, Tensor) and argument.dtype == torch.bfloat16:
         return argument.float()
     return argument
 
 
 def _overloads(name: str) -> list[Any]:
-    """What users can call: not the variants that write into ``out=`` or go by dimensions' names."""
+    """The overloads that users can call, without those for ``out=`` or named dimensions."""
     packet = getattr(torch.ops.aten, name, None)
-    found = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    operators = [getattr(packet, each) for each in packet.overloads()] if packet else []
     left_out = {"out", "dimname"}
     return [
-        each
-        for each in found
-        if left_out.isdisjoint(each._overloadname.split("_"))
-        # TorchScript has some of its own.
-        and torch._C._dispatch_has_kernel(each.name())
+        operator
+        for operator in operators
+        if left_out.isdisjoint(operator._overloadname.split("_"))
+        # TorchScript's own overloads have no kernel.
+        and torch._C._dispatch_has_kernel(operator.name())
     ]
 
 
@@ -144,7 +144,7 @@ def _kernel(
     below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     device = key.removeprefix("Autocast").lower()
 
-    # Between two graphs it would be compiled for itself, once for each mixture of dtypes.
+    # torch.compile would make it a graph of its own, once for each mixture of dtypes.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def call(*args: Any, **kwargs: Any) -> Any:
         fp32 = computes_in_fp32(device)
@@ -164,18 +164,18 @@ def _widen_all(arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def _promote(arguments: Sequence[Any]) -> Sequence[Any]:
-    """All in fp32 where one tensor is."""
+    """All arguments in fp32 if one tensor is."""
     several = [x for each in arguments if isinstance(each, list) for x in each]
     return _widen_all(arguments) if any(map(_is_fp32, [*arguments, *several])) else arguments
 
 
 def _promote_by_input(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Of a norm the input decides."""
+    """All arguments of a norm in fp32 if its input is."""
     return _widen_all(arguments) if _is_fp32(arguments[0]) else arguments
 
 
 def _promote_gain(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Of a batch norm gain and bias follow the input or the statistics, which are written."""
+    """Gain and bias of a batch norm in fp32 if its input or the statistics that it writes are."""
     x, weight, bias, mean, *rest = arguments
     if _is_fp32(x) or _is_fp32(mean):
         weight, bias = widen(weight), widen(bias)
@@ -183,7 +183,7 @@ def _promote_gain(arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 def _follow_target(arguments: Sequence[Any]) -> Sequence[Any]:
-    """What is written in place keeps its dtype, and the others take it."""
+    """The tensor that is written in place keeps its dtype, and the other arguments take it."""
     target = arguments[0].dtype
     if target not in _FLOATS:
         return arguments
@@ -198,7 +198,7 @@ def _is_fp32(argument: Any) -> bool:
 
 
 _Convert = Callable[[Sequence[Any]], Sequence[Any]]
-# Under autocast to fp32 no operation computes in bf16, of whatever its tensors are.
+# Under autocast to fp32 no operation computes in bf16, whatever the dtypes of its tensors.
 _IN_FP32: dict[_Convert, _Convert] = {_promote: _widen_all, _promote_by_input: _widen_all}
 _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
     _promote: _PROMOTING,
@@ -211,4 +211,4 @@ GAPS: dict[str, dict[_Convert, tuple[str, ...]]] = {
     "AutocastCPU": {_promote_by_input: _NORMS, **_ANYWHERE},
     "AutocastCUDA": _ANYWHERE,
 }
-"""For each dispatch key, operations by what becomes of their arguments."""
+"""For each dispatch key, the functions that convert arguments, each with its operations."""

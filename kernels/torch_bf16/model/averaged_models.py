@@ -1,7 +1,7 @@
 """torch's ``AveragedModel`` beside a cast model.
 
 An average made before the cast is fp32 and follows bf16 weights; torch's functions for many tensors
-at once take one dtype only. One made after it is bf16, and rounds away most of what moves it.
+at once take one dtype only. An average made after the cast is bf16, and rounds away most updates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _original: Any = AveragedModel.update_parameters
 
 
 def watch_averages() -> None:
-    """Let averages be computed in their own dtype, and say which of a cast model are bf16.
+    """Compute averages in their own dtype, and warn about bf16 averages of a cast model.
 
     For the whole process, until :func:`restore`.
     """
@@ -40,13 +40,13 @@ def watch_averages() -> None:
 
 
 def restore() -> None:
-    """Give ``AveragedModel`` back as it was, until the next :func:`cast_model`."""
+    """Restore ``AveragedModel``, until the next :func:`cast_model`."""
     AveragedModel.update_parameters = _original
 
 
 def _update_parameters(self: AveragedModel, model: Any) -> None:
     if isinstance(model, nn.Module):
-        # Nobody says which models are copies of a cast one, so dtypes are asked of all.
+        # It is not known which models are copies of a cast one: the dtypes of all are checked.
         if is_of_cast_model(model):
             exempt(self.module)
             _warn_of_bf16(self, model)
@@ -58,10 +58,10 @@ def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
     if average in _warned or rounds_stochastically(average.multi_avg_fn):
         return
     pairs = zip(average.module.named_parameters(), model.parameters(), strict=False)
-    for (name, mine), theirs in pairs:
-        if theirs.requires_grad and mine.dtype == theirs.dtype == torch.bfloat16:
+    for (name, averaged), weight in pairs:
+        if weight.requires_grad and averaged.dtype == weight.dtype == torch.bfloat16:
             _warned[average] = True
-            forget_warning(mine)
+            forget_warning(averaged)
             warnings.warn(
                 f"{type(average).__name__} keeps its average of {name!r} in bfloat16, as in the "
                 "cast model that it copied, and rounds it to nearest: an update that moves it by "
@@ -76,7 +76,7 @@ def _warn_of_bf16(average: AveragedModel, model: nn.Module) -> None:
 
 
 class _InDtypesOf:
-    """What is read of a model to average it, in the dtypes of the average."""
+    """Parameters and buffers of a model, read in the dtypes of its average."""
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
         self._average, self._model = average, model
@@ -90,6 +90,6 @@ class _InDtypesOf:
 
 def _in_dtypes(current: Iterable[Tensor], averages: Iterable[Tensor]) -> Iterator[Tensor]:
     averages = iter(averages)
-    for each in current:
-        dtype = next(averages, each).dtype
-        yield each if each.dtype == dtype else each.detach().to(dtype)
+    for tensor in current:
+        dtype = next(averages, tensor).dtype
+        yield tensor if tensor.dtype == dtype else tensor.detach().to(dtype)

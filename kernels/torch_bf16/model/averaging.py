@@ -31,9 +31,9 @@ _DTYPES = {each.name: dtype for dtype, each in _FORMATS.items()}
 
 
 class _Averages:
-    """Tensors that move towards others, all of a kind in one kernel call.
+    """Moves averages towards values, with one kernel call for all tensors of a kind.
 
-    Its batches are kept as long as the averages stay where they are, and are not copied with it.
+    Its batches are reused as long as the averages stay in the same memory; copies have none.
     """
 
     def __init__(self, seed: int, backend: str | None) -> None:
@@ -50,11 +50,11 @@ class _Averages:
         """``average = average + (value - average) * rate``, in place.
 
         Args:
-            averages: by names that key the noise, with ``step``; mutated. Integers, such as a
-                buffer that counts, become the value.
-            values: of the same shapes, by the same names.
-            rate: share of the value that enters.
-            step: 1-based.
+            averages: tensors by name; mutated. Names and ``step`` key the noise. Integer tensors,
+                such as a counter, are set to the value.
+            values: tensors of the same shapes, by the same names.
+            rate: share of the value in the new average.
+            step: number of the update, from 1.
         """
         copies = {}
         for name, average in averages.items():
@@ -71,8 +71,8 @@ class _Averages:
             self._made_for = made_for
         for batch, names in self._batches:
             device = batch.variant.device
-            taken = [values[n].detach().to(device).resolve_neg().contiguous() for n in names]
-            batch.run_alike(taken, step, (rate,))
+            inputs = [values[n].detach().to(device).resolve_neg().contiguous() for n in names]
+            batch.run_alike(inputs, step, (rate,))
         for name, copy in copies.items():
             if copy.data_ptr() != averages[name].data_ptr():
                 averages[name].copy_(copy)
@@ -85,8 +85,8 @@ class _Averages:
         ]
         self._batches = []
         for pairs in alike(zip(copies, jobs, strict=True), lambda pair: pair[1].variant):
-            names, some = zip(*pairs, strict=True)
-            self._batches.append((Batch(some, self._seed, self._backend), names))
+            names, batched = zip(*pairs, strict=True)
+            self._batches.append((Batch(batched, self._seed, self._backend), names))
 
 
 def _check_decay(decay: float, seed: int) -> None:
@@ -120,7 +120,7 @@ def _refuse(tensors: Iterable[Tensor]) -> None:
 def ema_multi_avg_fn(
     decay: float = 0.999, *, seed: int = 0, backend: str | None = None
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor], Any], None]:
-    """What ``torch.optim.swa_utils.AveragedModel`` takes as ``multi_avg_fn``.
+    """A ``multi_avg_fn`` for ``torch.optim.swa_utils.AveragedModel``.
 
     Like ``get_ema_multi_avg_fn`` of torch, ``average + (value - average) * (1 - decay)``, with
     averages in bf16 rounded stochastically. The noise depends on seed, number of the update,
@@ -139,7 +139,7 @@ def ema_multi_avg_fn(
 
 
 def rounds_stochastically(function: Any) -> bool:
-    """Whether it is one that :func:`ema_multi_avg_fn` made."""
+    """Whether a function was made by :func:`ema_multi_avg_fn`."""
     return isinstance(function, functools.partial) and function.func is _move_all
 
 
@@ -163,13 +163,13 @@ class EMA(AveragedModel):
     ``ema(x)`` to compute with the average, ``state_dict()`` to save it. The first update copies.
 
     Args:
-        model: what is averaged; copied, not changed.
+        model: the module to average; copied, not changed.
         decay: share of the average that an update keeps.
-        format: of the averages: ``"fp32"`` (4 bytes per element), ``"bf16_stochastic"`` (2), or
-            None for the one that each parameter's dtype can hold.
+        format: format of the averages: ``"fp32"`` (4 bytes per element), ``"bf16_stochastic"`` (2),
+            or None for the one that fits each parameter's dtype.
         use_buffers: average floating-point buffers too; else they are copied at each update.
         device: where the average is kept; None for the model's.
-        seed: of the rounding noise, which parameters' names key; the same on every replica.
+        seed: seed of the rounding noise, which parameters' names key; the same on every replica.
         backend: name of the backend; None for the best that works.
 
     Raises:
@@ -234,8 +234,8 @@ class EMA(AveragedModel):
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Within the context ``model`` computes with the average, in its own dtypes.
 
-        Its weights, and with ``use_buffers`` its buffers, are put aside and not written, so that
-        exact masters stay what they are. Take no optimizer step inside.
+        Its weights, and with ``use_buffers`` its buffers, are put aside, not overwritten, so that
+        exact masters stay valid. Take no optimizer step inside.
 
         Raises:
             ValueError: ``model`` is not the one that is averaged, or is wrapped.
@@ -253,8 +253,8 @@ class EMA(AveragedModel):
             for tensor, data in aside:
                 tensor.data = data
 
-    def _pairs(self, asked: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What is averaged here and what it follows in ``model``, by name."""
+    def _pairs(self, method: str, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The averages, and the tensors of ``model`` that they follow, each by name."""
         ours: dict[str, Tensor] = dict(self.module.named_parameters())
         theirs: dict[str, Tensor] = dict(model.named_parameters())
         if self.use_buffers:
@@ -263,7 +263,7 @@ class EMA(AveragedModel):
         if ours.keys() != theirs.keys():
             missing = sorted(ours.keys() ^ theirs.keys())
             raise ValueError(
-                f"{asked}: the model given and the averaged one differ in {missing[:4]}; give the "
-                "module that EMA was made of, not a wrapper around it"
+                f"{method}: this model and the averaged one differ in {missing[:4]}; pass the "
+                "module that EMA was made from, not a wrapper around it"
             )
         return ours, theirs

@@ -1,8 +1,8 @@
 """Makes a bf16 module work wherever it is called, not only under its training loop's autocast.
 
 Callbacks, loaders, loggers and users of a trained module call it or a part of it, often with fp32
-inputs, where nobody has entered autocast. So ``forward`` of a module and of each of its parts
-carries autocast along, as an attribute of the instance.
+inputs and outside autocast. So a module and each of its parts get a ``forward`` that carries
+autocast along, as an attribute of the instance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Calls(threading.local):
     depth = 0
 
 
-# Before that, torch.compile traces the function of what looks like a method, and skips its call.
+# Older versions of torch.compile trace the function of what looks like a method, not its call.
 _TRACED_AS_METHODS = version_numbers(torch.__version__) < (2, 13)
 
 _calls = _Calls()
@@ -46,7 +46,7 @@ _calls = _Calls()
 def inside_step() -> Iterator[None]:
     """Within the context, modules that carry autocast do not enter it; in this thread only.
 
-    For training loops that enter autocast by themselves, or turn it off for a layer.
+    For training loops that enter autocast themselves, or turn it off for a layer.
 
     Example:
         >>> net = carry_autocast(torch_bf16.cast_model(torch.nn.Linear(4, 4)))
@@ -81,12 +81,14 @@ def carry_autocast(
     loaded; state dicts do not contain it.
 
     Args:
-        model: cast already; ``forward`` of its instances is set. Another call changes the settings.
+        model: a cast model; sets ``forward`` on it and its parts. Another call changes the
+            settings.
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
             instead; see :func:`torch_bf16.arithmetic`.
         map_tensors: applies a function to all tensors in arguments or results, however nested:
-            ``map_tensors(function, data)``. By default what ``torch.utils._pytree`` knows: tuples,
-            lists, dicts and outputs of transformers and diffusers.
+            ``map_tensors(function, data)``. The default handles the containers that
+            ``torch.utils._pytree`` knows: tuples, lists, dicts and outputs of transformers and
+            diffusers.
         **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Returns:
@@ -114,7 +116,7 @@ def carry_autocast(
 
 
 def _is_called(module: nn.Module) -> bool:
-    # What is compiled calls the module in it, which is a part, too.
+    # A compiled module calls the module inside it, which is one of the parts, too.
     if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
         return False
     return type(module).forward is not nn.Module.forward
@@ -125,10 +127,10 @@ def _is_bf16(module: nn.Module) -> bool:
 
 
 class CarriedForward:
-    """``forward`` of one instance. To others it looks like the method that it stands for.
+    """``forward`` of one instance. To other code it looks like the method that it stands for.
 
     Attributes:
-        own: what the instance itself had in that place; None where its class's is called.
+        own: the ``forward`` that the instance itself had; None if its class's is called.
     """
 
     # Whether it entered autocast itself when a checkpoint last called it.
@@ -210,20 +212,20 @@ def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
     return _disable(carried.map_tensors)(_to_fp32, outputs)
 
 
-# No methods: torch.compile would guard the identity of bound ones, which are others each time.
+# Not methods: torch.compile would guard on the identity of bound ones, which are new each time.
 def _device(module: Any) -> str:
     return next(module.parameters()).device.type
 
 
 def _is_inside(carried: CarriedForward, device: str) -> bool:
-    """Whether a caller has entered autocast or is inside of a step, now or in the forward pass."""
+    """Whether a caller has entered autocast or is inside a step, now or in the forward pass."""
     fp32 = carried.compute == "fp32"
     on = computes_in_fp32(device) if fp32 else torch.is_autocast_enabled(device)
     inside = on or _calls.depth > 0
     if (inside and not carried.enters_in_checkpoints) or not is_called_by_checkpoint():
         return inside
-    # A checkpoint that computes again sets autocast as it found it, and knows nothing of steps.
-    # Adjoint solvers of differential equations call modules in a backward pass and set nothing.
+    # A checkpoint that recomputes restores autocast as it found it, but knows nothing of steps.
+    # Adjoint solvers of differential equations call modules in a backward pass and restore nothing.
     if is_in_backward():
         return on or not carried.enters_in_checkpoints
     carried.enters_in_checkpoints = not inside

@@ -24,12 +24,12 @@ __all__ = [
 
 
 class _Cast(NamedTuple):
-    """What is known of a module.
+    """What is known about the cast of a module.
 
     Attributes:
-        name: in the outermost model that was cast.
-        cast_by: what made bf16 of parameters that it had in fp32; None where they came in bf16.
-        stored_by: the last that its bf16 parameters, cast or not, are stored by.
+        name: the module's name in the outermost model that was cast.
+        cast_by: the recipe that cast its fp32 parameters; None if they were bf16 before.
+        stored_by: the latest recipe by which its bf16 parameters, cast or not, are stored.
     """
 
     name: str = ""
@@ -37,8 +37,8 @@ class _Cast(NamedTuple):
     stored_by: Recipe | None = None
 
 
-# By module: torch converts no sharded parameter that has a weak reference. By its identity: modules
-# of tensordict compare themselves number by number.
+# By module: torch does not convert a sharded parameter that has a weak reference. By identity:
+# modules of tensordict compare element by element.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -48,11 +48,11 @@ def note(
     """Remember a model whose parameters are stored by a recipe from now on.
 
     Args:
-        model: all of whose modules are remembered.
-        recipe: of the cast.
-        to_bf16: ids of parameters that are cast.
-        in_bf16: ids of those that are bf16 already. They follow the recipe like the others: fp32
-            weights that are loaded later may have masters now.
+        model: the model; all of its modules are remembered.
+        recipe: the recipe of the cast.
+        to_bf16: ids of the parameters that are cast.
+        in_bf16: ids of the parameters that are bf16 already. They follow the recipe like the
+            others: fp32 weights that are loaded later may then have masters.
     """
     for name, sub in model.named_modules():
         own = [id(p) for p in sub.parameters(recurse=False)]
@@ -60,7 +60,7 @@ def note(
         cast = any(each in to_bf16 for each in own)
         stored = cast or any(each in in_bf16 for each in own)
         _known[sub] = _Cast(
-            # A part may be cast by itself, before or after the model around it.
+            # A part may be cast on its own, before or after the model around it.
             max(name, before.name, key=len),
             recipe if cast else before.cast_by,
             recipe if stored else before.stored_by,
@@ -68,14 +68,14 @@ def note(
 
 
 def is_of_cast_model(module: nn.Module) -> bool:
-    """Whether it or a part of it was in a model that was given to ``cast_model``."""
+    """Whether a module or a part of it was in a model that ``cast_model`` has seen."""
     return any(each in _known for each in module.modules())
 
 
 def name_in_cast_model(module: nn.Module) -> str | None:
-    """Its name in the model that was cast, the outermost of several; None if none was."""
-    found = _known.get(module)
-    return None if found is None else found.name
+    """A module's name in the outermost model that was cast; None if it was in none."""
+    cast = _known.get(module)
+    return None if cast is None else cast.name
 
 
 def cast_recipe(module: nn.Module) -> Recipe | None:
@@ -88,21 +88,21 @@ def cast_recipe(module: nn.Module) -> Recipe | None:
         >>> torch_bf16.cast_recipe(model[0]).name, torch_bf16.cast_recipe(model)
         ('bf16-stochastic', None)
     """
-    found = _known.get(module)
-    return None if found is None else found.cast_by
+    cast = _known.get(module)
+    return None if cast is None else cast.cast_by
 
 
 def stored_by(module: nn.Module) -> Recipe | None:
-    """By which the bf16 parameters of a module itself are stored; None if it was in no cast."""
-    found = _known.get(module)
-    return None if found is None else found.stored_by
+    """The recipe by which a module's own bf16 parameters are stored; None if it was in no cast."""
+    cast = _known.get(module)
+    return None if cast is None else cast.stored_by
 
 
 def cast_recipes(model: nn.Module) -> Iterator[Recipe]:
     """The recipes that the modules of a model were cast by."""
     for sub in model.modules():
         recipe = cast_recipe(sub)
-        # One that was made fp32 again can be cast by another.
+        # A module that was made fp32 again can be cast by another recipe.
         if recipe and any(p.dtype == torch.bfloat16 for p in sub.parameters(recurse=False)):
             yield recipe
 

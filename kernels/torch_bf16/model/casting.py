@@ -38,7 +38,7 @@ from .slow_products import warn_slow_products
 __all__ = ["cast_model", "fp32_parameters", "is_kept_fp32"]
 
 _kept_fp32: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that somebody asked to keep in fp32."""
+"""Parameters that ``keep_fp32`` of a recipe named."""
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -47,7 +47,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     Parameters keep their identity, so tied weights stay tied and existing optimizers keep working.
     Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
     norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, and
-    parameters that are not plain tensors (quantised weights) or are frozen in another dtype than
+    parameters that are not plain tensors (quantised weights) or are frozen in a dtype other than
     fp32. Modules named by ``recipe.keep_fp32`` are fp32 afterwards, even if they were bf16 or fp16,
     and compute in fp32, with their inputs upcast.
 
@@ -58,12 +58,12 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         model: mutated.
         recipe: name or :class:`Recipe`; decides which parameters get an exact master. For those,
             the bits that each fp32 weight loses are kept until the first step (2 bytes per element,
-            4 with ``bf16+fp32``). If its ``compute`` is not ``"autocast"``, the model carries that
-            along: see :func:`carry_autocast`.
+            4 with ``bf16+fp32``). If its ``compute`` is not ``"autocast"``, the model carries its
+            arithmetic along: see :func:`carry_autocast`.
 
     Returns:
-        ``model`` itself. If it will be trained on a CPU whose bf16 products are slow, a warning
-        says so once, and what to do.
+        ``model`` itself. If it will be trained on a CPU whose bf16 products are slow, a warning,
+        once per process, says so and what to do.
 
     Raises:
         ValueError: a parameter is lazy, or fp16 or fp64 and not frozen, the model is wrapped by
@@ -130,7 +130,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     # _apply, not a loop: RNNs and sharded modules override it to repair what they derive from
     # weights.
     model._apply(cast)
-    # Not before: torch converts no sharded parameter that has a weak reference.
+    # Not before: torch does not convert a sharded parameter that has a weak reference.
     _kept_fp32.update((p, True) for p in asked)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.dtype)
@@ -170,7 +170,8 @@ def _staying(module: nn.Module, asked: Iterable[nn.Parameter]) -> set[int]:
     staying = {id(p) for p in asked}
     for sub in module.modules():
         metric = any(base.__module__.split(".")[0] == "torchmetrics" for base in type(sub).__mro__)
-        # The flag can be switched off later, as Lightning's BaseFinetuning does; they stay.
+        # The statistics decide, not the flag track_running_stats, which can be switched off later,
+        # as by Lightning's BaseFinetuning.
         # The kernels of SyncBatchNorm take gains in fp32 or in the dtype of the input, and no rule
         # of autocast reaches them.
         synced = isinstance(sub, nn.SyncBatchNorm)
@@ -183,8 +184,8 @@ def _check_wrappers(module: nn.Module) -> None:
     for sub in module.modules():
         if isinstance(sub, DistributedDataParallel):
             raise ValueError(
-                "cast_model was given a module inside DistributedDataParallel, whose hooks that "
-                "reduce gradients a change of dtype would cut. Cast first, then wrap it"
+                "cast_model was given a module inside DistributedDataParallel, and a change of "
+                "dtype would cut off the hooks that reduce its gradients. Cast first, then wrap it"
             )
         if isinstance(sub, DataParallel) and len(sub.device_ids) > 1:
             raise ValueError(
@@ -198,7 +199,7 @@ def _check_wrappers(module: nn.Module) -> None:
                 "its parameters into flat ones. Cast first, then wrap it; or shard with "
                 "torch.distributed.fsdp.fully_shard, which can be cast afterwards, too"
             )
-    # The first forward settles the dtype that gradients are reduced to.
+    # The first forward settles the dtype in which gradients are reduced.
     if has_run(module):
         raise ValueError(
             "cast_model was given a module that fully_shard wraps and that has run already; "
@@ -207,7 +208,7 @@ def _check_wrappers(module: nn.Module) -> None:
 
 
 def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> None:
-    # FSDP2 says it in its first forward, without names.
+    # FSDP2 raises only in its first forward, and names no parameters.
     names = {id(p): name for name, p in module.named_parameters()}
     for unit in units(module):
         first: dict[torch.dtype, str] = {}
@@ -227,7 +228,7 @@ def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> No
 
 
 def _trains_on_cpu(module: nn.Module) -> bool:
-    # Where there is a GPU, what is on the CPU now may be on its way there.
+    # If there is a GPU, a model that is on the CPU now may be on its way there.
     return not torch.accelerator.is_available() and any(
         p.device.type == "cpu" and p.requires_grad and p.dtype == torch.bfloat16 and p.ndim > 1
         for p in module.parameters()
@@ -251,7 +252,7 @@ def is_kept_fp32(parameter: Tensor) -> bool:
 def _named_by(
     keep_fp32: Iterable[str | type], module: nn.Module
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The modules that compute in fp32, and the parameters that stay in it, theirs included."""
+    """The modules that compute in fp32, and all parameters, theirs included, that stay in fp32."""
     in_fp32: list[nn.Module] = []
     asked: list[nn.Parameter] = []
     modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
@@ -285,7 +286,7 @@ def _callable(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def _compute_in_fp32(module: nn.Module) -> None:
     own = module.__dict__.get("forward")
-    # What it carries along stays outside, as around a forward of another library.
+    # A carried forward stays outermost, as it does around a forward of another library.
     carried = own if isinstance(own, CarriedForward) else None
     own = own if carried is None else carried.own
     if getattr(own, "func", None) is _forward_in_fp32:

@@ -30,7 +30,7 @@ _named: set[int] = set()
 
 
 def watch_lerps() -> None:
-    """Let ``torch._foreach_lerp_`` move each tensor in its own dtype, and name bf16 averages.
+    """Let ``torch._foreach_lerp_`` move each tensor in its own dtype, and warn of bf16 averages.
 
     For the whole process, until :func:`restore`.
     """
@@ -39,13 +39,13 @@ def watch_lerps() -> None:
 
 
 def restore() -> None:
-    """Give the function back as it was, until the next :func:`cast_model`."""
+    """Restore ``torch._foreach_lerp_``, until the next :func:`cast_model`."""
     _torch._foreach_lerp_ = _original
     _named.clear()
 
 
 def forget_warning(average: Tensor) -> None:
-    """Say nothing of an average that has been named by somebody else."""
+    """Do not warn about an average that another warning has named."""
     _named.add(local(average).data_ptr())
 
 
@@ -58,8 +58,8 @@ def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or len(self) != len(tensors1):
         return _original(self, tensors1, *args, **kwargs)
     pairs = list(zip(self, tensors1, strict=True))
-    if any(mine.dtype != theirs.dtype for mine, theirs in pairs):
-        tensors1 = [theirs.to(mine.dtype) for mine, theirs in pairs]
+    if any(average.dtype != value.dtype for average, value in pairs):
+        tensors1 = [value.to(average.dtype) for average, value in pairs]
     weight = kwargs.get("weight", args[0] if args else None)
     if isinstance(weight, float) and 0 < weight < 1:
         _warn_of_bf16(pairs)
@@ -68,17 +68,17 @@ def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _warn_of_bf16(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     narrow = [
-        (local(mine).data_ptr(), local(theirs).data_ptr())
-        for mine, theirs in pairs
-        if mine.dtype == theirs.dtype == torch.bfloat16
+        (local(average).data_ptr(), local(value).data_ptr())
+        for average, value in pairs
+        if average.dtype == value.dtype == torch.bfloat16
     ]
-    if not narrow or not _named.isdisjoint(mine for mine, _ in narrow):
+    if not narrow or not _named.isdisjoint(average for average, _ in narrow):
         return
-    # Those who average state dicts hold views of the weights.
+    # By address, because values from a state dict are views of the weights.
     names = {local(p).data_ptr(): name for name, p in trained_weights()}
-    for _, theirs in narrow:
-        if name := names.get(theirs):
-            _named.update(each for each, _ in narrow)
+    for _, value in narrow:
+        if name := names.get(value):
+            _named.update(average for average, _ in narrow)
             warnings.warn(
                 f"an average of {name!r} is bfloat16, as in the cast model that it copied, and "
                 "torch._foreach_lerp_ rounds it to nearest: an update that moves it by less than "

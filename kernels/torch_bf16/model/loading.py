@@ -1,7 +1,7 @@
 """fp32 weights that are loaded into a model which is bf16 already.
 
-``load_state_dict`` copies them into the bf16 parameters. What that takes from them is remembered as
-``cast_model`` remembers it, so that an exact master starts from the fp32 weights in either order.
+``load_state_dict`` copies them into the bf16 parameters. The bits that this drops are remembered,
+as ``cast_model`` does, so that an exact master starts from the fp32 weights in either order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _original: Any = nn.Module._load_from_state_dict
 
 
 def watch_loading() -> None:
-    """Let cast modules remember what bf16 takes from the fp32 weights that they load.
+    """Let cast modules remember the bits that bf16 drops from the fp32 weights that they load.
 
     For the whole process, until :func:`restore`.
     """
@@ -33,7 +33,7 @@ def watch_loading() -> None:
 
 
 def restore() -> None:
-    """Let modules load as torch has it, until the next :func:`cast_model`."""
+    """Restore torch's own loading, until the next :func:`cast_model`."""
     nn.Module._load_from_state_dict = _original
 
 
@@ -50,8 +50,8 @@ def _load_from_state_dict(
     bits_of, errors = {}, len(error_msgs)
     recipe = stored_by(self)
     if recipe is not None and not local_metadata.get("assign_to_params_buffers"):
-        for key, parameter in _given_in_fp32(self, state_dict, prefix):
-            # Rounded here: torch's rounding has other ties, for which the bits would be too long.
+        for key, parameter in _fp32_weights(self, state_dict, prefix):
+            # Rounded here: torch rounds ties differently, and their remainders would not fit.
             state_dict[key], bits = remainders.split(state_dict[key].detach(), recipe)
             if bits is not None:
                 bits_of[id(parameter)] = bits
@@ -69,10 +69,10 @@ def _load_from_state_dict(
         remainders.remember(self, bits_of)
 
 
-def _given_in_fp32(
+def _fp32_weights(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The keys of fp32 weights, and the bf16 parameters of a module itself that will take them."""
+    """The keys of fp32 weights, each with the module's own bf16 parameter that will take it."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if (

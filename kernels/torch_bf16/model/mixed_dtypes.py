@@ -2,7 +2,7 @@
 
 Where autocast is off, ``with torch.autocast("cuda", enabled=False): self.head(x.float())``, nothing
 brings the two to one dtype, and torch says "mat1 and mat2 must have the same dtype". The error
-passes ``__exit__`` of an autocast context on its way out: that inside, and the mode's own. Where
+passes ``__exit__`` of autocast contexts on its way out: of the inner one, and of the mode's own. If
 the only context is a script's ``enabled=args.amp`` that is False, autocast itself is missing.
 """
 
@@ -30,7 +30,7 @@ _original: Any = None
 
 
 def name_weights_in_errors() -> None:
-    """Let errors about two dtypes say which weight of a cast model it was, and what to do.
+    """Let errors about two dtypes name the weight of a cast model, and say what to do.
 
     For the whole process, until :func:`restore`.
     """
@@ -41,7 +41,7 @@ def name_weights_in_errors() -> None:
 
 
 def restore() -> None:
-    """Give ``torch.autocast`` back as it was, until the next :func:`cast_model`."""
+    """Restore ``torch.autocast``, until the next :func:`cast_model`."""
     global _original
     if _original is not None:
         torch.autocast.__exit__ = _original
@@ -55,8 +55,8 @@ def _exit(self: Any, kind: Any, error: BaseException | None, trace: TracebackTyp
 
 
 def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> None:
-    # Contexts lie in one another, and the innermost explains; whether autocast is on further out,
-    # those around it know.
+    # Of nested contexts the innermost explains the error; only the outer ones know whether autocast
+    # is on further out.
     words, is_off = getattr(error, "_bf16_explained", (str(error), True))
     if not is_off:
         return
@@ -75,8 +75,9 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
             is_off = _is_off_around(context, device)
             if _NO_KERNEL.search(words):
                 said = (
-                    f"torch has no such function of bfloat16 numbers, as {named} is, or what "
-                    f"autocast made. Keep a weight in fp32 with the recipe's option {keep}x.float()"
+                    f"torch has no bfloat16 kernel for this function, and {named} is bfloat16, or "
+                    "autocast made its input so. Keep a weight in fp32 with the recipe's option "
+                    f"{keep}x.float()"
                 )
             elif is_off:
                 said = (
@@ -99,7 +100,7 @@ def _explain(error: RuntimeError, trace: TracebackType | None, context: Any) -> 
 
 
 def _is_off_around(context: Any, device: str) -> bool:
-    """Whether autocast is off inside a context that is being left, and was off before it, too."""
+    """Whether autocast is off inside the context that is being left, and was off before it, too."""
     if not torch.amp.is_autocast_available(device):
         return False
     before = context.device == device and context.prev
@@ -107,9 +108,9 @@ def _is_off_around(context: Any, device: str) -> bool:
 
 
 def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
-    """The modules whose methods an error has come through, from the outside in."""
+    """The modules whose methods an error has passed through, the outermost first."""
     while trace is not None:
-        found = trace.tb_frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            yield found
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            yield owner
         trace = trace.tb_next

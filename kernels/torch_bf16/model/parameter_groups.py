@@ -34,10 +34,10 @@ def param_groups(
     class, which stands for the parameters that its modules hold themselves.
 
     Args:
-        model: only read. A tied parameter counts where it comes first.
-        weight_decay: of the parameters that are decayed; None leaves it to the optimizer.
+        model: only read. A tied parameter counts at its first place.
+        weight_decay: decay of the parameters that are decayed; None leaves it to the optimizer.
         no_decay: keys of further parameters that are not decayed.
-        groups: key -> options of a group (``lr``, ``betas`` ...), which go before the other
+        groups: key -> options of a group (``lr``, ``betas`` ...), which override the other
             arguments; the first key that fits counts.
         muon: give each group ``use_muon``, whether :class:`torch_bf16.Muon` orthogonalises its
             updates: True for matrices outside of embeddings, and for stacks of at least two, such
@@ -87,7 +87,7 @@ def param_groups(
     embeddings = _fitting(_EMBEDDINGS, model, named)
     convolutions = _fitting(_CONVOLUTIONS, model, named)
     exempt = embeddings.union(*(fitting[key] for key in no_decay))
-    made: dict[Any, dict[str, Any]] = {}
+    by_options: dict[Any, dict[str, Any]] = {}
     for name, parameter in named.items():
         options: dict[str, Any] = {}
         shape = shard_of(parameter).shape
@@ -96,17 +96,17 @@ def param_groups(
         elif weight_decay is not None:
             options["weight_decay"] = weight_decay
         if muon:
-            # A stack of one, or of rows, is a position's or a token's embedding.
+            # A stack of one matrix, or of rows, is an embedding of positions or of a token.
             stack = len(shape) == 3 and min(shape) > 1 and name not in convolutions
             options["use_muon"] = stack or (len(shape) == 2 and name not in embeddings)
         options.update(next((groups[key] for key in groups if name in fitting[key]), {}))
         key = tuple(sorted((option, _key(value)) for option, value in options.items()))
-        made.setdefault(key, {"params": [], **options})["params"].append((name, parameter))
-    return list(made.values())
+        by_options.setdefault(key, {"params": [], **options})["params"].append((name, parameter))
+    return list(by_options.values())
 
 
 def _key(value: Any) -> str:
-    """What an option says, as dicts have no hash; of a tensor which one it is, not its digits."""
+    """A hashable key for the value of an option; a tensor counts by its identity, not its value."""
     if isinstance(value, Mapping):
         return repr([(name, _key(each)) for name, each in value.items()])
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The remainders of fp32 weights that are cast to bf16: the bits that these lack.
+"""The remainders of fp32 weights that are cast to bf16: the bits that bf16 lacks.
 
 They are kept until an optimizer makes its exact masters, which then start from the user's fp32
 weights and not from the rounded ones.
@@ -35,15 +35,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class _Remainder:
-    """What a cast took from a parameter.
+    """The bits that a cast dropped from a parameter.
 
     Attributes:
-        bits: int16 as ``split16`` makes them, or fp32 weights where the recipe keeps those; of the
-            local memory where the parameter was placed on a mesh.
-        version: the parameter's; a write since then makes ``bits`` stale.
-        sums: of the bf16 bits, for writes that move no version (``p.data.zero_()``); places count.
+        bits: int16 as ``split16`` makes them, or fp32 weights if the recipe keeps those; only of
+            the local memory if the parameter was placed on a mesh.
+        version: the parameter's version then; a later write makes ``bits`` stale.
+        sums: sums of the bf16 bits, weighted by their places, to notice writes that do not change
+            the version (``p.data.zero_()``).
         placed: whether the parameter was placed on a mesh when it was cast.
-        places: modules that own the parameter, each with its name there.
+        places: modules that own the parameter, each with the parameter's name there.
     """
 
     bits: Tensor
@@ -54,20 +55,20 @@ class _Remainder:
 
 
 _by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# The same under the module that owns the parameter and its name there: ``fully_shard`` puts another
-# parameter in that place. Its parameters are here alone: torch converts none that has a weak
-# reference.
+# The same, by the module that owns the parameter and its name there: ``fully_shard`` puts another
+# parameter in that place. Sharded parameters are only here: torch does not convert a parameter that
+# has a weak reference.
 _by_owner: MutableMapping[nn.Module, dict[str, _Remainder]] = WeakIdKeyDictionary()
 
-# Where in there the parameter of an id was when it was last looked for.
+# The place in ``_by_owner`` of a parameter, by its id, as of the last search.
 _places: dict[int, tuple[ref[nn.Module], str]] = {}
 
-# Elements whose bits are summed: what a shard lacks of its first and last sum cannot be compared.
+# Elements per sum. A shard may hold only parts of its first and last block: those are not compared.
 _SUMMED = 64
 
 
 def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-    """The bf16 parameter for an fp32 weight, and what an exact master needs beside it, if any."""
+    """The bf16 parameter for an fp32 weight, and the bits that an exact master needs, if any."""
     memory = local(weight)
     planes = recipe.format_of("weights", weight.shape).planes
     if len(planes) == 1 or weight.device.type == "meta":
@@ -79,14 +80,14 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         # Both halves belong together: the upper one rounds ties away from zero, not to even.
         visible, lower = split16(memory)
         bits = lower.contiguous()
-    # Where it will be, it also waits for the first step.
+    # The bits wait for the first step where the master will keep them.
     return shown_like(weight, visible), bits.cpu() if recipe.offload == "states" else bits
 
 
 def remember(module: nn.Module, bits_of: Mapping[int, Tensor]) -> None:
-    """Keep what :func:`split` took from a module's parameters, by their ids.
+    """Keep the bits that :func:`split` dropped from a module's parameters, by the parameters' ids.
 
-    A later write to a parameter makes that void.
+    A later write to a parameter makes its bits void.
     """
     remainders = {}
     for parameter in module.parameters():
@@ -111,31 +112,31 @@ def _keep(module: nn.Module, remainders: Mapping[int, _Remainder]) -> None:
 
 
 def find_remainder(shard: Shard) -> _Remainder | None:
-    """What a cast took from this parameter, if no master has taken it over yet."""
+    """The remainder of this parameter, if no master has taken it over yet."""
     return find_remainders([shard])[0]
 
 
 def find_remainders(shards: Iterable[Shard]) -> list[_Remainder | None]:
-    """:func:`find_remainder` each of some; looks through all modules once at most."""
-    found, fresh = [], False
+    """:func:`find_remainder` for each shard; searches all modules once at most."""
+    remainders, fresh = [], False
     for shard in shards:
         if not shard.replaces_parameter:
-            found.append(_by_parameter.get(shard.parameter))
+            remainders.append(_by_parameter.get(shard.parameter))
             continue
         place = _place_of(shard, fresh)
         if place is None and _by_owner and not fresh:
             _index()
             fresh = True
             place = _place_of(shard, fresh)
-        found.append(None if place is None else _by_owner.get(place[0], {}).get(place[1]))
-    return found
+        remainders.append(None if place is None else _by_owner.get(place[0], {}).get(place[1]))
+    return remainders
 
 
 def _place_of(shard: Shard, fresh: bool) -> tuple[nn.Module, str] | None:
-    """The module that a parameter is of, and its name there, as far as the index knows."""
+    """The module that owns a parameter, and the parameter's name there, if the index knows them."""
     reference, name = _places.get(id(shard.parameter), (None, ""))
     owner = None if reference is None else reference()
-    # Another one may have come to the place, or to the id, since.
+    # Another parameter may have taken the place, or the id, since.
     if owner is None or not (fresh or owner._parameters.get(name) is shard.parameter):
         return None
     return owner, name
@@ -153,18 +154,21 @@ def _index() -> None:
 
 
 def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
-    """The second plane of an exact master of the weight that ``cast_model`` saw: this rank's part.
+    """This rank's part of the second plane of an exact master of the weight that was cast.
 
     Args:
-        shard: of a bf16 parameter; None is returned if it was not cast or was written to since.
-        dtype: int16 for the remainder beside the parameter, int8 for it rounded to its
+        shard: shard of a bf16 parameter.
+        dtype: int16 for the remainder beside the parameter, int8 for the remainder rounded to its
             upper 8 bits, fp32 for the whole weight.
+
+    Returns:
+        The plane, or None if the parameter was not cast, or was written to since.
     """
     remainder = find_remainder(shard)
     if remainder is None:
         return None
     same = _same_bits(shard, remainder)
-    # The version of a parameter that was put in place of the cast one says nothing else.
+    # Versions cannot be compared if another parameter has taken the place of the cast one.
     comparable = shard.replaces_parameter == remainder.placed
     if comparable and remainder.version != shard.version():
         return None
@@ -176,10 +180,10 @@ def second_plane(shard: Shard, dtype: torch.dtype) -> Tensor | None:
 
 
 def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second plane from the bf16 weight and what was remembered of it."""
+    """The second plane, from the bf16 weight and the bits that were remembered."""
     if dtype == torch.int8:
         remainder = _plane(visible, bits, torch.int16)
-        # To nearest, and at the end of the range to what the visible half allows.
+        # Rounded to nearest, and at the end of the range to what the visible half allows.
         return ((remainder.int() + 0x80) >> 8).clamp_(max=127).to(dtype)
     if bits.dtype == dtype:
         return bits
@@ -194,7 +198,7 @@ def _plane(visible: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forget(*shards: Shard) -> None:
-    """Free what is remembered of parameters; their masters exist by now."""
+    """Free the remainders of parameters, whose masters exist by now."""
     for shard, remainder in zip(shards, find_remainders(shards), strict=True):
         if remainder is None:
             continue
@@ -202,17 +206,17 @@ def forget(*shards: Shard) -> None:
             _by_parameter.pop(shard.parameter, None)
         for reference, name in remainder.places:
             owner = reference()
-            its = {} if owner is None else _by_owner.get(owner, {})
-            if owner is not None and its.get(name) is remainder:
-                del its[name]
-                if not its:
+            owned = {} if owner is None else _by_owner.get(owner, {})
+            if owner is not None and owned.get(name) is remainder:
+                del owned[name]
+                if not owned:
                     del _by_owner[owner]
 
 
 def forget_empty(parameters: Iterable[Tensor]) -> None:
-    """Free what is remembered of parameters that have no element on this rank.
+    """Free the remainders of parameters that have no element on this rank.
 
-    FSDP1 gives them no gradient, so that they take part in no step and nothing else would.
+    FSDP1 gives them no gradient, so no step would free them.
     """
     forget(*(shard_of(parameter) for parameter in parameters if not parameter.numel()))
 
@@ -223,29 +227,29 @@ def sync_masters(
     """Give every replica the exact masters of one rank; call it right after wrapping.
 
     DDP broadcasts the bf16 weights of rank 0 when it wraps a module, which counts as a write on
-    every rank: exact masters would start from the bf16 weights. This broadcasts what the cast took
-    from the weights of ``src``, so that all start from its fp32 weights. Where replicas are made
-    equal by ``dist.broadcast(p.data, 0)`` or by FSDP1 with ``sync_module_states=True``, each would
-    keep remainders of its own without it, and the replicas would drift apart.
+    every rank: exact masters would start from the bf16 weights. This broadcasts the bits that the
+    cast dropped on ``src``, so that all ranks start from its fp32 weights. If replicas are made
+    equal by ``dist.broadcast(p.data, 0)``, or by FSDP1 with ``sync_module_states=True``, each would
+    otherwise keep its own remainders, and the replicas would drift apart.
 
     Args:
         model: the wrapped module, or the one inside; the same on every rank.
         src: global rank whose masters count; None for the first of the group, as in DDP.
-        group: process group; None for that of a DDP module, and the default one for all others.
+        group: process group; None for that of a DDP module, or the default one for other modules.
     """
     settle_at_exit()
-    wrapped = getattr(model, "_orig_mod", model)  # torch.compile goes around the others
+    wrapped = getattr(model, "_orig_mod", model)  # torch.compile is the outermost wrapper
     if group is None and isinstance(wrapped, DistributedDataParallel):
         group = wrapped.process_group
     if src is None:
         src = 0 if group is None else dist.get_global_rank(group, 0)
     shards = [shard_of(p) for p in model.parameters() if p.dtype == torch.bfloat16]
-    # Of what is placed on a mesh each rank has cast what it holds.
+    # Of parameters that are placed on a mesh, each rank has cast its own part.
     shards = [each for each in shards if not each.replaces_parameter]
     if not shards:
         return
     known = find_remainders(shards)
-    # What there is to send is for ``src`` to say: nothing, remainders or whole weights.
+    # ``src`` tells the other ranks what it will send: nothing, remainders or whole weights.
     kinds = [
         remainder.bits.dtype if remainder and _same_bits(shard, remainder) is not False else None
         for shard, remainder in zip(shards, known, strict=True)
@@ -282,7 +286,7 @@ def _sums(memory: Tensor) -> Tensor:
 
 
 def _weights(places: Tensor) -> Tensor:
-    """What the bits at some places of a block are multiplied by, so that their order counts."""
+    """The factors of the bits at these places of a block, so that their order counts."""
     return (places + 1).int()
 
 
@@ -291,7 +295,7 @@ def _block_size(numel: int) -> int:
 
 
 def _same_bits(shard: Shard, remainder: _Remainder) -> bool | None:
-    """Whether a parameter has the bits that the cast made; None where it has no whole sum."""
+    """Whether a parameter still has the bits of its cast; None if it holds no whole block."""
     memory, shape = shard.memory, remainder.bits.shape
     if memory.dtype != torch.bfloat16:
         return False

@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = ["bf16_product_ratio", "warn_slow_products"]
 
 _ROWS, _TIMES = 256, 3
-# Slower than this a whole step is slower, too.
+# Above this ratio a whole step is slower, too.
 _SLOW = 2.0
 
 
@@ -49,7 +49,7 @@ def warn_slow_products() -> None:
 def _seconds(dtype: torch.dtype) -> float:
     a = torch.ones(_ROWS, _ROWS, dtype=dtype, device="cpu")
     threads = torch.get_num_threads()
-    # A process that has used several can no longer be forked: torch's operations hang there.
+    # After using several threads a process cannot be forked: torch's operations hang in the child.
     torch.set_num_threads(1)
     try:
         return sum(_best(*pair) for pair in ((a, a.t()), (a, a), (a.t(), a)))
@@ -59,7 +59,7 @@ def _seconds(dtype: torch.dtype) -> float:
 
 def _best(a: Tensor, b: Tensor) -> float:
     best = float("inf")
-    # The first one makes a kernel.
+    # The first product makes the kernel.
     for _ in range(_TIMES + 1):
         start = time.perf_counter()
         torch.mm(a, b)

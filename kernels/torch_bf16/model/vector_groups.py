@@ -1,6 +1,6 @@
-"""Parameter groups of which each holds vectors or matrices, for hosts that lay a group end to end.
+"""Parameter groups of either vectors or matrices, for hosts that flatten a group into one tensor.
 
-What a host has flattened has one format; vectors and matrices have different ones.
+A flat tensor has one format, but vectors and matrices have different ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch_bf16.sharding import shard_of
 
 __all__ = ["separate_vectors"]
 
-# What torch's schedulers keep for each group, outside of it.
+# Attributes of torch's schedulers with one value for each group.
 _PER_GROUP = (
     *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
     *("base_momentums", "max_momentums"),
@@ -26,13 +26,14 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
     """Put parameters with at most one dimension into parameter groups of their own.
 
     Call it before ``deepspeed.initialize``, which makes one tensor of each group. Groups that hold
-    only vectors, or none, stay; of the others the vectors go into a new group with the same
-    options, behind all others. Without names, places key the rounding noise, and these change.
+    only vectors, or none, stay; from the other groups the vectors move to new groups with the same
+    options, behind all existing ones. The places of parameters change, which key the rounding noise
+    of parameters without names.
 
     Args:
-        optimizer: any, its groups are mutated.
-        schedulers: learning-rate schedulers of it that exist already, which then know the new
-            groups; torch's and those made of them. Mutated.
+        optimizer: any optimizer; its groups are mutated.
+        schedulers: the optimizer's existing learning-rate schedulers, torch's or compositions of
+            those, which are extended by the new groups. Mutated.
 
     Returns:
         Whether there was something to separate.
@@ -45,12 +46,12 @@ def separate_vectors(optimizer: torch.optim.Optimizer, schedulers: Iterable[Any]
         [[(4, 4)], [(4,)]]
     """
     groups, engine = optimizer.param_groups, engine_of(optimizer)
-    given = {} if engine is None else engine.names.given
+    names = {} if engine is None else engine.names.given
     named = {
-        parameter: given[number, place]
+        parameter: names[number, place]
         for number, group in enumerate(groups)
         for place, parameter in enumerate(group["params"])
-        if (number, place) in given
+        if (number, place) in names
     }
     before, origins = len(groups), []
     for number, group in enumerate([*groups]):

@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter: the only package that knows how others shard."""
+"""A rank's part of a parameter: the only package that knows how other libraries shard."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ __all__ = [
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Whether it and its gradient, if there is one, are plain tensors that nobody has sharded."""
+    """Whether a parameter, and its gradient if it has one, are plain tensors and not sharded."""
     return (
         type(parameter) in PLAIN
         and (parameter.grad is None or type(parameter.grad) is Tensor)
@@ -99,7 +99,7 @@ def is_whole(parameter: Tensor) -> bool:
 
 
 def all_whole(parameters: Sequence[Tensor]) -> bool:
-    """Whether :func:`is_whole` holds for all of some parameters; False where that is unlikely."""
+    """Whether :func:`is_whole` holds for all parameters; may be False in unusual cases."""
     return (
         {*map(type, parameters)} <= {nn.Parameter}
         and {*map(type, gradients_of(parameters))} <= {Tensor, NoneType}
@@ -109,12 +109,12 @@ def all_whole(parameters: Sequence[Tensor]) -> bool:
 
 
 def shard_of(parameter: Tensor, name: str = "") -> Shard:
-    """What this rank holds of a parameter, whoever has sharded it.
+    """This rank's part of a parameter, whichever library has sharded it.
 
     Args:
-        parameter: plain, a DTensor, what FSDP1 or ZeRO-3 has left of one, or a flat tensor of
-            DeepSpeed.
-        name: what keys its noise.
+        parameter: a plain parameter, a DTensor, the part that FSDP1 or ZeRO-3 has left of one, or
+            a flat tensor of DeepSpeed.
+        name: the name that keys its noise.
     """
     kinds = (
         (is_dtensor, DTensorShard),

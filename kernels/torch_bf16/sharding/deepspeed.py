@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO 1, 2 and 3: flat tensors, each of which holds parts of many parameters.
 
 DeepSpeed lays the parameters of a group (ZeRO-3: of a sub-group) end to end, cuts the row between
-ranks (ZeRO-3: each parameter by itself), and hands the optimizer one tensor, this rank's part. What
-lies where is read from the tables of its own optimizer and not from its ``_hp_mapping``, which is
-wrong with round-robin gradients. This is the only file that names what is private in it.
+ranks (ZeRO-3: each parameter by itself), and hands the optimizer one tensor, this rank's part. The
+layout is read from the tables of DeepSpeed's own optimizer and not from its ``_hp_mapping``, which
+is wrong with round-robin gradients. This is the only file that names private parts of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
 
 _ATTACH = (
     "is one of DeepSpeed's flat tensors, and it is not known which parameters it is made of: its "
-    "formats and its noise follow from these. Call torch_bf16.attach(engine) after "
+    "formats and its noise depend on these. Call torch_bf16.attach(engine) after "
     "deepspeed.initialize, before the first step and before a checkpoint is loaded"
 )
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a flat tensor is made of.
+    """The parameters that a flat tensor is made of.
 
     Attributes:
-        names: of the parameters of its group, on every rank.
-        shapes: theirs.
-        spans: what this rank holds; padding is in none of them.
-        group: the ranks among which it is cut.
+        names: names of all parameters of its group; the same on every rank.
+        shapes: shapes of these parameters.
+        spans: the elements that this rank holds, without padding.
+        group: the process group among whose ranks it is cut.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class _Layout:
 
 
 _layouts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The layout of each flat tensor of engines that were attached."""
+"""The layout of each flat tensor of attached engines."""
 
 
 class FlatShard(Shard):
@@ -123,7 +123,7 @@ class FlatShard(Shard):
 
 
 class PartitionedShard(Shard):
-    """A parameter that ZeRO-3 has cut, whose own memory is empty outside of its module's call."""
+    """A parameter that ZeRO-3 has cut; its own memory is empty outside of its module's calls."""
 
     sharded = True
     can_gather = False
@@ -143,40 +143,40 @@ def is_partitioned(parameter: Any) -> bool:
 
 
 def any_partitioned(parameters: Iterable[Any]) -> bool:
-    """Whether one of some parameters is such a part."""
+    """Whether :func:`is_partitioned` holds for any of the parameters."""
     return "deepspeed" in sys.modules and any(map(is_partitioned, parameters))
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Whether it is a flat tensor of DeepSpeed, attached or not."""
+    """Whether a parameter is a flat tensor of DeepSpeed, attached or not."""
     if type(parameter) is not Tensor or parameter.ndim != 1:
         return False
     if parameter in _layouts:
         return True
     base: Any = sys.modules.get("deepspeed.runtime.base_optimizer")
-    # The tensor does not know who made it. Asked where something is wrong, or will be refused.
+    # The tensor does not know its optimizer. This slow search runs only on the way to an error.
     return base is not None and any(
         parameter is each
-        for found in gc.get_objects()
-        if issubclass(type(found), base.DeepSpeedOptimizer)
-        for group in found.optimizer.param_groups
+        for zero in gc.get_objects()
+        if issubclass(type(zero), base.DeepSpeedOptimizer)
+        for group in zero.optimizer.param_groups
         for each in group["params"]
     )
 
 
 def register_flats(zero: Any) -> list[Tensor]:
-    """Note what the flat tensors of an optimizer of DeepSpeed are made of, and return them.
+    """Remember the layouts of the flat tensors of DeepSpeed's optimizer, and return the tensors.
 
     Args:
-        zero: its ``DeepSpeedZeroOptimizer`` or ``DeepSpeedZeroOptimizer_Stage3``.
+        zero: DeepSpeed's ``DeepSpeedZeroOptimizer`` or ``DeepSpeedZeroOptimizer_Stage3``.
     """
-    found = {flat: layout for flat, _, layout in _flats(zero)}
-    _layouts.update(found)
-    return [*found]
+    layouts = {flat: layout for flat, _, layout in _flats(zero)}
+    _layouts.update(layouts)
+    return [*layouts]
 
 
 def alias_masters(zero: Any) -> None:
-    """Let each flat tensor be the memory of this rank's weights, of which it is a mere copy."""
+    """Replace the memory of each flat tensor, a mere copy, by that of this rank's weights."""
     for flat, weights, _ in _flats(zero):
         flat.data = weights.data
     if not _is_stage3(zero):
@@ -232,8 +232,8 @@ def _span(name: str, shape: tuple[int, ...], start: int, numel: int, offset: int
 
 
 def _layout(spans: Sequence[Span], group: Any) -> _Layout:
-    """From one span for each parameter, some of them empty."""
-    here = tuple(each for each in spans if each.numel)
+    """The layout of one span for each parameter, some of them empty."""
+    held = tuple(each for each in spans if each.numel)
     return _Layout(
-        tuple(each.name for each in spans), tuple(each.shape for each in spans), here, group
+        tuple(each.name for each in spans), tuple(each.shape for each in spans), held, group
     )

@@ -1,4 +1,4 @@
-"""What of DeepSpeed our optimizers can train under, asked of its configuration and its engine."""
+"""Checks of DeepSpeed's configuration and engine: which options our optimizers can train under."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAGS = {
     "bf16_master_weights_and_grads": True,
     "bf16_optimizer_states": True,
 }
-"""What the section ``bf16`` of a configuration has to say."""
+"""The options that the section ``bf16`` of a configuration must have."""
 
 _ZERO = "zero_optimization"
 _SECTIONS = f'"bf16": {json.dumps(FLAGS)}'
@@ -74,21 +74,21 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def deepspeed_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of DeepSpeed with what these optimizers need.
+    """A configuration of DeepSpeed with the options that these optimizers need.
 
-    That is the section ``bf16`` with its masters and states in bf16, and leave for an optimizer
+    These are the section ``bf16``, with masters and states in bf16, and permission for an optimizer
     that DeepSpeed does not know. For ``deepspeed.initialize``; see :func:`torch_bf16.attach`.
 
     Args:
-        config: as ``deepspeed.initialize`` takes it, with ``"auto"`` where a host fills it in; only
-            read.
+        config: a configuration for ``deepspeed.initialize``, with ``"auto"`` where a host fills it
+            in; only read.
 
     Returns:
-        A new one.
+        A new configuration.
 
     Raises:
-        ValueError: a line says otherwise, or no ZeRO stage is set.
-        NotImplementedError: a line asks for what cannot be trained, or was not tried.
+        ValueError: a line contradicts these options, or no ZeRO stage is set.
+        NotImplementedError: a line asks for something that cannot be trained, or was not tried.
 
     Example:
         >>> deepspeed_config({"zero_optimization": {"stage": 2}})["bf16"]["bf16_optimizer_states"]
@@ -101,16 +101,16 @@ def deepspeed_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     config = copy.deepcopy(dict(config))
     for path, harmless, why in _REFUSED:
-        found = _get(config, path)
-        if isinstance(found, Mapping) and None in harmless and not found:
+        value = _get(config, path)
+        if isinstance(value, Mapping) and None in harmless and not value:
             continue
-        if found not in harmless and found != "auto":
-            raise NotImplementedError(_line(path, found) + f" cannot be used: {why}")
+        if value not in harmless and value != "auto":
+            raise NotImplementedError(_line(path, value) + f" cannot be used: {why}")
     stage = _get(config, f"{_ZERO}.stage")
     if stage not in (1, 2, 3, "auto"):
-        found = "is not set" if stage is None else f"is {stage!r}"
+        fault = "is not set" if stage is None else f"is {stage!r}"
         raise ValueError(
-            f"{_ZERO}.stage {found} in DeepSpeed's configuration, and these optimizers train with "
+            f"{_ZERO}.stage {fault} in DeepSpeed's configuration, and these optimizers train with "
             f'ZeRO: write "{_ZERO}": {{"stage": 1}}, 2 or 3. Without ZeRO use DDP and no DeepSpeed'
         )
     section = config["bf16"] = config.get("bf16") or {}
@@ -129,14 +129,14 @@ def deepspeed_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_engine(engine: Any) -> Any:
-    """The optimizer of DeepSpeed around ours.
+    """DeepSpeed's optimizer around ours, after checks of its engine.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first.
+        engine: the first object that ``deepspeed.initialize`` returned.
 
     Raises:
-        ValueError: it is not an engine, or has no optimizer, or was set up in another way.
-        NotImplementedError: it does what cannot be trained, or was not tried.
+        ValueError: it is not an engine, has no optimizer, or was set up in another way.
+        NotImplementedError: it does something that cannot be trained, or was not tried.
     """
     bases = [each.__name__ for each in type(engine).__mro__]
     if "DeepSpeedEngine" not in bases:
@@ -177,16 +177,16 @@ def check_engine(engine: Any) -> Any:
 
 
 def _get(config: Mapping[str, Any], path: str) -> Any:
-    found: Any = config
+    value: Any = config
     for name in path.split("."):
-        if not isinstance(found, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        found = found.get(name)
-    return found
+        value = value.get(name)
+    return value
 
 
 def _line(path: str, value: Any) -> str:
-    """How messages call a line of the configuration."""
+    """A line of the configuration, as messages show it."""
     *sections, name = path.split(".")
     shown = "{...}" if isinstance(value, Mapping) else json.dumps(value, default=str)
     where = f" (in {'.'.join(sections)})" if sections else ""

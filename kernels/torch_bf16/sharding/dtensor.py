@@ -24,7 +24,7 @@ __all__ = ["DTensorShard", "box_at", "is_incomplete"]
 
 
 def is_incomplete(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor of which other ranks hold other numbers."""
+    """Whether a tensor is a DTensor of which other ranks hold other parts."""
     if not is_dtensor(tensor):
         return False
     pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -32,7 +32,7 @@ def is_incomplete(tensor: Any) -> bool:
 
 
 class DTensorShard(Shard):
-    """What this rank holds of a DTensor."""
+    """This rank's part of a DTensor."""
 
     parameter: Any
     sharded = True
@@ -50,10 +50,10 @@ class DTensorShard(Shard):
 
     @cached_property
     def _box(self) -> tuple[slice, ...]:
-        """The part of the whole tensor that is here, as an index into it."""
-        box, found = self._box_of(self.shape), tuple(self.memory.shape)
-        if tuple(each.stop - each.start for each in box) != found and self.memory.numel():
-            why = f"its part here has shape {found}, where {box} was expected"
+        """This rank's part of the whole tensor, as an index into it."""
+        box, shape = self._box_of(self.shape), tuple(self.memory.shape)
+        if tuple(each.stop - each.start for each in box) != shape and self.memory.numel():
+            why = f"its part here has shape {shape}, where {box} was expected"
             raise _refusal(self.parameter.placements, why)
         return box
 
@@ -65,19 +65,19 @@ class DTensorShard(Shard):
         return box_at(shape, mesh.shape, coordinate, self.parameter.placements)
 
     def gradient(self) -> Tensor:
-        # Partial sums, say, of a norm gain under sequence parallelism.
+        # It may be partial sums, as of a norm gain under sequence parallelism.
         return self._in_place(self.parameter.grad)
 
     def _in_place(self, tensor: Any) -> Tensor:
         placed = self.parameter
         if tensor._spec is not placed._spec and tensor.placements != placed.placements:
-            if tensor.dtype == torch.int16:  # bits, and torch's collectives know no such integers
+            if tensor.dtype == torch.int16:  # bits: torch's collectives do not support int16
                 shown = place_like(tensor, local(tensor).view(torch.bfloat16))
                 return self._in_place(shown).view(torch.int16)
             tensor = tensor.redistribute(placements=placed.placements)
         memory = tensor._local_tensor
-        # What a collective that is still under way leaves here has no memory yet, and to_local()
-        # does not wait for it where gradients are off.
+        # The result of a collective that is still running has no memory yet, and to_local() does
+        # not wait for it if gradients are off.
         return local(memory.wait() if hasattr(memory, "wait") else memory)
 
     def obstacle_of_gradient(self, gradient: Tensor) -> str | None:
@@ -89,8 +89,8 @@ class DTensorShard(Shard):
         mesh, other = self.parameter.device_mesh, gradient.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh != other:
             return (
-                f"is placed on {mesh} and its gradient on {other}: ranks would read other elements "
-                "than they hold. Give it a gradient on the parameter's mesh"
+                f"is placed on {mesh} and its gradient on {other}: ranks would read elements that "
+                "are not theirs. Give it a gradient on the parameter's mesh"
             )
         return None
 
@@ -132,11 +132,11 @@ class DTensorShard(Shard):
         mesh, placements = placed.device_mesh, placed.placements
         if not dims or not self.numel:
             return memory
-        here = enumerate(mesh.get_coordinate())
-        places = [range(mesh.shape[dim]) if dim in dims else [place] for dim, place in here]
+        own = enumerate(mesh.get_coordinate())
+        places = [range(mesh.shape[dim]) if dim in dims else [place] for dim, place in own]
         boxes = [box_at(self.shape, mesh.shape, each, placements) for each in product(*places)]
         sizes = [tuple(each.stop - each.start for each in box) for box in boxes]
-        # Collectives take parts of one size.
+        # Collectives need parts of equal size.
         most = max(map(prod, sizes))
         parts = memory.new_zeros(most)
         parts[: memory.numel()] = memory.view(-1)
@@ -151,12 +151,12 @@ class DTensorShard(Shard):
 
     def holders(self) -> Mapping[int, Span]:
         dims, mesh = self.cut_over(), self.parameter.device_mesh
-        here = mesh.get_coordinate()
-        if here is None or not dims:
+        own = mesh.get_coordinate()
+        if own is None or not dims:
             return {}
         spans = _spans(self.shape, tuple(mesh.shape), tuple(self.parameter.placements))
         sizes = enumerate(mesh.shape)
-        places = [range(n) if dim in dims else [here[dim]] for dim, n in sizes]
+        places = [range(n) if dim in dims else [own[dim]] for dim, n in sizes]
         return {int(mesh.mesh[each]): spans[each] for each in product(*places)}
 
     def exchange_group(self) -> Any:
@@ -176,13 +176,13 @@ class DTensorShard(Shard):
 def _spans(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Any
 ) -> dict[tuple[int, ...], Span]:
-    """What each coordinate of a mesh holds of a tensor."""
-    found = {}
-    for each in product(*map(range, mesh_shape)):
-        box = box_at(shape, mesh_shape, each, placements)
-        numel = prod(one.stop - one.start for one in box)
-        found[each] = Span("", shape, 0, numel, *runs_of(shape, box))
-    return found
+    """The part of a tensor at each coordinate of a mesh."""
+    spans = {}
+    for coordinate in product(*map(range, mesh_shape)):
+        box = box_at(shape, mesh_shape, coordinate, placements)
+        numel = prod(each.stop - each.start for each in box)
+        spans[coordinate] = Span("", shape, 0, numel, *runs_of(shape, box))
+    return spans
 
 
 def box_at(
@@ -203,8 +203,8 @@ def box_at(
 def _order(mesh_shape: Sequence[int], placements: Any) -> Iterable[int]:
     """Mesh dimensions in the order in which they cut the tensor.
 
-    That is from left to right, but for FSDP2 over tensor parallelism: it cuts what tensor
-    parallelism on its right has cut already, and says so by ``_StridedShard``.
+    That is from left to right, except for FSDP2 over tensor parallelism: FSDP2 cuts the parts of
+    tensor parallelism, which is on its right, and marks that with ``_StridedShard``.
     """
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):

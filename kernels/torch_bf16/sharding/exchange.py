@@ -1,4 +1,4 @@
-"""Tensors from each rank of a group to some of the others, in one message for each pair."""
+"""Sends tensors from each rank of a group to some of the others, in one message per pair."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 __all__ = ["Like", "all_gather", "exchange", "group_of"]
 
 Like = tuple[int, torch.dtype]
-"""How many numbers of which dtype a tensor of one dimension has."""
+"""The number of elements and the dtype of a tensor of one dimension."""
 
-# Where each tensor begins in a message, so that it can be seen in its dtype.
+# Each tensor begins at a multiple of this in a message, so that it can be viewed in its dtype.
 _ALIGNED = 16
 
-# The default group of the process, and groups of some of its ranks by those.
+# The default group of the process, and the groups made of some of its ranks, by ranks.
 _known: tuple[Any, dict[tuple[int, ...], Any]] = (None, {})
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """A process group of some ranks, all of which ask for it; made once."""
+    """A process group of these ranks, all of which must call this; made once."""
     global _known
     if _known[0] is not dist.group.WORLD:
         _known = dist.group.WORLD, {}
@@ -36,7 +36,7 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 def all_gather(whole: Tensor, share: Tensor, group: Any) -> None:
     """Fill ``whole``, ``[ranks * n]``, with the shares of all ranks, ``[n]`` each."""
-    # torch 2.13 warns of the name that older ones have.
+    # torch 2.13 warns about the name in older versions.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, share, group=group)
 
@@ -49,26 +49,26 @@ def exchange(
 ) -> dict[int, list[Tensor]]:
     """Send tensors to other ranks of a group, and receive theirs.
 
-    A rank communicates only with those that it sends to or receives from.
+    A rank communicates only with ranks that it sends to or receives from.
 
     Args:
-        outgoing: by global rank what goes there.
-        incoming: by global rank what comes from there, in the order in which it is sent.
+        outgoing: the tensors for each global rank.
+        incoming: the tensors to expect from each global rank, in the order in which it sends them.
         group: a process group.
-        device: where all of them are.
+        device: the device of all tensors.
 
     Returns:
-        By global rank what has come, of one dimension each.
+        The tensors received from each global rank, of one dimension each.
     """
     sent = {rank: _pack(tensors) for rank, tensors in outgoing.items() if tensors}
     places = {rank: _places(likes) for rank, likes in incoming.items() if likes}
-    taken = {
+    received = {
         rank: torch.empty(ends[-1], dtype=torch.uint8, device=device)
         for rank, ends in places.items()
     }
-    # In the order of ranks, as every one of them goes through its peers.
+    # All ranks go through their peers in the order of ranks.
     ways = [(rank, dist.isend, each) for rank, each in sent.items()]
-    ways += [(rank, dist.irecv, each) for rank, each in taken.items()]
+    ways += [(rank, dist.irecv, each) for rank, each in received.items()]
     operations = [
         dist.P2POp(way, each, rank, group) for rank, way, each in sorted(ways, key=lambda w: w[0])
     ]
@@ -79,12 +79,12 @@ def exchange(
             message[start : start + numel * dtype.itemsize].view(dtype)
             for start, (numel, dtype) in zip(places[rank], incoming[rank], strict=False)
         ]
-        for rank, message in taken.items()
+        for rank, message in received.items()
     }
 
 
 def _places(likes: Sequence[Like]) -> list[int]:
-    """Where each tensor begins in a message, in bytes, and where that ends."""
+    """The offset of each tensor in a message, in bytes, and then the size of the message."""
     sizes = (-(-numel * dtype.itemsize // _ALIGNED) * _ALIGNED for numel, dtype in likes)
     return [*accumulate(sizes, initial=0)]
 

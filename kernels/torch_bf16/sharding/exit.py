@@ -1,11 +1,11 @@
 """The end of a process in which gloo has run collectives.
 
-A thread of gloo lets go of the tensors of a collective after it has told the main thread that they
-are done, and takes the GIL for it. Where that is after the interpreter has begun to end, Python
-kills the thread inside a destructor: "terminate called without an active exception", and a run that
-has printed its result counts as failed (https://github.com/pytorch/pytorch/issues/190489, in every
-precision). ``destroy_process_group`` waits for these threads only where nothing else, like DDP,
-holds the group.
+A thread of gloo releases the tensors of a collective after it has told the main thread that the
+collective is done, and needs the GIL for it. If the interpreter has begun to shut down by then,
+Python kills the thread inside a destructor: "terminate called without an active exception", and a
+run that has printed its result counts as failed
+(https://github.com/pytorch/pytorch/issues/190489, in every precision). ``destroy_process_group``
+waits for these threads only if nothing else, like DDP, holds the group.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BOUND = 10.0
 
 @functools.cache
 def settle_at_exit() -> None:
-    """Let gloo's threads finish before the interpreter ends; harmless to call again."""
+    """Let gloo's threads finish before the interpreter shuts down; harmless to call again."""
     atexit.register(_settle)
 
 
 def _settle() -> None:
-    """Wait, without the GIL, until no thread of gloo has moved during a pause."""
+    """Wait, without the GIL, until no thread of gloo has run during a pause."""
     before, end = None, time.monotonic() + _BOUND
     while (now := _gloo()) != before and time.monotonic() < end:
         before = now
@@ -36,12 +36,12 @@ def _settle() -> None:
 
 
 def _gloo() -> dict[str, object]:
-    """How often each thread of gloo has been put on a processor, and so whether it moves.
+    """The number of context switches of each of gloo's threads, which shows whether it runs.
 
-    One that is at work compares with nothing. One that waits for the GIL wakes up every 5 ms. Where
-    no kernel tells, there is none.
+    The value of a working thread equals no other. A thread that waits for the GIL wakes up every
+    5 ms. Without /proc the result is empty.
     """
-    found = {}
+    switches_of = {}
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         try:
             lines = (thread / "status").read_text().splitlines()
@@ -51,5 +51,5 @@ def _gloo() -> dict[str, object]:
         if status["Name"].startswith("pt_gloo"):
             sleeps = status["State"].startswith("S")
             switches = [n for name, n in status.items() if name.endswith("ctxt_switches")]
-            found[thread.name] = switches if sleeps else object()
-    return found
+            switches_of[thread.name] = switches if sleeps else object()
+    return switches_of

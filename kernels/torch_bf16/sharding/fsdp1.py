@@ -1,10 +1,10 @@
 """Parameters of ``FullyShardedDataParallel`` (FSDP1) with ``use_orig_params=True``.
 
 FSDP1 lays the parameters of a unit end to end and cuts the row into equal shards. A parameter stays
-the object that it was and becomes, outside of forward and backward passes, a view of its elements
-in this rank's shard: one dimension, often no element. It knows neither the shape that formats
-follow from nor the indices that noise follows. FSDP1's handles do; this is the only file that names
-what is private in them.
+the same object and becomes, outside of forward and backward passes, a view of its elements in this
+rank's shard: of one dimension, often without elements. It knows neither its whole shape, on which
+formats depend, nor its elements' indices, on which noise depends. FSDP1's handles do; this is the
+only file that names their private parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Fsdp1Shard(Shard):
-    """What FSDP1 has left on this rank of a parameter."""
+    """The part of a parameter that FSDP1 has left on this rank."""
 
     sharded = True
     can_gather = False
@@ -49,11 +49,11 @@ class Fsdp1Shard(Shard):
         """The handle of the parameter.
 
         Raises:
-            LookupError: none is known; the message says what helps.
+            LookupError: no handle is known; the message says what helps.
         """
         handle = _known(self.parameter)
         if handle is None:
-            # A parameter does not know who flattened it. Once per model: this asks all that lives.
+            # A parameter does not know its handle. Once per model: this checks all live objects.
             private: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
             for each in gc.get_objects() if private else ():
                 if type(each) is private.FlatParamHandle:
@@ -69,7 +69,7 @@ class Fsdp1Shard(Shard):
 
     @cached_property
     def _number(self) -> int:
-        """Which of the parameters of its unit it is."""
+        """The number of the parameter in its unit."""
         parameters = self._handle.flat_param._params
         return next(n for n, each in enumerate(parameters) if each is self.parameter)
 
@@ -142,40 +142,40 @@ class Fsdp1Shard(Shard):
         rows = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
         first = [start for (start, _), padding in rows if not padding][self._number]
         size = flat._sharded_size.numel()
-        found = {}
+        spans = {}
         for place, rank in enumerate(dist.get_process_group_ranks(group)):
             begin = max(first, place * size)
             run = min(first + self.numel, (place + 1) * size) - begin
             if run > 0:
-                found[rank] = Span(self.name, self.shape, 0, run, begin - first, run, run)
-        return found
+                spans[rank] = Span(self.name, self.shape, 0, run, begin - first, run, run)
+        return spans
 
     def unexpand(self, part: Tensor, shape: Sequence[int]) -> Tensor:
         if part.shape != self.memory.shape:
             return super().unexpand(part, shape)
-        found = part.new_full((prod(shape),), torch.nan)
-        found[self.span.places(shape, part.device)] = part
-        me = dist.get_rank()
-        others = [rank for rank in self.holders() if rank != me]
-        like = found.numel(), found.dtype
-        came = exchange(
-            {rank: [found] for rank in others},
+        result = part.new_full((prod(shape),), torch.nan)
+        result[self.span.places(shape, part.device)] = part
+        own_rank = dist.get_rank()
+        others = [rank for rank in self.holders() if rank != own_rank]
+        like = result.numel(), result.dtype
+        received = exchange(
+            {rank: [result] for rank in others},
             {rank: [like] for rank in others},
-            *(self.exchange_group(), found.device),
+            *(self.exchange_group(), result.device),
         )
-        for (theirs,) in came.values():
-            found = torch.where(found.isnan(), theirs, found)
-        return found.view(*shape)
+        for (theirs,) in received.values():
+            result = torch.where(result.isnan(), theirs, result)
+        return result.view(*shape)
 
     def groups(self) -> list[Any]:
         return [self._handle.process_group]
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether FSDP1 has left a part of the parameter, or of several.
+    """Whether FSDP1 has left only a part of the parameter, or has made it of several.
 
-    Without sharding (``NO_SHARD``, one rank) and with ``use_orig_params=True`` a parameter is as it
-    was.
+    Without sharding (``NO_SHARD``, one rank) and with ``use_orig_params=True`` parameters do not
+    change.
     """
     if not any_flattened([parameter]):
         return False
@@ -204,17 +204,17 @@ def unit_shapes(parameter: Tensor) -> list[tuple[int, ...]] | None:
 def reduce_by(
     model: nn.Module, hook: Callable[[Any, Tensor, Tensor], None]
 ) -> list[tuple[Any, torch.device]]:
-    """Let a hook reduce what FSDP1 shards over several ranks; again is harmless.
+    """Let a hook reduce the gradients that FSDP1 shards over several ranks; idempotent.
 
     Args:
-        model: before its first forward pass.
+        model: the model, before its first forward pass.
         hook: called with a process group, a unit's gradient and the shard of it to be written.
 
     Returns:
         The process group and the device of each outermost unit.
 
     Raises:
-        NotImplementedError: FSDP1 takes no hook there, or has one.
+        NotImplementedError: FSDP1 accepts no hook there, or has one already.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     found = []
@@ -248,7 +248,7 @@ def reduce_by(
 
 
 def register(module: nn.Module) -> None:
-    """Note what FSDP1 has flattened in a module, which saves a search for it."""
+    """Remember FSDP1's handles in a module, which saves a search for them."""
     for sub in module.modules():
         if type(sub).__name__ == "FullyShardedDataParallel":
             handle = sub.__dict__.get("_handle")
@@ -257,7 +257,7 @@ def register(module: nn.Module) -> None:
 
 
 def any_flattened(parameters: Iterable[Tensor]) -> bool:
-    """Whether FSDP1 has laid one of the parameters into a flat one, or one is a flat one."""
+    """Whether FSDP1 has flattened one of the parameters, or one is a flat parameter."""
     return any(map(getattr, parameters, repeat("_fsdp_flattened"), repeat(False)))
 
 

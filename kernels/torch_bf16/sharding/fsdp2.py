@@ -1,7 +1,7 @@
-"""FSDP2 (``fully_shard``): what it gathers and reduces together, and where a pass arrives at it.
+"""FSDP2 (``fully_shard``): its units, and hooks for when a backward pass reaches one.
 
-This is the only file that names what is private in it; what a rank holds of a parameter,
-:mod:`.dtensor` says.
+This is the only file that names private parts of FSDP2; :mod:`.dtensor` describes a rank's part of
+a parameter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Unit:
     """Parameters that are gathered and reduced together.
 
     Attributes:
-        name: of the module in its model, or what stands for the model itself.
-        module: that ``fully_shard`` was applied to, or the first of several.
-        parameters: sharded; those in ``ignored_params`` are none of them.
-        reduce_dtype: of gradients; None for that of the parameters.
-        group: the ranks that hold other parts; None where each holds all.
+        name: name of the module in its model, or "the model" for the model itself.
+        module: the module that ``fully_shard`` was applied to, or the first of several.
+        parameters: the sharded parameters, without those in ``ignored_params``.
+        reduce_dtype: dtype in which gradients are reduced; None for that of the parameters.
+        group: the group of ranks that hold other parts; None if each rank holds all.
         replicates: whether ranks of another group hold the same part, as in HSDP.
     """
 
@@ -42,7 +42,7 @@ class Unit:
 
 
 def units(model: nn.Module) -> Iterator[Unit]:
-    """Those in a model, from the outside in."""
+    """The units of a model, the outermost first."""
     for name, module, state in _states(model):
         for group in _groups(state):
             mesh = group.mesh_info
@@ -62,14 +62,14 @@ def has_run(model: nn.Module) -> bool:
 
 
 def before_backward_of(unit: Unit, call: Callable[[], None]) -> RemovableHandle:
-    """Call each time that a backward pass arrives at what a unit returned, by whichever method."""
+    """Call ``call`` each time a backward pass reaches the outputs of a unit, of any method."""
     state = unit.module._get_fsdp_state()
     calls: OrderedDict[int, Callable[[], None]] | None = getattr(state, "_torch_bf16_calls", None)
     if calls is None:
         calls = state._torch_bf16_calls = OrderedDict()
         own = state._pre_backward
 
-        # FSDP2 hangs this on all outputs.
+        # FSDP2 hooks this to all outputs.
         def pre_backward(gradient: Tensor) -> Tensor:
             for each in [*calls.values()]:
                 each()
@@ -85,7 +85,7 @@ def reshard(parameters: Iterable[Tensor]) -> None:
     """Make FSDP2 gather again the weights that are about to be written outside a step.
 
     It keeps the root's gathered weights until a backward pass, which a validation does not have. A
-    DTensor does not know its module, so all modules give up what they keep.
+    DTensor does not know its module, so all modules free their gathered weights.
     """
     if not any(map(is_dtensor, parameters)):
         return
@@ -95,7 +95,7 @@ def reshard(parameters: Iterable[Tensor]) -> None:
 
 
 def places() -> Iterator[tuple[Tensor, nn.Module, str]]:
-    """What was sharded, each with the module that it is a parameter of and its name there."""
+    """All sharded parameters, each with the module that owns it and its name there."""
     for module in _every_module():
         if (state_of := getattr(module, "_get_fsdp_state", None)) is None:
             continue
@@ -110,7 +110,7 @@ def _every_module() -> list[nn.Module]:
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """FSDP2's states, each with the first of the modules that share it and its name."""
+    """FSDP2's states, each with the first module that shares it, and that module's name."""
     seen = set()
     for name, module in model.named_modules():
         # What fully_shard adds to a module's class.
@@ -124,5 +124,5 @@ def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 def _groups(state: Any) -> Iterable[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
-    # Older torch has one for each module.
+    # Older versions of torch have one group for each module.
     return filter(None, [state._fsdp_param_group]) if groups is None else groups

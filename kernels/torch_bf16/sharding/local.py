@@ -29,26 +29,26 @@ _VERSION = attrgetter("_version")
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor; does not import what defines those."""
+    """Whether ``tensor`` is a DTensor; does not import the module that defines them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def layers(tensor: Tensor) -> list[Tensor]:
-    """A tensor, what it is a view of to the outside, and so on down to its memory on this rank.
+    """A tensor, the tensor inside it, and so on down to its memory on this rank.
 
-    A DTensor has a local tensor; one of another library's classes, such as torchao's float8 weight,
-    may hold the one whose numbers it shows.
+    A DTensor has a local tensor; a tensor of another library's class, such as torchao's float8
+    weight, may hold the one whose numbers it shows.
     """
-    found = [tensor]
-    while type(found[-1]) not in PLAIN:
-        inner = getattr(found[-1], "_local_tensor", None)
+    nested = [tensor]
+    while type(nested[-1]) not in PLAIN:
+        inner = getattr(nested[-1], "_local_tensor", None)
         if inner is None:
-            inner = inner_of(found[-1])
+            inner = inner_of(nested[-1])
         if inner is None:
             break
-        found.append(inner)
-    return found
+        nested.append(inner)
+    return nested
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -57,26 +57,26 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that a write to the tensor raises, by its own name or in one of its layers."""
+    """A number that a write to the tensor, or to one of its layers, raises."""
     if type(tensor) in PLAIN:
         return tensor._version
-    # A write to a wrapper is not seen in what it holds.
+    # A write to a wrapper does not change the version of the tensor inside.
     return sum(each._version for each in layers(tensor))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """:func:`version_of` each of some tensors."""
+    """:func:`version_of` each tensor."""
     plain = {*map(type, tensors)} <= {*PLAIN}
     return [*map(_VERSION if plain else version_of, tensors)]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or the whole one that a DTensor is a part of, gathered on every rank."""
+    """The tensor itself or, for a DTensor, the whole tensor, gathered on every rank."""
     placed: Any = tensor
     if not is_dtensor(tensor):
         return tensor
     device = placed.device_mesh.device_type
-    # Of states in host memory: collectives are those of the mesh's devices.
+    # States in host memory move to the mesh's devices, which have the collectives.
     return (placed if placed.device.type == device else placed.to(device)).full_tensor()
 
 
@@ -84,12 +84,12 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
     """A tensor placed like another.
 
     Args:
-        tensor: plain or a DTensor.
-        memory: this rank's part, any dtype.
-        shape: of the whole result, where it is not that of ``tensor``.
+        tensor: a plain tensor or a DTensor.
+        memory: this rank's part, of any dtype.
+        shape: shape of the whole result, if it differs from that of ``tensor``.
 
     Returns:
-        ``memory`` itself beside a plain tensor, else a DTensor over it.
+        ``memory`` itself if ``tensor`` is plain, otherwise a DTensor over it.
     """
     if not is_dtensor(tensor):
         return memory
@@ -101,7 +101,7 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     beside = memory.device.type not in ("meta", placed.device_mesh.device_type)
     made: Any = DTensor.from_local(
-        # It would move what is in host memory to the mesh's device.
+        # from_local would move host memory to the mesh's device.
         torch.empty_like(memory, device="meta") if beside else memory,
         placed.device_mesh,
         placed.placements,
@@ -117,22 +117,22 @@ def place_like(tensor: Tensor, memory: Tensor, shape: Sequence[int] | None = Non
 
 
 def shown_like(tensor: Tensor, memory: Tensor) -> Tensor:
-    """A tensor with the layers of another over other numbers of the same shape.
+    """A tensor with the layers of another tensor, but other numbers of the same shape.
 
     Args:
         tensor: plain, a DTensor, or wrapped by another library, or both.
-        memory: this rank's part, any floating-point dtype; may become the result's.
+        memory: this rank's part, of any floating-point dtype; may become the result's memory.
     """
     if all(type(each) in PLAIN or is_dtensor(each) for each in layers(tensor)):
         return place_like(tensor, memory)
-    # A wrapper decides for itself what it becomes in another dtype.
+    # A wrapper decides by itself what it becomes in another dtype.
     shown = tensor.to(memory.dtype)
     local(shown).copy_(memory)
     return shown
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors are one and the same, seen through two objects."""
+    """Whether two tensor objects show the same tensor."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     if one is other:
@@ -142,7 +142,7 @@ def same_memory(one: Any, other: Any) -> bool:
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:
-    """What two tensors share where they are one and the same."""
+    """A key that is equal for two objects that show the same tensor."""
     memory = local(tensor)
     placements = tensor.placements if is_dtensor(tensor) else None
     kind = memory.dtype, memory.device, memory.data_ptr()

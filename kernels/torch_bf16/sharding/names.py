@@ -1,4 +1,4 @@
-"""Names of parameters, the same whatever has been wrapped around their module."""
+"""Names of parameters that do not depend on the wrappers around their module."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 
 
 def without_wrappers(name: str) -> str:
-    """A name without the parts of wrappers that cannot be meant by anything else."""
+    """A name without the parts that can only come from a wrapper."""
     if "_" not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name, the same whether its module is compiled, wrapped by DDP, both or none."""
+    """A parameter's name, the same if its module is compiled, wrapped by DDP, both or neither."""
     name = without_wrappers(name)
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -30,9 +30,9 @@ def saved_names(names: Collection[str], saved: Iterable[str]) -> dict[str, str]:
     """The key that each parameter has in a state dict; parameters that have none are left out.
 
     Args:
-        names: of an optimizer's parameters.
-        saved: keys of weights, possibly saved without wrappers, or by PEFT, which leaves out the
-            name of the adapter, as in ``lora_A.default.weight``.
+        names: names of an optimizer's parameters.
+        saved: keys of saved weights, possibly saved without wrappers, or by PEFT, which leaves out
+            the name of the adapter, as in ``lora_A.default.weight``.
     """
     keys = {bare_name(key): key for key in saved}
     found = {name: keys[bare_name(name)] for name in names if bare_name(name) in keys}

@@ -1,9 +1,9 @@
-"""What a rank holds of a parameter: one object answers for all ways of sharding.
+"""A rank's part of a parameter: one interface for all ways of sharding.
 
-:class:`Shard` is the contract, and what holds of a parameter that nobody has sharded.
-:mod:`.dtensor` has it for ``fully_shard`` (FSDP2) and tensor parallelism, :mod:`.fsdp1` for
-``FullyShardedDataParallel``, :mod:`.deepspeed` for ZeRO's flat tensors, which hold parts of many. A
-shard is made when a step is planned, and asked from then on.
+:class:`Shard` is the interface, and its implementation for parameters that are not sharded.
+:mod:`.dtensor` implements it for ``fully_shard`` (FSDP2) and tensor parallelism, :mod:`.fsdp1` for
+``FullyShardedDataParallel``, :mod:`.deepspeed` for ZeRO's flat tensors, which hold parts of many
+parameters. A shard is made when a step is planned, and kept from then on.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ __all__ = ["Shard"]
 
 
 class Shard:
-    """What this rank holds of a parameter.
+    """This rank's part of a parameter.
 
     Args:
-        parameter: bf16 or fp32.
-        name: what keys its noise; empty where no noise is drawn.
+        parameter: a bf16 or fp32 parameter.
+        name: the name that keys its noise; empty if no noise is drawn.
 
     Attributes:
-        sharded: whether ranks hold parts of it.
-        replaces_parameter: whether another object has taken the place of the module's own.
-        can_gather: whether all ranks that hold parts take part in a step, so that they can gather.
+        sharded: whether ranks hold parts of the parameter.
+        replaces_parameter: whether another object has taken the place of the module's parameter.
+        can_gather: whether all ranks that hold parts participate in a step, so that they can
+            gather.
         in_row: whether its memory is a stretch of a row of many parameters: states may come as that
-            stretch, and a rank that holds none of it has no gradient and is waited for all the same
-            where its group sums something up.
-        loads_states_first: whether a checkpoint's states come before the weights that they are of.
+            stretch, and a rank that holds no element has no gradient, but its group's sums still
+            wait for it.
+        loads_states_first: whether a checkpoint's states are loaded before their weights.
         mixed: why it cannot hold numbers of several formats, if it is made of several tensors.
-        offload_obstacle: why its states cannot be in host memory while it is not, or nothing.
+        offload_obstacle: why its states cannot be in host memory while it is not; empty if they
+            can.
     """
 
     sharded: ClassVar[bool] = False
@@ -53,12 +55,12 @@ class Shard:
 
     @property
     def memory(self) -> Tensor:
-        """This rank's part, as it is in memory, detached."""
+        """This rank's part as it lies in memory, detached."""
         return local(self.parameter).detach()
 
     @cached_property
     def span(self) -> Span:
-        """Which elements of the whole tensor the memory holds.
+        """The elements of the whole tensor that the memory holds.
 
         Raises:
             NotImplementedError: they are not equally long runs at equal distances.
@@ -72,12 +74,12 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def spans(self) -> Sequence[Span]:
-        """The same as :attr:`span`, of each of the whole tensors that the memory holds parts of."""
+        """One :attr:`span` for each whole tensor of which the memory holds a part."""
         return (self.span,)
 
     @property
@@ -86,11 +88,11 @@ class Shard:
         return (self.shape,)
 
     def obstacle(self) -> str | None:
-        """Why it cannot be trained, or None where it can."""
+        """Why the parameter cannot be trained, or None if it can."""
         return None
 
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient, brought into place, which may communicate."""
+        """This rank's part of the gradient, placed like the parameter; may communicate."""
         return local(self.parameter.grad)  # pyright: ignore[reportArgumentType]
 
     def obstacle_of_gradient(self, gradient: Tensor) -> str | None:
@@ -100,40 +102,40 @@ class Shard:
         return None
 
     def check_blocks(self, block: int) -> None:
-        """Refuse a parameter that is cut within the blocks of a format; every rank agrees.
+        """Raise if the parameter is cut within the blocks of a format; all ranks raise, or none.
 
         Raises:
             NotImplementedError: it is; the message says what works.
         """
 
     def take(self, saved: Tensor) -> Tensor:
-        """This rank's part of a tensor that belongs to the parameter, communicating if need be.
+        """This rank's part of a tensor that belongs to the parameter; may communicate.
 
         Args:
-            saved: whole, or placed in any way; a plane of scales has as many rows and fewer
-                columns than the parameter.
+            saved: a whole tensor, or one placed in any way; a plane of scales has as many rows as
+                the parameter and fewer columns.
         """
         return whole(saved)
 
     def place(self, memory: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        """A tensor placed like the parameter, as :func:`.local.place_like` has it."""
+        """A tensor placed like the parameter; see :func:`.local.place_like`."""
         return place_like(self.parameter, memory, shape)
 
     def gather(self, memory: Tensor) -> Tensor:
-        """The whole tensor from the parts that ranks hold; communicates on all of them.
+        """The whole tensor, from the parts that ranks hold; all of them must call this.
 
         Args:
-            memory: this rank's part, contiguous, of a dtype that collectives know.
+            memory: this rank's part, contiguous, of a dtype that collectives support.
 
         Returns:
-            ``memory`` itself where it is all, else a new tensor.
+            ``memory`` itself if it is the whole tensor, otherwise a new tensor.
         """
         return memory
 
     def holders(self) -> Mapping[int, Span]:
-        """What each rank holds of it that takes its step: by global rank, this one's too.
+        """The parts of all ranks that hold any of the parameter, this one too, by global rank.
 
-        The same on every rank, replicas apart; empty where this rank holds all.
+        The same on every rank, except that replicas have their own; empty if this rank holds all.
 
         Raises:
             NotImplementedError: ranks hold parts, and cannot know which; the message, which begins
@@ -142,16 +144,16 @@ class Shard:
         return {}
 
     def exchange_group(self) -> Any:
-        """The process group of all :meth:`holders`; making it may communicate on all of them."""
+        """The process group of all :meth:`holders`; all of them must call this."""
         (group,) = self.groups()
         return group
 
     def unexpand(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor of some shape that was saved expanded to the whole one; may communicate.
+        """Undo the expansion of a smaller tensor to the whole shape; may communicate.
 
         Args:
-            part: all of it expanded, or what a checkpoint has for this rank's elements.
-            shape: 1 where the whole shape may have more.
+            part: the whole expanded tensor, or a checkpoint's numbers for this rank's elements.
+            shape: shape of the smaller tensor: 1 in dimensions in which it was expanded.
         """
         return part[tuple(map(slice, shape))] if tuple(part.shape) == self.shape else part
 

@@ -1,7 +1,7 @@
-"""Which elements of a whole tensor lie in a rank's memory.
+"""The elements of a whole tensor that lie in a rank's memory.
 
 The noise of an element is keyed by its index in the whole tensor, so that training does not depend
-on how that is cut. A rank holds equally long runs of elements at equal distances: ``offset``,
+on how the tensor is cut. A rank holds equally long runs of elements at equal distances: ``offset``,
 ``width`` and ``pitch`` say where they lie.
 """
 
@@ -25,11 +25,11 @@ class Span:
     ``offset + (e // width) * pitch + e % width`` of the whole tensor in row-major order.
 
     Attributes:
-        name: what keys the noise: the name of the whole tensor.
-        shape: of the whole tensor.
-        start: number of the first of them in the parameter's local memory.
-        numel: how many there are.
-        offset: index of the first one in the whole tensor.
+        name: the name of the whole tensor, which keys the noise.
+        shape: shape of the whole tensor.
+        start: position of the span's first element in the parameter's local memory.
+        numel: number of elements.
+        offset: index of the first element in the whole tensor.
         width: elements per contiguous run, at least 1.
         pitch: elements of the whole tensor from the start of a run to the start of the next.
     """
@@ -54,7 +54,7 @@ class Span:
         return self.width < self.numel
 
     def split(self) -> list[Span]:
-        """The same in spans whose runs a kernel can count in 32 bits."""
+        """The same elements as spans whose runs a kernel can count in 32 bits."""
         if not self.strided or self.width < 2**30:
             return [self]
         return [
@@ -68,17 +68,17 @@ class Span:
         ]
 
     def of(self, memory: Tensor, block: int = 1) -> Tensor:
-        """The span's elements of a tensor on this rank; ``block`` numbers share one of them."""
+        """The span's elements of a tensor on this rank that has one for each ``block`` numbers."""
         start, numel = self.start // block, self.numel // block
         return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
 
     def within(self, first: int, shape: Sequence[int]) -> Span:
-        """Those of its elements that lie in a stretch of the whole tensor, as a span of that.
+        """The elements of this span that lie in a stretch of the whole tensor, as a span of that.
 
         Args:
             first: index in the whole tensor of the stretch's first element.
-            shape: of the stretch, such as one matrix of a stack; a run of several ones does not end
-                in another stretch than it begins in.
+            shape: shape of the stretch, such as one matrix of a stack; if there are several runs,
+                each must end in the stretch in which it begins.
         """
         last = first + prod(shape)
         if not self.strided:
@@ -104,22 +104,22 @@ class Span:
         return whole.as_strided((runs, self.width), (self.pitch, 1), place)
 
     def places(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Where the elements come from if a tensor is expanded to the whole shape.
+        """The elements of a smaller tensor that, expanded to the whole shape, give this span's.
 
         Args:
-            shape: of that tensor, which has 1 where the whole shape may have more.
-            device: of the result.
+            shape: shape of the smaller tensor: 1 in dimensions in which it is expanded.
+            device: device of the result.
 
         Returns:
-            Indices into it in row-major order: int64 ``[numel]``.
+            Indices into the smaller tensor in row-major order: int64 ``[numel]``.
         """
         left, stride = self.indices(device), 1
-        found = torch.zeros_like(left)
+        places = torch.zeros_like(left)
         for whole, size in zip(reversed(self.shape), reversed(shape), strict=True):
             if size > 1:
-                found += (left % whole).mul_(stride)
+                places += (left % whole).mul_(stride)
             left, stride = left.floor_divide_(whole), stride * size
-        return found
+        return places
 
     def indices(self, device: torch.device) -> Tensor:
         """The index of each element in the whole tensor: int64 ``[numel]``."""
@@ -144,7 +144,8 @@ def runs_of(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, int, int]:
     width, pitch = sizes[last] * strides[last], shape[last] * strides[last]
     if width == numel:
         return offset, width, width
-    # What is cut before that must be one stretch of memory, but for its own elements.
+    # Runs are at equal distances only if no dimension is cut between the first one with several
+    # elements and the last one that is cut.
     first = next(dim for dim, size in enumerate(sizes) if size > 1)
     cut = [dim for dim in range(first + 1, last) if sizes[dim] < shape[dim]]
     if cut:

@@ -1,4 +1,4 @@
-"""Tensors of other libraries' classes that show the numbers of a tensor that they hold.
+"""Tensors of other libraries' classes that wrap a tensor and show its numbers.
 
 torchao's float8 training and TransformerEngine wrap weights in classes that say they are bf16 and
 have no memory: their address is 0, and a kernel that wrote there would end the process.
@@ -22,23 +22,23 @@ _names: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 
 
 def inner_of(tensor: Tensor) -> Tensor | None:
-    """The tensor whose numbers a wrapper shows; None where it is none, or that is not clear."""
+    """The tensor whose numbers a wrapper shows; None if this is no wrapper, or it is not clear."""
     kind = type(tensor)
     if kind not in _names:
-        found = candidates(tensor)
-        if found is None or len(found) != 1:
+        names = candidates(tensor)
+        if names is None or len(names) != 1:
             return None
-        _names[kind] = found[0]
+        _names[kind] = names[0]
     inner = getattr(tensor, _names[kind], None)
     return inner if _looks_like(inner, tensor) else None
 
 
 def candidates(tensor: Any) -> list[str] | None:
-    """The names of the tensors that a wrapper may show the numbers of; None if it is not a wrapper.
+    """The names of the inner tensors that a wrapper may show; None if it is not a wrapper.
 
     They have its dtype, shape, strides and device.
     """
-    # What a collective still fills says so by wait(), and is waited for before it is read.
+    # A tensor with wait() is one that a collective still fills; it is waited for before a read.
     if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "wait"):
         return None
     names, _ = tensor.__tensor_flatten__()
@@ -46,10 +46,10 @@ def candidates(tensor: Any) -> list[str] | None:
 
 
 def missing_memory(tensor: Tensor) -> str | None:
-    """Why kernels have no address to go to, or None where they have; begins with "a".
+    """Why a tensor has no address for kernels, or None if it has one; begins with "a".
 
     Args:
-        tensor: of a DTensor this rank's part is meant; a sparse one has addresses.
+        tensor: the tensor; for a DTensor, this rank's part is checked. Sparse ones have addresses.
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     found, kind = candidates(tensor), type(tensor)

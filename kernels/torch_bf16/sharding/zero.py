@@ -1,7 +1,7 @@
-"""What names the parameters of the local optimizer in torch's ``ZeroRedundancyOptimizer``.
+"""Names for the parameters of the local optimizer in torch's ``ZeroRedundancyOptimizer``.
 
-Each rank steps for some of the parameters, in an order that follows from their sizes, and sends
-them to the others. Noise must not depend on that, so the optimizer around it says what keys it.
+Each rank steps some of the parameters, in an order that follows from their sizes, and sends them to
+the other ranks. Noise must not depend on that, so the outer optimizer determines the names.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["ZeroNames", "is_zero"]
 
 
 def is_zero(optimizer: Any) -> bool:
-    """Whether it is a ``ZeroRedundancyOptimizer``; does not import what defines those."""
+    """Whether this is a ``ZeroRedundancyOptimizer``; does not import the module that defines it."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 class ZeroNames:
-    """What keys the noise of the parameters of all ranks.
+    """The names that key the noise of the parameters of all ranks.
 
     Args:
-        zero: the ``ZeroRedundancyOptimizer`` that has them.
+        zero: the ``ZeroRedundancyOptimizer`` of the parameters.
     """
 
     def __init__(self, zero: torch.optim.Optimizer) -> None:
@@ -37,7 +37,7 @@ class ZeroNames:
         zero.register_load_state_dict_post_hook(lambda zero: zero.optim._engine.invalidate())  # pyright: ignore[reportAttributeAccessIssue]
 
     def name(self, parameter: Tensor) -> str | None:
-        """What keys a parameter's noise: as if one optimizer had all of them."""
+        """The name that keys a parameter's noise, as if one optimizer had all parameters."""
         zero = self._zero()
         if parameter not in self._names and zero is not None:
             place = 0
