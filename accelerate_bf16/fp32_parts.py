@@ -74,7 +74,7 @@ def _is_plain_fp32(parameter: nn.Parameter) -> bool:
 
 
 def _by_module(model: nn.Module, names: set[str]) -> Iterator[str]:
-    """Replace the names of parameters by their module's name if the module keeps all of them."""
+    """Replace names of parameters with their module's name if all of its parameters are kept."""
     for prefix, module in model.named_modules():
         inside = {name for name, _ in module.named_parameters(prefix)}
         if prefix and inside and inside <= names:

@@ -62,7 +62,7 @@ def explain_mixed_unit(mode: str, error: ValueError) -> None:
             "_keep_in_fp32_modules_strict, adapters), and FSDP1 flattens what lies in one unit in "
             f"one dtype ({error}). What works: FSDP2, fsdp_version=2, which gets groups for them; "
             "or an auto_wrap_policy that makes them units. The model is bfloat16 now and partly "
-            "wrapped; make it again"
+            "wrapped; create it again"
         ) from error
 
 
@@ -72,10 +72,10 @@ def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 f"mixed_precision={mode!r}: {type(optimizer).__name__} holds parameters on the "
-                "meta device. FSDP1 has replaced them by those that the first rank sent "
+                "meta device. FSDP1 has replaced them with those that the first rank sent "
                 "(sync_module_states, cpu_ram_efficient_loading), and the optimizer would train "
-                "nothing on this rank. Prepare the model first, and make the optimizer from what "
-                "prepare returns. The model is wrapped and the optimizer is converted; make both "
+                "nothing on this rank. Prepare the model first, and create the optimizer from what "
+                "prepare returns. The model is wrapped and the optimizer is converted; create both "
                 "again"
             )
 
@@ -135,10 +135,10 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
     of_optim = getattr(arguments, "optim_args", None)
     if optim == f"adamw_{mode.replace('-', '_')}" and of_optim:
         raise ValueError(
-            f"optim_args={of_optim!r} with optim={optim!r}: the Trainer hands none to "
-            "this AdamW. Leave them out; options of AdamW go with Trainer(optimizer_cls_and_kwargs="
-            f'(torch_bf16.AdamW, {{"recipe": {mode!r}, ...}})), those of the recipe into the '
-            "environment (BF16_...)"
+            f"optim_args={of_optim!r} with optim={optim!r}: the Trainer passes none to "
+            "this AdamW. Leave them out; set options of AdamW by Trainer(optimizer_cls_and_kwargs="
+            f'(torch_bf16.AdamW, {{"recipe": {mode!r}, ...}})), those of the recipe by environment '
+            "variables (BF16_...)"
         )
     for name in ("fp16", "fp16_full_eval"):
         if getattr(arguments, name, False):

@@ -48,7 +48,7 @@ class MonitorMixin:
             modes = ", ".join(repr(name) for name in torch_bf16.RECIPES)
             rank_zero_warn(
                 "BF16Monitor logs nothing in this run: none of its optimizers is one of torch_bf16 "
-                f"with precision={trainer.precision!r}. Those are watched with {modes}"
+                f"with precision={trainer.precision!r}. It monitors optimizers with {modes}"
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

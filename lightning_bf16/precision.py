@@ -235,8 +235,8 @@ class PrecisionMixin(_Base):
             )
             raise type(error)(
                 f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
-                "Lightning takes it as it is. Nothing was trained"
-                + ", but the parameters of your module are bf16 by now: make or load it again"
+                "Lightning uses it unchanged. Nothing was trained"
+                + ", but the parameters of your module are bf16 by now: create or load it again"
                 * cast
             ) from error
         return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]

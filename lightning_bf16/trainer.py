@@ -59,7 +59,7 @@ class TrainerMixin(PrecisionMixin):
         if self._evaluates and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
-                "place, and they stay so; hand over copy.deepcopy(model) to keep the fp32 ones"
+                "place, and they stay so; pass copy.deepcopy(model) to keep the fp32 ones"
             )
         return module
 

@@ -110,7 +110,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
             preparation.prepare_for_deepspeed(passed_models, schedulers(args))
             result = original(accelerator, *args, **kwargs)
             preparation.add_engine(attach(accelerator))
-            # Not before, because the engine casts.
+            # Only now, because the engine casts.
             for model in passed_models:
                 models.carry_autocast(model, accelerator, preparation.compute_for(model))
             return result

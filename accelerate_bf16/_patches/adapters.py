@@ -12,8 +12,8 @@ __all__ = ["cast_adapter_dtype"]
 def cast_adapter_dtype(original: Callable[..., None]) -> Callable[..., None]:
     """Leave adapters that were cast to bf16 as they are.
 
-    peft would replace them by new fp32 parameters, and the parameters that an optimizer has would
-    never get a gradient again. A new adapter becomes fp32 as always, and bf16 when its model is
+    peft would replace them with new fp32 parameters, and those that an optimizer has would never
+    get a gradient again. A new adapter becomes fp32 as always, and bf16 when its model is
     prepared.
     """
 
