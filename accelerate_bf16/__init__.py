@@ -1,8 +1,8 @@
 """Precision modes for Hugging Face Accelerate: bf16 weights that learn what fp32 ones would.
 
-Importing this package makes ``bf16-stochastic`` and ``bf16-fp32-master`` known to Accelerate. Where
-torch-bf16 is installed (and ``BF16_AUTOLOAD`` is not 0) nothing has to be imported: the modes are
-there as soon as Accelerate is, also in its command line and in the processes that it launches.
+Importing this package makes ``bf16-stochastic`` and ``bf16-fp32-master`` known to Accelerate. If
+torch-bf16 is installed (and ``BF16_AUTOLOAD`` is not 0) no import is needed: the modes are there
+whenever Accelerate is imported, also in its command line and in the processes that it launches.
 
 Example:
     >>> from accelerate import Accelerator
@@ -31,8 +31,8 @@ _OLDEST = (1, 1)
 def register() -> None:
     """Make the modes of :data:`MODES` known to Accelerate. Harmless to call again.
 
-    Importing ``accelerate_bf16`` does it; the order of imports does not matter, but it has to
-    happen before the first ``prepare``.
+    Importing ``accelerate_bf16`` calls this function. The order of imports does not matter, but the
+    call must come before the first ``prepare``.
 
     Raises:
         ImportError: Accelerate is missing or too old.
@@ -54,10 +54,10 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Put back all that :func:`register` has replaced in Accelerate, transformers and peft.
+    """Restore everything that :func:`register` has replaced in Accelerate, transformers and peft.
 
-    Models and optimizers that were prepared stay as they are, and what another library has replaced
-    on top of ours is left to it. :func:`register` makes the modes known again.
+    Models and optimizers that were already prepared stay as they are, and so does anything that
+    another library has replaced on top of ours. :func:`register` makes the modes known again.
 
     Example:
         >>> import accelerate_bf16
@@ -68,7 +68,7 @@ def unregister() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because it imports Accelerate.
+    # Imported only on access, because this imports Accelerate.
     if name == "BF16RecipeKwargs":
         from .recipe_options import BF16RecipeKwargs
 

@@ -1,4 +1,4 @@
-"""What a model of transformers or peft wants to stay in fp32, as names for ``keep_fp32``."""
+"""The parts that a model of transformers or peft wants in fp32, as names for ``keep_fp32``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["fp32_adapters", "fp32_parts"]
 
 
 def fp32_parts(model: nn.Module) -> tuple[str, ...]:
-    """Names of modules and parameters that a model declares to need fp32 even beside bf16.
+    """Names of the modules and parameters that a model declares to need fp32 even beside bf16.
 
-    ``_keep_in_fp32_modules_strict`` of transformers. Its weaker sibling ``_keep_in_fp32_modules``
-    is about fp16 alone, there as here. A module with nothing but such parameters is named itself,
-    so that it computes in fp32 too.
+    Models of transformers declare them in ``_keep_in_fp32_modules_strict``. The weaker
+    ``_keep_in_fp32_modules`` concerns only fp16, in transformers and here. A module that has only
+    such parameters is listed itself, so that it computes in fp32 too.
     """
     names: set[str] = set()
     for prefix, module in model.named_modules():
         declared = getattr(module, "_keep_in_fp32_modules_strict", None)
         if not isinstance(declared, (list, tuple, set)) or not declared:
             continue
-        # A star stands for one part of a name, as where transformers loads weights.
+        # A star stands for one part of a name, as when transformers loads weights.
         alternatives = "|".join(
             re.escape(each).replace(r"\*", r"[^.]*") for each in sorted(declared)
         )
@@ -37,10 +37,10 @@ def fp32_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def fp32_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of peft's fp32 adapter weights beside a base that came in bf16, fp16 or quantised.
+    """Names of peft's fp32 adapter weights beside a base loaded in bf16, fp16 or quantised.
 
-    Somebody wanted them: peft makes them fp32 unless ``autocast_adapter_dtype=False``. Where the
-    base came in fp32 as well, all of it is to become bf16, and there is nothing to keep.
+    Their fp32 is intended: peft makes them fp32 unless ``autocast_adapter_dtype=False``. If the
+    base was loaded in fp32 as well, the whole model is to become bf16, and nothing is kept.
     """
     if "peft" not in sys.modules:
         return ()
@@ -69,12 +69,12 @@ def _came_in_fp32(module: nn.Module) -> bool:
 
 
 def _is_plain_fp32(parameter: nn.Parameter) -> bool:
-    # torch's own classes, sharded or not; what is quantised comes from elsewhere.
+    # torch's own classes, sharded or not; quantised parameters have classes of other libraries.
     return type(parameter).__module__.startswith("torch.") and parameter.dtype == torch.float32
 
 
 def _by_module(model: nn.Module, names: set[str]) -> Iterator[str]:
-    """Names of modules instead of their parameters' where all of those are kept."""
+    """Replace names of parameters with their module's name if all of its parameters are kept."""
     for prefix, module in model.named_modules():
         inside = {name for name, _ in module.named_parameters(prefix)}
         if prefix and inside and inside <= names:

@@ -1,4 +1,4 @@
-"""Models: below their wrappers, under autocast, and the same on every replica."""
+"""Operations on models: unwrap them, run them under autocast, and sync replicas' masters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["autocast", "carry_autocast", "is_wrapped", "sync_masters", "unwrap_m
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The user's own module, below DDP, FSDP1 and ``torch.compile``."""
-    # The oldest Accelerate's own function cannot look below a compiled module.
+    # The function of the oldest supported Accelerate cannot unwrap a compiled module.
     while True:
         if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
             model = model.module
@@ -41,7 +41,7 @@ def autocast(
 
 
 def carry_autocast(model: nn.Module, accelerator: Any, compute: str) -> None:
-    """Let a cast model compute so wherever it is called, unwrapped too, and return fp32."""
+    """Let a cast model carry autocast wherever it is called, even unwrapped, and return fp32."""
     settings = _settings(accelerator.autocast_handler)
     torch_bf16.carry_autocast(
         unwrap_model(model), compute=compute, map_tensors=recursively_apply, **settings
@@ -53,11 +53,11 @@ def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:
 
 
 def sync_masters(model: nn.Module, synced: bool) -> None:
-    """Give all replicas the exact weights of the first rank, whose bf16 halves they were sent.
+    """Give all replicas the exact masters of the first rank, whose bf16 weights they have got.
 
-    DDP sends them, and FSDP1 where it was told so: ``synced``, its ``sync_module_states``.
+    DDP sends the weights, and so does FSDP1 if ``synced``, its ``sync_module_states``, is true.
     """
-    inner = getattr(model, "_orig_mod", model)  # torch.compile goes around the others
+    inner = getattr(model, "_orig_mod", model)  # torch.compile is the outermost wrapper
     flat = synced and isinstance(inner, FullyShardedDataParallel)
     if flat or isinstance(inner, DistributedDataParallel):
         torch_bf16.sync_masters(inner)

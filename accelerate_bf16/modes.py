@@ -1,4 +1,4 @@
-"""The names of the modes, as Accelerate shows and stores them, and where they are asked for."""
+"""The names of the modes, as Accelerate shows and stores them, and the variables that set them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MODES: tuple[str, ...] = ("bf16-stochastic", "bf16-fp32-master")
 """Values of ``mixed_precision``; each is the name of a recipe of ``torch_bf16``."""
 
 ALIASES: dict[str, str] = {"true-bf16-stochastic": "bf16-stochastic"}
-"""Other spellings, which Accelerate sees as the mode they stand for."""
+"""Other spellings, which Accelerate gets as the mode that they stand for."""
 
 LAUNCHER_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-"""Accelerate's own variable: the mode where a script names none."""
+"""Accelerate's own variable: the mode if a script names none."""
 
 MODE_VARIABLE = "BF16_MODE"
-"""Our variable: the mode also where a script names one of Accelerate's."""
+"""Our variable: the mode even if a script names one of Accelerate's."""
 
 
 def canonical(value: object) -> str | None:
-    """The mode that a value of ``mixed_precision`` names, or None where it is not one of ours.
+    """Return the mode that a value of ``mixed_precision`` names, or None if it is not one of ours.
 
     Example:
         >>> canonical("true-bf16-stochastic")
@@ -47,10 +47,14 @@ def canonical(value: object) -> str | None:
 
 
 def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | None:
-    """Like :func:`canonical`, where Accelerate itself does not validate what was ``asked``.
+    """Like :func:`canonical`, for a setting that Accelerate itself does not validate.
+
+    Args:
+        value: the value of the setting.
+        asked: the name of the setting, for the message.
 
     Raises:
-        ValueError: the value is nearly one of ours; Accelerate would train in fp32 without a word.
+        ValueError: the value is nearly one of our names; Accelerate would silently train in fp32.
 
     Example:
         >>> canonical_or_refuse("bf16_stochastic")
@@ -68,7 +72,7 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | Non
 
 
 def environment_mode() -> str | None:
-    """The mode of ours that the environment names, whichever variable does.
+    """Return the mode of ours that either variable of the environment names, or None.
 
     Raises:
         ValueError: a variable is misspelt.
@@ -77,28 +81,29 @@ def environment_mode() -> str | None:
 
 
 def overriding_mode() -> str | None:
-    """The mode that ``BF16_MODE`` names, or None where it is empty or not set.
+    """Return the mode that ``BF16_MODE`` names, or None if it is empty or not set.
 
     Raises:
-        ValueError: it names another.
+        ValueError: it names something else.
     """
     if not os.environ.get(MODE_VARIABLE, "").strip():
-        return None  # without importing what reads it
+        return None  # without importing torch_bf16
     import torch_bf16
 
     return torch_bf16.mode_from_environment()
 
 
 def in_use() -> bool:
-    """Whether this process has optimizers of ours; they are not imported before a mode is used."""
+    """Whether this process has imported our optimizers, which happens only once a mode is used."""
     return "torch_bf16" in sys.modules
 
 
 class ModeName(str):
     """A mode's name that also equals ``"bf16"``.
 
-    Scripts compare ``accelerator.mixed_precision`` with that, or look it up in a dictionary, to
-    choose the dtype of what they do not train; text encoders would stay in fp32.
+    Scripts compare ``accelerator.mixed_precision`` with ``"bf16"``, or look it up in a dictionary,
+    to choose the dtype of models that they do not train. Under another name, text encoders would
+    stay in fp32.
 
     Example:
         >>> name = ModeName("bf16-stochastic")

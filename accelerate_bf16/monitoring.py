@@ -1,4 +1,4 @@
-"""What rounding does to each layer, in the trackers that a script logs to anyway."""
+"""Logs what rounding does to each layer to the trackers that a script already uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .optimizers import converted_optimizers
 __all__ = ["PREFIX", "metrics_of", "watch"]
 
 PREFIX = "bf16"
-"""What the names of figures start with, before a slash."""
+"""Prefix of the figures' names, before a slash."""
 
 
 def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -22,13 +22,13 @@ def watch(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     every = torch_bf16.monitor_from_environment()
     for optimizer in converted_optimizers(optimizers) if every else ():
         if not any(isinstance(each, _Monitor) for each in optimizer.observers):
-            # Where gradients are released, steps run inside backward, one parameter at a time.
+            # Refused if gradients are released: steps then run inside backward, one by one.
             with suppress(ValueError):
                 _Monitor(optimizer, every=every)
 
 
 def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """What their monitors have seen since the last call; ``bf16/...``, ``bf16_1/...`` and so on."""
+    """Return what the monitors measured since the last call: ``bf16/...``, ``bf16_1/...``, ..."""
     metrics: dict[str, float] = {}
     for number, optimizer in enumerate(converted_optimizers(optimizers)):
         for each in optimizer.observers:
@@ -38,4 +38,4 @@ def metrics_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
 
 
 class _Monitor(torch_bf16.UpdateMonitor):
-    """Ours; the user may have others on the same optimizer."""
+    """A monitor attached here; the user may have added others to the same optimizer."""

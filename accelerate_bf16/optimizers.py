@@ -1,4 +1,4 @@
-"""Optimizers below Accelerate's wrapper: which are ours, and what they train."""
+"""Optimizers below Accelerate's wrapper: which ones are ours, and what they train."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["converted_optimizers", "trains", "unwrap_optimizer"]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, below Accelerate's wrapper, or the converted one that it wraps itself.
+    """Return the user's optimizer, below Accelerate's wrapper, or the converted one inside it.
 
-    SAM, say, has its groups from a base that takes the steps, and that was converted before.
+    SAM, for example, shares the groups of a base optimizer, which takes the steps and may have been
+    converted already.
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
@@ -28,7 +29,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def converted_optimizers(optimizers: Iterable[Optimizer]) -> list[torch_bf16.BF16Optimizer]:
-    """Those among some optimizers, prepared or bare, that were converted."""
+    """Return the converted ones among optimizers that may be prepared or bare."""
     unwrapped = map(unwrap_optimizer, optimizers)
     return [each for each in unwrapped if isinstance(each, torch_bf16.BF16Optimizer)]
 

@@ -1,4 +1,4 @@
-"""One call of ``Accelerator.prepare``, from our side."""
+"""Our part of one call of ``Accelerator.prepare``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from .sharding import fp32_groups
 __all__ = ["Preparation"]
 
 _releases: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
-"""The handle of each optimizer whose gradients are released by ``prepare``."""
+"""The handle of each optimizer whose gradients ``prepare`` has set up for release."""
 
 
 class Preparation:
-    """What one outermost call of ``prepare`` does to models and optimizers.
+    """Converts optimizers and casts models in one outermost call of ``prepare``.
 
     Args:
         mode: a name from :data:`accelerate_bf16.MODES`.
         prepared_models: models that were prepared before; a new optimizer may own their parameters.
-        prepared_optimizers: likewise; they may own the parameters of a new model.
+        prepared_optimizers: optimizers that were prepared before; they may own the parameters of a
+            new model.
         options: replace fields of the mode's recipe.
     """
 
@@ -56,16 +57,16 @@ class Preparation:
         self._engines: list[Any] = []
 
     def run(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
-        """Convert optimizers and cast models, in place. What was done before is not done again.
+        """Convert optimizers and cast models, in place, unless this was done before.
 
-        Optimizers go first, while nothing has been changed: one that cannot be converted leaves the
-        models in fp32. State that they have already follows the cast at their next step.
+        Optimizers come first, while nothing has been changed: if one cannot be converted, the
+        models stay in fp32. Existing state is converted at the optimizer's next step.
         """
         self.convert(new_models, new_optimizers)
         self.cast(new_models)
 
     def convert(self, new_models: Sequence[nn.Module], new_optimizers: Iterable[Optimizer]) -> None:
-        """The first half of :meth:`run`, after which models can be sharded while they are fp32."""
+        """Convert optimizers, the first half of :meth:`run`; fp32 models can then be sharded."""
         for model in new_models:
             dtypes = {p.dtype for p in unwrap_model(model).parameters()}
             if not is_wrapped(model) or torch.bfloat16 not in dtypes:
@@ -78,9 +79,9 @@ class Preparation:
                 self._converted.append(optimizer)
 
     def cast(self, new_models: Iterable[nn.Module]) -> None:
-        """The second half of :meth:`run`."""
+        """Cast models, the second half of :meth:`run`."""
         for model in _unique(each for each in new_models if not is_wrapped(each)):
-            again = getattr(model, "_is_accelerate_prepared", False)
+            was_prepared = getattr(model, "_is_accelerate_prepared", False)
             model = unwrap_model(model)
             if model not in self._cast:
                 dtypes = [p.dtype for p in model.parameters()]
@@ -92,7 +93,7 @@ class Preparation:
                         "optimizer to accelerator.prepare, too",
                     )
                 )
-                if not again or dtypes != [p.dtype for p in model.parameters()]:
+                if not was_prepared or dtypes != [p.dtype for p in model.parameters()]:
                     self._cast.append(model)
 
     def cast_before_loading(self, model: nn.Module) -> None:
@@ -107,11 +108,11 @@ class Preparation:
     def prepare_for_deepspeed(
         self, new_models: Iterable[nn.Module], schedulers: Iterable[Any]
     ) -> None:
-        """Let the groups of what was converted be flattened, or refuse what cannot be.
+        """Prepare the groups of converted optimizers for flattening, or refuse.
 
         Args:
-            new_models: only read; DeepSpeed casts them.
-            schedulers: of the optimizers; they learn of new groups.
+            new_models: models; only read, because DeepSpeed casts them.
+            schedulers: the optimizers' schedulers; they are told about new groups.
         """
         fp32: dict[str, Any] = {}
         for model in new_models:
@@ -124,7 +125,7 @@ class Preparation:
                 torch_bf16.separate_vectors(optimizer, schedulers)
 
     def add_engine(self, engine: Any) -> None:
-        """Report an engine that was attached; its optimizer has DeepSpeed's parameters now."""
+        """Record an attached engine to report; its optimizer now has DeepSpeed's parameters."""
         self._engines.append(engine)
         self._optimizers, self._converted = [], []
 
@@ -137,20 +138,20 @@ class Preparation:
         return groups
 
     def optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        """Those that update a parameter of a model."""
+        """Return the optimizers that update a parameter of a model."""
         return [each for each in self._optimizers if trains(each, model)]
 
     def compute_for(self, model: nn.Module) -> str:
-        """What a model computes in."""
+        """Return the recipe's ``compute`` for a model."""
         return self._recipe_for(unwrap_model(model)).compute
 
     def setup_training(self, wrapped: Sequence[nn.Module], steps: int, *, sync_each: bool) -> None:
-        """Set up accumulation, reduction, release and train modes for what is new.
+        """Set up accumulation, reduction, release and train modes for new models and optimizers.
 
         Args:
             wrapped: all models as ``prepare`` returned them.
             steps: the accelerator's ``gradient_accumulation_steps``.
-            sync_each: whether every micro-batch is reduced; FSDP2 hides those that are not.
+            sync_each: whether every micro-batch is reduced; FSDP2 hides passes that are not.
         """
         release = self._options.release()
         for optimizer, bare_models in self._newly_trained():
@@ -168,14 +169,14 @@ class Preparation:
                 _releases[optimizer] = handle
 
     def _end_releases(self, bare_models: Iterable[nn.Module]) -> None:
-        """End releases of optimizers that the accelerator has freed, or that another one had."""
+        """End releases of optimizers that the accelerator has freed, or of another accelerator."""
         for other, handle in list(_releases.items()):
             if other not in self._optimizers and any(trains(other, each) for each in bare_models):
                 handle.remove()
                 del _releases[other]
 
     def report(self) -> Iterator[str]:
-        """One line for each optimizer with something new to train, and each new model without."""
+        """Yield a line for each optimizer with newly prepared models, and each untrained model."""
         for engine in self._engines:
             described = torch_bf16.describe(engine.module, engine.optimizer.optimizer)
             yield (
@@ -200,29 +201,29 @@ class Preparation:
                     "no prepared model; they become bf16 when their model is prepared"
                 )
         for model in untrained:
-            # A reference model, say, which has neither moments nor gradients.
+            # A reference model, for example, which has neither moments nor gradients.
             described = torch_bf16.describe(model, self._recipe)
             yield self._line(replace(described, trained=0)) + ", no optimizer yet"
 
     def _newly_trained(self) -> Iterator[tuple[Any, list[nn.Module]]]:
-        """The optimizers with something new to train, each with all bare models that it trains."""
+        """Yield each new optimizer, or one with new models, and all bare models that it trains."""
         for optimizer in self._optimizers:
             trained = [each for each in self._models if trains(optimizer, each)]
             if trained and (optimizer in self._converted or set(trained) & set(self._cast)):
                 yield optimizer, trained
 
     def _naming_module(self, optimizer: Optimizer) -> nn.Module | None:
-        """A module whose names of an optimizer's parameters key the noise, if any are known yet."""
+        """Return a module whose parameter names key an optimizer's noise, or None."""
         owned = {number: m for number, m in enumerate(self._models) if trains(optimizer, m)}
         if owned.keys() <= {0}:
             return owned.get(0)
-        # The number tells apart two models of one class, which must not draw the same noise.
+        # The number distinguishes two models of one class, which must not draw the same noise.
         return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})
 
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
-        """Its recipe with all that stays fp32, looked up before sharding."""
+        """Return a model's recipe with everything that stays fp32, looked up before sharding."""
         if id(model) not in self._recipes:
-            # An optimizer that the user made as one of ours keeps its recipe, the model follows.
+            # An optimizer that the user created as ours keeps its recipe, and the model follows it.
             recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
             recipe = next(recipes, self._recipe)
             adapters = fp32_adapters(model)
@@ -233,7 +234,7 @@ class Preparation:
         return self._recipes[id(model)]
 
     def _line(self, described: torch_bf16.Description) -> str:
-        # The recipe's own name is news only where the user's optimizer brought another one.
+        # The recipe's name is worth showing only if the user's optimizer brought another recipe.
         name = torch_bf16.get_recipe(self.mode).name
         return f"mixed_precision={self.mode}: {str(described).removeprefix(f'{name}: ')}"
 

@@ -18,14 +18,14 @@ __all__ = ["BF16RecipeKwargs", "options_of"]
 class BF16RecipeKwargs(KwargsHandler):
     """Options of a mode: ``Accelerator(kwargs_handlers=[BF16RecipeKwargs(...)])``.
 
-    An option that is None comes from the environment (``BF16_WEIGHTS`` and its like), else from the
+    An option that is None comes from the environment (``BF16_WEIGHTS`` and so on), else from the
     mode.
 
     Args:
         weights, exp_avg, exp_avg_sq: replace formats of the mode's recipe, which
             :class:`torch_bf16.Recipe` explains.
-        accumulate, reduce, offload, keep_fp32, seed, backend, vectors, compute: replace its other
-            fields.
+        accumulate, reduce, offload, keep_fp32, seed, backend, vectors, compute: replace the
+            recipe's other fields.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             cannot be combined with ``clip_grad_norm_`` and ``clip_grad_value_``. The last of
             ``gradient_accumulation_steps`` passes takes the step.
@@ -33,7 +33,7 @@ class BF16RecipeKwargs(KwargsHandler):
             :func:`torch_bf16.release_gradients`.
 
     Raises:
-        ValueError: options that exclude each other.
+        ValueError: two options exclude each other.
 
     Example:
         >>> from accelerate import Accelerator
@@ -59,16 +59,16 @@ class BF16RecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if isinstance(self.keep_fp32, Iterable) and not isinstance(self.keep_fp32, (str, type)):
             self.keep_fp32 = tuple(self.keep_fp32)
-        # Where that is left open, the environment may ask for it.
+        # If it is None, the environment may still enable it.
         if self.release_gradients is not None:
             self.release()
 
     def over(self, other: BF16RecipeKwargs) -> BF16RecipeKwargs:
-        """These options, with the other's in place of those that are None."""
+        """Return these options, with those that are None taken from ``other``."""
         return dataclasses.replace(other, **self.to_kwargs())
 
     def recipe(self, mode: str) -> torch_bf16.Recipe:
-        """The mode's recipe with these options.
+        """Return the mode's recipe with these options.
 
         Raises:
             ValueError: a format is unknown, or gradients that are not released would be clipped.
@@ -78,12 +78,12 @@ class BF16RecipeKwargs(KwargsHandler):
         return torch_bf16.get_recipe(mode, **options)
 
     def release(self) -> Any:
-        """What :func:`torch_bf16.release_options` makes of them: None if nothing is released."""
+        """Return the result of :func:`torch_bf16.release_options`: None if nothing is released."""
         return torch_bf16.release_options(self.to_kwargs())
 
 
 def options_of(accelerator: Any) -> BF16RecipeKwargs:
-    """The options that an Accelerator was given, and the environment's where they are None."""
+    """Return an Accelerator's options, with those that are None taken from the environment."""
     handler = getattr(accelerator, "_bf16_recipe_options", None)
     options = BF16RecipeKwargs(**torch_bf16.options_from_environment())
     return (handler or BF16RecipeKwargs()).over(options)

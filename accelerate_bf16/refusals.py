@@ -1,7 +1,7 @@
 """What the modes cannot be combined with, and what to do instead.
 
-Each function gets the mode that was asked for, only reads the rest, and raises ``ValueError`` or
-``NotImplementedError`` where the two cannot be combined.
+Each function gets the requested mode and something to combine it with, which it only reads, and
+raises ``ValueError`` or ``NotImplementedError`` if the two cannot be combined.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def refuse_engine(mode: str, engine: str) -> None:
 
 
 def refuse_scripts_mode(mode: str, own: str) -> None:
-    """Raise if ``BF16_MODE`` cannot take the place of the mode that a script names."""
+    """Raise if ``BF16_MODE`` cannot replace the mode that a script names."""
     if own not in ("no", "bf16"):
         raise ValueError(
             f"BF16_MODE={mode} cannot take the place of mixed_precision={own!r}, which the script "
@@ -44,7 +44,7 @@ def refuse_scripts_mode(mode: str, own: str) -> None:
 
 
 def refuse_flat(mode: str, plugin: Any) -> None:
-    """Raise if a mode cannot train what a plugin of FSDP1 flattens."""
+    """Raise if FSDP1's plugin would flatten parameters, which no mode can train."""
     if not plugin.use_orig_params:
         raise NotImplementedError(
             f"mixed_precision={mode!r} cannot train FSDP1's flat parameters "
@@ -55,14 +55,14 @@ def refuse_flat(mode: str, plugin: Any) -> None:
 
 
 def explain_mixed_unit(mode: str, error: ValueError) -> None:
-    """Raise in more words if FSDP1 cannot flatten a unit that stays partly in fp32."""
+    """Raise an explanation if FSDP1 could not flatten a unit that is partly in fp32."""
     if "uniform dtype" in str(error):
         raise NotImplementedError(
             f"mixed_precision={mode!r} keeps some parameters in float32 (keep_fp32, batch norm, "
             "_keep_in_fp32_modules_strict, adapters), and FSDP1 flattens what lies in one unit in "
             f"one dtype ({error}). What works: FSDP2, fsdp_version=2, which gets groups for them; "
             "or an auto_wrap_policy that makes them units. The model is bfloat16 now and partly "
-            "wrapped; make it again"
+            "wrapped; create it again"
         ) from error
 
 
@@ -72,16 +72,16 @@ def refuse_left_behind(mode: str, optimizers: Iterable[Optimizer]) -> None:
         if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 f"mixed_precision={mode!r}: {type(optimizer).__name__} holds parameters on the "
-                "meta device. FSDP1 has replaced them by those that the first rank sent "
+                "meta device. FSDP1 has replaced them with those that the first rank sent "
                 "(sync_module_states, cpu_ram_efficient_loading), and the optimizer would train "
-                "nothing on this rank. Prepare the model first, and make the optimizer from what "
-                "prepare returns. The model is wrapped and the optimizer is converted; make both "
+                "nothing on this rank. Prepare the model first, and create the optimizer from what "
+                "prepare returns. The model is wrapped and the optimizer is converted; create both "
                 "again"
             )
 
 
 def refuse_wrapped(mode: str, model: nn.Module) -> None:
-    """Raise if a model was wrapped by DDP before it came to ``prepare``."""
+    """Raise if a model was wrapped by DDP before it was passed to ``prepare``."""
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"mixed_precision={mode!r} was given a model that is already wrapped in "
@@ -91,11 +91,11 @@ def refuse_wrapped(mode: str, model: nn.Module) -> None:
 
 
 def refuse_data_parallel(mode: str, arguments: Any) -> None:
-    """Raise if a Trainer prepares its optimizer alone, as it has put the model into DataParallel.
+    """Raise if a Trainer prepares only its optimizer, having put the model into DataParallel.
 
     Args:
-        mode: that was asked for.
-        arguments: the Trainer's; None without a Trainer.
+        mode: the requested mode.
+        arguments: the Trainer's arguments; None without a Trainer.
     """
     gpus = getattr(arguments, "n_gpu", 1)
     if gpus > 1:
@@ -108,7 +108,7 @@ def refuse_data_parallel(mode: str, arguments: Any) -> None:
 
 
 def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None) -> None:
-    """Raise if parameters shall stay in fp32, or gradients be released, under DeepSpeed."""
+    """Raise if parameters are to stay in fp32, or gradients to be released, under DeepSpeed."""
     if names := sorted(fp32):
         raise NotImplementedError(
             f"mixed_precision={mode!r} keeps {len(names)} parameters in float32 ({names[0]!r}; "
@@ -124,7 +124,7 @@ def refuse_under_deepspeed(mode: str, fp32: Iterable[str], release: bool | None)
 
 
 def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
-    """Raise if ``TrainingArguments`` ask for what the mode, or ``optim`` that names it, is not."""
+    """Raise if ``TrainingArguments`` contradict the mode, or the ``optim`` that names it."""
     optim = str(getattr(arguments.optim, "value", arguments.optim))
     if launched not in (None, mode):
         raise ValueError(
@@ -135,10 +135,10 @@ def refuse_arguments(mode: str, arguments: Any, launched: str | None) -> None:
     of_optim = getattr(arguments, "optim_args", None)
     if optim == f"adamw_{mode.replace('-', '_')}" and of_optim:
         raise ValueError(
-            f"optim_args={of_optim!r} with optim={optim!r}: the Trainer hands none to "
-            "this AdamW. Leave them out; options of AdamW go with Trainer(optimizer_cls_and_kwargs="
-            f'(torch_bf16.AdamW, {{"recipe": {mode!r}, ...}})), those of the recipe into the '
-            "environment (BF16_...)"
+            f"optim_args={of_optim!r} with optim={optim!r}: the Trainer passes none to "
+            "this AdamW. Leave them out; set options of AdamW by Trainer(optimizer_cls_and_kwargs="
+            f'(torch_bf16.AdamW, {{"recipe": {mode!r}, ...}})), those of the recipe by environment '
+            "variables (BF16_...)"
         )
     for name in ("fp16", "fp16_full_eval"):
         if getattr(arguments, name, False):

@@ -1,4 +1,4 @@
-"""The lines that tell in which precision a model really trains."""
+"""Prints the lines that say in which precision a model really trains."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def show(line: str) -> None:
     """Write one line where a user sees it.
 
     ``mixed_precision`` proves nothing: Accelerate accepts any name from the environment and trains
-    in fp32 under it. So this is visible by default, although Python's logging shows no INFO by
-    default: through the handlers of a program that has configured logging, else on stderr. No
+    in fp32 under it. So the line is visible by default, although Python's logging hides INFO by
+    default: it goes to the handlers of a program that has configured logging, else to stderr. No
     handler is installed: a program that configures logging later would then see everything twice.
     ``logging.getLogger("accelerate_bf16").setLevel(logging.WARNING)`` silences it.
     """

@@ -1,8 +1,8 @@
-"""What ``accelerate test`` launches where the configuration names one of our modes.
+"""The test that ``accelerate test`` launches if the configuration names one of our modes.
 
-Accelerate's own test compares fp32 weights under SGD, bit for bit with themselves, which training
-in bf16 cannot pass by design. This one checks, on the processes that the configuration describes,
-that the mode has reached them and that it does what it promises. It can be launched by hand::
+Accelerate's own test compares fp32 weights under SGD bit for bit, which training in bf16 cannot
+pass by design. This test checks, in the processes that the configuration describes, that the mode
+has reached them and that it keeps its promises. It can be launched by hand::
 
     accelerate launch --config_file config.yaml -m accelerate_bf16.selftest
 """
@@ -37,7 +37,7 @@ def main() -> None:
     Raises:
         RuntimeError: the mode has not arrived, or one of its promises does not hold.
     """
-    # On each node, because they need not share a file system.
+    # Save on each node, because nodes need not share a file system.
     accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=True))
     mode = accelerator.mixed_precision
     if canonical(mode) is None:
@@ -99,7 +99,7 @@ def _model_and_optimizer() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 
 def _data(batches: int, processes: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, by batch and process."""
+    """Return inputs and targets, indexed by batch and process."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(batches, processes, _BATCH, 8, generator=generator)
     return inputs, (inputs[..., :1] * inputs[..., 1:2] + inputs[..., 2:3]).tanh()
@@ -113,12 +113,12 @@ def _train(
     accumulation_steps: int = 1,
     accelerator: Accelerator | None = None,
 ) -> float:
-    """Take a step for each ``accumulation_steps`` batches; the mean loss of the last ones.
+    """Take a step for every ``accumulation_steps`` batches; return the mean of the last 20 losses.
 
     Args:
-        model: wrapped, if there is an ``accelerator``, and so is ``optimizer``.
-        inputs, targets: of each batch.
-        accumulation_steps: without an ``accelerator``, which counts by itself.
+        model, optimizer: as ``prepare`` returned them, if there is an ``accelerator``.
+        inputs, targets: one entry for each batch.
+        accumulation_steps: used only without an ``accelerator``, which counts by itself.
     """
     losses = []
     for number, (x, y) in enumerate(zip(inputs, targets, strict=True), 1):

@@ -1,7 +1,7 @@
-"""Models that FSDP2 shards: which of their modules need a group of their own.
+"""Finds the modules of a model that need an FSDP2 group of their own.
 
-A group of FSDP2 gathers parameters of one dtype. What stays in fp32 beside bf16 weights is sharded
-by itself before the module that it lies in.
+A group of FSDP2 gathers parameters of one dtype. Modules that stay in fp32 beside bf16 weights are
+sharded separately, before the module that contains them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["fp32_groups", "policy"]
 
 
 def policy(version: int) -> Any:
-    """FSDP's policy for bf16 weights whose gradients are reduced in fp32.
+    """Return FSDP's policy for bf16 weights whose gradients are reduced in fp32.
 
-    Inputs are not cast: the forward runs under autocast, as it does under DDP, and a norm that is
-    given fp32 inputs sees all of them. For FSDP1 nothing is cast: a dtype for parameters would
-    compute what stays in fp32 in bf16, and the others are bf16 already.
+    Inputs are not cast: the forward pass runs under autocast, as with DDP, and a norm gets fp32
+    inputs with all their bits. For FSDP1 nothing is cast: a dtype for parameters would also apply
+    to modules that stay in fp32, and all other parameters are bf16 already.
     """
     from torch.distributed import fsdp
 
@@ -32,7 +32,7 @@ def policy(version: int) -> Any:
 
 
 def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -> list[nn.Module]:
-    """The outermost modules of an unsharded model all of whose parameters stay in fp32."""
+    """Return the outermost modules of an unsharded model whose parameters all stay in fp32."""
     staying = {id(p) for p in fp32.values()}
     groups = list(_outermost(model, staying))
     inside = {id(p) for group in groups for p in group.parameters()}
@@ -49,7 +49,7 @@ def fp32_groups(mode: str, model: nn.Module, fp32: Mapping[str, nn.Parameter]) -
 
 def _outermost(module: nn.Module, staying: set[int]) -> Iterator[nn.Module]:
     ids = [id(p) for p in module.parameters()]
-    # A container is never called, so that nothing would gather what is in it.
+    # A container is never called, so nothing would gather its parameters.
     callable_ = type(module).forward is not nn.Module.forward
     if ids and callable_ and staying.issuperset(ids):
         yield module

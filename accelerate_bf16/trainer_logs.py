@@ -1,7 +1,7 @@
-"""The monitor's figures in what the Hugging Face Trainer reports.
+"""Adds the monitor's figures to what the Hugging Face Trainer reports.
 
-Two callbacks, one on each side of those that report (``report_to``): the first adds the figures to
-the logs, the second takes them out again, so that the console does not fill with layers.
+Two callbacks enclose the reporting ones (``report_to``): the first adds the figures to the logs,
+the second removes them again, so that the console does not fill with layers.
 ``trainer.state.log_history`` keeps them.
 """
 
@@ -18,9 +18,9 @@ __all__ = ["around"]
 
 
 def around(reporters: list[Any]) -> list[Any]:
-    """The callbacks that report, between the two that add the figures and take them out.
+    """Enclose the reporting callbacks in the two that add the figures and remove them.
 
-    Without anybody who is told there are none, unless ``BF16_MONITOR`` asks for figures.
+    Without reporting callbacks nothing is added, unless ``BF16_MONITOR`` is set.
     """
     if not reporters and "BF16_MONITOR" not in os.environ:
         return reporters
@@ -39,7 +39,7 @@ class _Figures(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        # Not into the figures of an evaluation or of the whole run.
+        # Not in the logs of an evaluation or of the whole run, which have no "loss".
         if "loss" in logs and optimizer and in_use():
             from .monitoring import metrics_of
 

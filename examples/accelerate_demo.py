@@ -18,7 +18,7 @@ from torch_bf16.tools.compare.schedule import learning_rate_factor
 
 
 def loader(text: torch.Tensor, args: argparse.Namespace, *, n: int, seed: int) -> DataLoader:
-    """``n`` batches of fixed windows, which ``prepare`` shares out among the processes."""
+    """Return ``n`` batches of fixed windows, which ``prepare`` distributes over the processes."""
     windows = batches(text, n=n, batch_size=args.batch_size, context=args.context, seed=seed)
     return DataLoader(TensorDataset(windows.flatten(0, 1)), batch_size=args.batch_size)
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> float:
 
     model = GPT(GPTConfig(context=args.context, width=args.width, layers=args.layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
-    # A prepared scheduler moves on by one for every process at each step.
+    # At each step a prepared scheduler advances by the number of processes.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, args.steps * ranks)
     )

@@ -10,12 +10,12 @@ PAD, EOS = 256, 257
 
 
 def make_llama(*, width: int = 128, layers: int = 4, context: int = 128) -> LlamaForCausalLM:
-    """With fresh weights, drawn from torch's generator."""
+    """Return the model with fresh weights, drawn from torch's generator."""
     return LlamaForCausalLM(LlamaConfig(**llama_sizes(width, layers, context)))
 
 
 def llama_sizes(width: int, layers: int, context: int) -> dict:
-    """What a transformers configuration of the Llama family takes."""
+    """Return the arguments of a transformers configuration of the Llama family."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": width,
@@ -31,9 +31,9 @@ def llama_sizes(width: int, layers: int, context: int) -> dict:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token ``b`` is byte ``b``; ``<pad>`` and ``<eos>`` follow."""
-    # A byte-level tokenizer writes bytes as characters: printable ones as what they are in Latin-1,
-    # the others, in order, from 256 on (GPT-2's encoder.py).
+    """Return a tokenizer in which token ``b`` is byte ``b``; ``<pad>`` and ``<eos>`` follow."""
+    # A byte-level tokenizer writes bytes as characters: printable ones as their Latin-1 character,
+    # all others, in order, from 256 on (GPT-2's encoder.py).
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     names = {chr(b if b in printable else next(others)): b for b in range(256)}

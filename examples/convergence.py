@@ -2,9 +2,9 @@
 
     python examples/convergence.py --seeds 20 --out convergence
 
-Two runs of a pair share initial weights and batches; what is compared is the validation loss of the
-last step. The difference of one pair is mostly chance, since any change of the last bit, even of
-fp32's own, leads training to another end; the mean over seeds and its interval are the result.
+The two runs of a pair share initial weights and batches, and their validation losses at the last
+step are compared. The difference of one pair is mostly chance, since any change of a last bit, even
+in fp32, leads training to another end; the mean over seeds and its interval are the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_bf16 import Recipe
 from torch_bf16.tools.compare.corpus import load_corpus
 from torch_bf16.tools.compare.intervals import Interval
 
-# Bytes are those of weight, moments and a bf16 gradient; released gradients take 2 less.
+# Bytes count weight, moments and a bf16 gradient; releasing gradients saves 2.
 RECIPES = {
     "16 bytes": Recipe("16 bytes", weights="bf16+fp32", exp_avg="fp32", exp_avg_sq="fp32"),
     "14 bytes": torch_bf16.get_recipe("bf16-fp32-master"),
@@ -44,7 +44,7 @@ RECIPES = {
     ),
 }
 NUDGED_MIXED = f"{NUDGED}, bf16 products"
-# In nats, for the mean difference to fp32.
+# In nats, for the mean difference from fp32.
 CLOSE_ENOUGH = {
     name: 0.001 if recipe.bytes_per_parameter + 2 >= 9 else 0.002
     for name, recipe in RECIPES.items()
@@ -84,7 +84,7 @@ def losses(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def intervals(found: dict[str, list[float]], reference: str) -> dict[str, Interval]:
-    """Paired differences of each recipe to one of the two fp32 runs."""
+    """Return the paired differences of each recipe from one of the two fp32 runs."""
     return {
         name: Interval.of([a - b for a, b in zip(found[name], found[reference], strict=True)])
         for name in found
@@ -93,7 +93,7 @@ def intervals(found: dict[str, list[float]], reference: str) -> dict[str, Interv
 
 
 def holds(name: str, interval: Interval) -> bool:
-    """Whether a recipe ends as near to fp32 as it should, or the control as far as it must."""
+    """Whether a recipe ends as close to fp32 as it should, or the control as far as it must."""
     if name == CONTROL:
         return interval.low > CLEARLY_WORSE
     return interval.mean <= CLOSE_ENOUGH[name]
@@ -119,7 +119,7 @@ def mean(values: list[float]) -> float:
 
 
 def plot(differences: dict[str, Interval], path: Path) -> None:
-    """Differences and intervals, the control left out: it is off the scale."""
+    """Plot differences and intervals, without the control, which is off the scale."""
     import matplotlib
 
     matplotlib.use("Agg")

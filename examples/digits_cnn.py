@@ -2,8 +2,8 @@
 
 python examples/digits_cnn.py
 
-Batch norm, dropout and convolutions: nothing but language models is trained in bf16, some say. The
-control is what ``model.to(torch.bfloat16)`` gives. Needs scikit-learn, downloads nothing.
+It has batch norm, dropout and convolutions, because not only language models can be trained in
+bf16. The control is ``model.to(torch.bfloat16)``. Needs scikit-learn, downloads nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_network() -> nn.Sequential:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (n, 1, 8, 8) in fp32 and labels (n,): 1,437 to train on, 360 to test."""
+    """Return images (n, 1, 8, 8) in fp32 and labels (n,): 1,437 for training, 360 for testing."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
     train_x, test_x = (torch.tensor(each, dtype=torch.float32) / 16 for each in parts[:2])
@@ -43,7 +43,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(network: nn.Sequential, precision: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Loss on the training images and accuracy on the others, both by the weights in fp32."""
+    """Return training loss and test accuracy, both computed with the weights in fp32."""
     train_x, train_y, test_x, test_y = digits()
     optimizer = torch.optim.SGD(network.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     steps = args.epochs * len(train_x) // args.batch_size

@@ -1,4 +1,4 @@
-"""A loop of one's own on Lightning Fabric: the mode is a precision there, too.
+"""A custom loop on Lightning Fabric: the mode is a precision there, too.
 
 fabric run --precision bf16-stochastic examples/fabric.py
 python examples/fabric.py --precision bf16-stochastic
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> float:
     args = parser.parse_args(arguments)
 
     fabric = lightning.Fabric(precision=args.precision)
-    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched already
+    if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched the processes
         fabric.launch()
     fabric.seed_everything(0)
     corpus = load_corpus(args.corpus_bytes)

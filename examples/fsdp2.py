@@ -7,8 +7,8 @@ torchrun --nproc_per_node 2 examples/fsdp2.py --optimizer muon
 Muon orthogonalises the matrices of hidden layers, each on the process that owns it in the step, and
 steps the rest as AdamW does; with this adjustment both take AdamW's learning rate.
 
-On CPUs the processes talk by gloo, on GPUs by NCCL. Given the same gradients, weights and states
-have the bits of one process; the gradients themselves are sums over processes in fp32.
+On CPUs the processes communicate by gloo, on GPUs by NCCL. Given the same gradients, weights and
+states have the bits of one process; the gradients themselves are sums over processes in fp32.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def sharded(model: GPT, precision: str, mesh: distributed.DeviceMesh) -> GPT:
-    """Each block a group of its own, and what is left another; in place."""
+    """Shard each block as a group of its own, and the rest as another group; in place."""
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         torch_bf16.cast_model(model, precision)
-        # Gradients cross the wire and are summed in fp32.
+        # Gradients are sent and summed in fp32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

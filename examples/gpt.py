@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out. The output layer shares the embedding's weight."""
+    """Maps bytes to logits of the next byte. The output layer shares the embedding's weight."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats, in fp32 whatever the model computes in."""
+    """Return the mean cross entropy in nats, in fp32 whatever the model computes in."""
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def add_size_arguments(parser: argparse.ArgumentParser, batch_size: int = 16) -> None:
-    """Declare how large model, batches and text are, and the learning rate."""
+    """Declare the options for the sizes of model, batches and text, and the learning rate."""
     parser.add_argument("--batch-size", type=int, default=batch_size)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)

@@ -1,10 +1,10 @@
 """Everything about a GPU in one command: `make gpu`. Part by part, and a part once per source tree.
 
-Runs the selftest, the tests that need a GPU, and the benchmark beside the libraries that are
-installed. What they print and measure goes to examples/results/<date>-<gpu>/, and the README's
-table of GPUs is written from all such records. Interrupted or failed, the same command goes on
-where it stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/,
-and the README stays as it is.
+Runs the selftest, the tests that need a GPU, and the benchmark against installed libraries. Output
+and measurements go to examples/results/<date>-<gpu>/, and the README's table of GPUs is written
+from all such records. After an interruption or a failure, the same command continues where it
+stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/, and the
+README stays as it is.
 
 For a GPU that is lent for minutes, `--minutes 9` ends in time, `--only selftest,tests` runs these
 two parts, and `--archive FILE` packs the record after each part, to be unpacked in the root of
@@ -38,7 +38,7 @@ BEGIN, END = (
     "<!-- end of the gpu table -->",
 )
 PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,heavyball,pytorch-optimizer"
-# Seconds that a part may take; all together are meant to stay below 20 minutes.
+# Time limit of each part in seconds; together they should take less than 20 minutes.
 LIMITS = {"selftest": 300, "tests": 540, "gpt2-124m": 300, "llama-1b": 300, "llama-1b-offload": 300}
 # What a part's result follows from, beside its command line.
 CORE = ("kernels",)
@@ -48,7 +48,7 @@ LEAST_SECONDS, GRACE_SECONDS, SHOWN = 20, 15, 4000
 
 
 def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
-    """The command line of each part, run in its folder."""
+    """Return the command line of each part, which runs in the part's folder."""
     python, bench = [sys.executable, "-m"], ["torch_bf16", "bench", "--device", device]
     check = ["torch_bf16", "selftest", "--device", device]
     small = ["--parameters", "2e6", "--tensors", "30", "--rounds", "3", "--against", "torch"]
@@ -77,7 +77,7 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
 
 
 def source_key(part: str, command: Sequence[str]) -> str:
-    """Of all that a part's result follows from, committed or not."""
+    """Return a digest of all sources that a part's result depends on, committed or not."""
     digest = hashlib.blake2b(shown(command).encode(), digest_size=16)
     for room in ALL if part == "tests" else CORE:
         place = ROOT / room
@@ -94,7 +94,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the tree, with a mark where it was changed; None outside of a repository."""
+    """Return the tree's commit, marked if the tree was changed; None outside of a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -104,7 +104,7 @@ def commit() -> str | None:
 
 
 def folder_for(results: Path, gpu: str, keys: Mapping[str, str]) -> Path:
-    """Where this tree was begun on such a GPU, else a folder of today."""
+    """Return the folder in which this tree was started on such a GPU, else a new one, by date."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     for each in sorted(results.glob(f"*-{name}"), reverse=True):
         parts = _state(each).get("parts", {})
@@ -121,7 +121,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Ours with this tree's packages first: another one may be installed, or none."""
+    """Return an environment with this tree's packages first: others may be installed, or none."""
     paths = [str(ROOT / "kernels"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     # Unbuffered, so that a part that is killed has said how far it came.
     path = os.pathsep.join(filter(None, paths))
@@ -212,7 +212,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def table(results: Path) -> str:
-    """The README's table: a row for each model and optimizer of each record of a GPU."""
+    """Return the README's table: a row for each model and optimizer of each record of a GPU."""
     rows, seen = [], set()
     for file in sorted(results.glob("*/bench-*.json")):
         record = json.loads(file.read_text())
@@ -237,10 +237,10 @@ def table(results: Path) -> str:
 
 
 def written_into(readme: str, lines: str) -> str:
-    """The README with another table between the two marks.
+    """Return the README with another table between the two marks.
 
     Raises:
-        ValueError: the marks are not there, once each and in this order.
+        ValueError: the marks are not there exactly once each and in this order.
     """
     before, mark, rest = readme.partition(BEGIN)
     _, other, after = rest.partition(END)
@@ -250,7 +250,7 @@ def written_into(readme: str, lines: str) -> str:
 
 
 def gpu_test_files() -> list[str]:
-    """The files with tests that need a GPU: those of the core, whose name or text says so."""
+    """Return the core's test files that need a GPU, according to their name or text."""
     found = []
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         path = file.relative_to(ROOT).as_posix()

@@ -58,7 +58,7 @@ def dataset(text: Tensor, args: argparse.Namespace, *, n: int, seed: int) -> Dat
 def train(
     model: nn.Module, data: Dataset, trainer: str, mode: str, lr: float, seed: int
 ) -> nn.Module:
-    """One run, as a launched script would make it: the environment names the mode."""
+    """Run once, as a launched script would: the environment names the mode."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no" if mode == CONTROL else mode
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -77,7 +77,7 @@ def train(
             "disable_tqdm": True,
         }
         if trainer == "trl":
-            # TRL's own default is bf16=True; fp32 has to be asked for.
+            # TRL's own default is bf16=True; fp32 must be requested.
             precision = {"bf16": False} if mode == "no" else {}
             SFTTrainer(
                 model,
@@ -92,7 +92,7 @@ def train(
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, windows: Tensor) -> float:
-    """Mean negative log-likelihood of the weights, in nats per byte, computed in fp32."""
+    """Return the mean negative log-likelihood of the text in nats per byte, computed in fp32."""
     model = copy.deepcopy(model).float().eval()
     model.__dict__.pop("forward", None)  # what prepare put around it
     device = next(model.parameters()).device
@@ -129,7 +129,7 @@ def study(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def verdicts(runs: list[dict]) -> list[tuple[bool, str]]:
-    """For each model, trainer and mode: the mean distance from fp32, and whether it is right."""
+    """Return a verdict on each model, trainer and mode, with its mean distance from fp32."""
     found = []
     for kind in ("llama", "qwen3"):
         for trainer in ("trainer", "trl"):

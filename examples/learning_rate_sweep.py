@@ -1,4 +1,4 @@
-"""Down to which learning rate does a recipe go on learning? Fine-tuning, at constant rates.
+"""Down to which learning rate does a recipe keep learning? Fine-tuning at constant rates.
 
     python examples/learning_rate_sweep.py --seeds 5 --out learning_rate_sweep
 
@@ -38,7 +38,7 @@ RATES = (1e-4, 3e-5, 1e-5, 3e-6, 1e-6)
 
 
 def help_topics() -> Corpus:
-    """Python's help topics; every tenth one is for validation."""
+    """Return Python's help topics; every tenth one is for validation."""
     texts = [topics[name].encode() for name in sorted(topics)]
     parts = {"train": [t for i, t in enumerate(texts) if i % 10], "validation": texts[::10]}
     return Corpus(
@@ -100,7 +100,7 @@ def sweep(args: argparse.Namespace) -> tuple[list[float], dict[str, dict[float, 
 
 
 def learned(before: list[float], after: dict[str, dict[float, list[float]]]):
-    """By recipe and rate, what share of fp32's improvement it reached; summed over seeds."""
+    """Return, by recipe and rate, the share of fp32's improvement, summed over seeds."""
 
     def improvement(name: str, lr: float) -> float:
         return sum(a - b for a, b in zip(before, after[name][lr], strict=True))

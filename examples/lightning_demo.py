@@ -2,8 +2,8 @@
 
     python examples/lightning_demo.py
 
-The script names the precisions and does nothing else for them: with torch-bf16 installed, Trainer
-knows their names. Where that is switched off (``BF16_AUTOLOAD=0``), add ``import lightning_bf16``.
+The script only names the precisions: with torch-bf16 installed, Trainer knows their names. If that
+is switched off (``BF16_AUTOLOAD=0``), add ``import lightning_bf16``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODES = (REFERENCE, *CLOSE_ENOUGH, CONTROL)
 
 
 class LanguageModel(lightning.LightningModule):
-    """What a user writes: a model, a loss and torch's own optimizer."""
+    """The code that a user writes: a model, a loss and torch's own optimizer."""
 
     def __init__(self, config: GPTConfig, lr: float, steps: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LanguageModel(lightning.LightningModule):
 
 @dataclass
 class Run:
-    """What one training run left behind."""
+    """The results of one training run."""
 
     train_losses: list[float] = field(default_factory=list)
     validation_loss: float = float("nan")
@@ -72,7 +72,7 @@ class Run:
 
 
 class Recorder(lightning.Callback):
-    """Fills a ``Run`` and moves the progress bar."""
+    """Fills a ``Run`` and advances the progress bar."""
 
     def __init__(self, run: Run, progress: Progress, task: int) -> None:
         self.run, self.progress, self.task = run, progress, task
@@ -86,7 +86,7 @@ class Recorder(lightning.Callback):
         self.run.train_losses.append(outputs["loss"].item())
         self.run.step_seconds.append(time.perf_counter() - self.started)
         self.progress.update(self.task, advance=1, loss=f"{self.run.train_losses[-1]:.3f}")
-        if trainer.is_last_batch:  # now, while the gradients are still there
+        if trainer.is_last_batch:  # now, while the gradients still exist
             self.run.bytes_per_parameter = bytes_per_parameter(module, trainer.optimizers[0])
 
     def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
@@ -98,7 +98,7 @@ class Recorder(lightning.Callback):
 
 
 def bytes_per_parameter(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Bytes allocated for weights, gradients and optimizer state; a shared storage counts once."""
+    """Return the bytes of weights, gradients and optimizer state; shared storage counts once."""
     parameters = list(module.parameters())
     tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     for state in optimizer.state.values():
@@ -156,7 +156,7 @@ def results_table(runs: dict[str, Run]) -> Table:
 
 
 def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
-    """Each claim of the demo as (does it hold, a sentence that says so)."""
+    """Return each claim of the demo as (whether it holds, a sentence that says so)."""
     reference = runs[REFERENCE].validation_loss
     found = []
     for mode, limit in CLOSE_ENOUGH.items():
@@ -174,7 +174,7 @@ def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
-    """Training loss, and beside it the distance to 32-true on the same batches, both smoothed."""
+    """Plot training loss and the distance from 32-true on the same batches, both smoothed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -201,7 +201,7 @@ def plot(runs: dict[str, Run], path: Path) -> None:
 
 
 def record(runs: dict[str, Run], args: argparse.Namespace, path: Path) -> None:
-    """The losses and bytes of each run, with what they were measured with."""
+    """Write the losses and bytes of each run, with settings and versions, to a file."""
     settings = ("seed", "steps", "batch_size", "context", "width", "layers", "lr")
     found = {
         "settings": {name: getattr(args, name) for name in settings},
@@ -233,9 +233,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    # Lightning reports the devices it sees and its own tips once per Trainer: four times here.
+    # Lightning reports devices and its own tips once per Trainer: four times here.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # The batches are ready in memory, workers would only copy them.
+    # The batches are already in memory; workers would only copy them.
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     # Lightning 2.6 calls a pytree function that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec", category=FutureWarning)

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> float:
     validation = batches(corpus.validation, n=16, seed=2, **shape)
     config = GPTConfig(context=args.context, width=args.width, layers=args.layers)
 
-    # Says for each layer which share of its updates survives rounding, and warns where none do.
+    # Logs for each layer what share of its updates survives rounding, and warns if a layer stalls.
     callbacks = [lightning_bf16.BF16Monitor()] if "bf16-" in args.precision else []
     trainer = lightning.Trainer(
         precision=args.precision,

@@ -17,14 +17,14 @@ LARGEST_E4M3 = 448.0
 
 
 def through(stored: Format, x: Tensor) -> Tensor:
-    """``x``, stored and read again."""
+    """Return ``x``, stored and read back."""
     planes = [torch.empty(x.numel() // p.block, dtype=p.dtype) for p in stored.planes]
     stored.encode(x, torch.randint(0, 2**16, x.shape, dtype=torch.int32), planes)
     return stored.decode(planes)
 
 
 def through_fp8(x: Tensor, stochastic: bool) -> Tensor:
-    """The same in e4m3, scaled so that the largest of each block is its largest number."""
+    """Return ``x`` stored in e4m3, each block scaled so that its maximum is e4m3's."""
     blocks = x.view(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True) / LARGEST_E4M3
     y = blocks / scale
@@ -38,7 +38,7 @@ def through_fp8(x: Tensor, stochastic: bool) -> Tensor:
 
 
 def study(spread: float) -> None:
-    """One line for each format."""
+    """Print one line for each format."""
     size = torch.exp(spread * torch.randn(NUMBERS))
     m, v = torch.zeros(NUMBERS), torch.zeros(NUMBERS)
     keep = {

@@ -1,14 +1,15 @@
-"""nanoGPT's character model of Shakespeare, by its settings for a CPU, in four precisions.
+"""nanoGPT's character model of Shakespeare, with its settings for a CPU, in four precisions.
 
 python examples/nanogpt_char.py --text shakespeare.txt
 
-Where Karpathy's nanoGPT (github.com/karpathy/nanoGPT, README and config/train_shakespeare_char.py)
-states a validation loss of 1.88 after 2,000 steps: 4 layers, 4 heads, 128 wide, 64 characters, 12
-windows per step, a warm-up of 100 steps to 1e-3 and a cosine down to 1e-4, betas 0.9 and 0.99,
-decay 0.1 on matrices, gradients clipped at 1. The text is the tiny Shakespeare of char-rnn, 1.1 MB,
-which has to be at hand; the first nine tenths are trained on, as there.
+These are the settings for which Karpathy's nanoGPT (github.com/karpathy/nanoGPT, README and
+config/train_shakespeare_char.py) states a validation loss of 1.88 after 2,000 steps: 4 layers, 4
+heads, 128 wide, 64 characters, 12 windows per step, a warm-up of 100 steps to 1e-3 and a cosine
+down to 1e-4, betas 0.9 and 0.99, decay 0.1 on matrices, gradients clipped at 1. The text is the
+tiny Shakespeare of char-rnn, 1.1 MB, which you must provide; as in nanoGPT, the first nine tenths
+are for training.
 
-Differs from nanoGPT in that norms have a bias, and in the draw of windows and weights.
+The differences from nanoGPT: norms have a bias, and windows and weights are drawn differently.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PRECISIONS = ("fp32", "bf16-fp32-master", "bf16-stochastic", CONTROL)
 
 @dataclass(frozen=True)
 class Settings:
-    """nanoGPT's names, and its values for a CPU."""
+    """Options with nanoGPT's names and its values for a CPU."""
 
     n_layer: int = 4
     n_head: int = 4
@@ -60,7 +61,7 @@ class Settings:
 
 
 def load_text(path: Path) -> tuple[Tensor, Tensor, int]:
-    """Numbers of characters to train and to validate on, uint8, and how many characters exist."""
+    """Return training and validation text as uint8 indices, and the number of characters."""
     text = path.read_text()
     characters = sorted(set(text))
     number = {character: position for position, character in enumerate(characters)}
@@ -70,7 +71,7 @@ def load_text(path: Path) -> tuple[Tensor, Tensor, int]:
 
 
 def train(text: Path, precision: str, seed: int, settings: Settings) -> float:
-    """The validation loss at the end, in nats per character."""
+    """Train, and return the final validation loss in nats per character."""
     training, validation, vocabulary = load_text(text)
     shape = {"batch_size": settings.batch_size, "context": settings.block_size}
     torch.manual_seed(seed)

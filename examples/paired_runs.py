@@ -1,6 +1,6 @@
 """One small GPT, trained again and again: only the storage of its numbers differs.
 
-``convergence.py`` and ``learning_rate_sweep.py`` ask their questions with it.
+``convergence.py`` and ``learning_rate_sweep.py`` use it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CONTROL = "bf16 nearest"  # weights and moments rounded to nearest: what plain b
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run follows from, beside the storage of its numbers.
+    """Everything that determines a run, except the storage of its numbers.
 
     Attributes:
-        seed: of the initial weights and the batches.
-        steps: how many.
+        seed: seed of the initial weights and the batches.
+        steps: number of steps.
         lr: peak learning rate.
         schedule: whether it warms up and decays; else it is constant.
         start: a state dict to start from instead of fresh weights.
-        nudged: whether one initial weight is the next number: as far as a last bit leads.
-        optimizer: ``"AdamW"``; ``"cautious"`` or ``"update_clipping"`` for that of torch_bf16 with
+        nudged: whether one initial weight is changed by its last bit, to see what chance does.
+        optimizer: ``"AdamW"``; ``"cautious"`` or ``"update_clipping"`` for torch_bf16's AdamW with
             this option; or a class of the package schedulefree, which has no schedule.
     """
 
@@ -61,13 +61,13 @@ class Run:
 
 
 def train(run: Run, recipe: Recipe | str, corpus: Corpus) -> tuple[float, dict[str, torch.Tensor]]:
-    """The validation loss in nats per byte at the end, and the weights.
+    """Train, and return the final validation loss in nats per byte, and the weights.
 
     Args:
-        run: what is trained; two calls that differ in ``recipe`` alone are a pair.
+        run: the run; two calls that differ only in ``recipe`` are a pair.
         recipe: how numbers are stored; ``REFERENCE`` is the optimizer of torch or of schedulefree
             in fp32 throughout, or ours over fp32 weights; ``MIXED`` the same under bf16 autocast.
-        corpus: to train and to validate on.
+        corpus: text for training and validation.
     """
     torch.manual_seed(run.seed)
     model = GPT(GPTConfig(context=run.context, width=run.width, layers=run.layers))
@@ -122,7 +122,7 @@ def _optimizer(run: Run, model: GPT, stored: Recipe | None) -> torch.optim.Optim
 
 
 def final_loss(run: Run, recipe: Recipe | str, corpus: Corpus) -> float:
-    """The loss of :func:`train` alone: weights that a process returns hold a file open each."""
+    """Return only the loss of :func:`train`: a tensor that a process returns keeps a file open."""
     return train(run, recipe, corpus)[0]
 
 
@@ -133,12 +133,12 @@ def _autocast() -> torch.autocast:
 def run_all(
     jobs: Iterable[tuple[Any, Callable[[], Any]]], workers: int, title: str
 ) -> dict[Any, Any]:
-    """Call each job in one of ``workers`` processes of one thread each; results by the job's key.
+    """Call each job in one of ``workers`` single-threaded processes; return results by key.
 
     Args:
         jobs: pairs of a key and a picklable call.
         workers: number of processes.
-        title: of the progress bar.
+        title: title of the progress bar.
     """
     jobs = dict(jobs)
     columns = (

@@ -3,7 +3,7 @@
 python examples/pytorch_loop.py --precision bf16-stochastic
 python examples/pytorch_loop.py --precision bf16-stochastic --steps 600 --resume loop.pt
 
-The second command goes on where the first one ended, with the bits of a run that never stopped.
+The second command continues where the first one ended, with the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> float:
 
     autocast = nullcontext()
     if args.precision != "fp32":
-        # In the same two bytes, gradients of micro-batches are summed without losing small ones.
+        # Sums the gradients of micro-batches in the same two bytes without losing small ones.
         recipe = torch_bf16.get_recipe(args.precision, accumulate="bf16_stochastic")
         torch_bf16.prepare(model, optimizer, recipe)
         print(torch_bf16.describe(model, optimizer))

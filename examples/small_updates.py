@@ -1,19 +1,19 @@
-"""What each library's optimizer does with small numbers, beside fp32: five questions, by running.
+"""What each library's optimizer does with small numbers, compared with fp32: five measurements.
 
     python examples/small_updates.py --json small_updates.json
 
 Each optimizer that ``bench`` knows and that is installed steps one matrix of bf16 weights, and
-torch's AdamW steps the same weights in fp32 with the same gradients. Asked of the weights that a
-forward pass would use:
+torch's AdamW steps the same weights in fp32 with the same gradients. Measured on the weights that
+a forward pass would use:
 
-- decay: how much of fp32's weight decay is applied, where gradients are zero;
+- decay: how much of fp32's weight decay is applied if gradients are zero;
 - updates: how much of fp32's movement they make, at the learning rate of a fine-tuning;
-- distance: how far from fp32's they end, relative to that movement;
+- distance: how far from fp32's weights they end, relative to that movement;
 - replicas: whether two processes have the same bits if they have drawn other random numbers before;
 - resume: whether half of the steps, a state dict, and the other half in a new process with the same
   seed give the bits of all steps in one process.
 
-Steps that are compiled run eagerly here: it is numbers that are compared, not times.
+Compiled steps run eagerly here, because numbers are compared and not times.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FINE_TUNING = {"lr": 1e-5, "weight_decay": 0.0, **COMMON}
 
 @dataclass
 class Answers:
-    """Of one optimizer; see above. The first three are relative to fp32's."""
+    """The measurements of one optimizer; see above. The first three are relative to fp32's."""
 
     decay: float
     updates: float
@@ -70,7 +70,7 @@ class Answers:
 
 
 class Process:
-    """What a process has of a matrix and its optimizer, from the start or from where one stopped.
+    """A matrix and its optimizer in one process, new or resumed from a state dict.
 
     Args:
         entry: the optimizer.
@@ -96,24 +96,24 @@ class Process:
             self._optimizer.load_state_dict(torch.load(states, weights_only=False))
 
     def take(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The weights, copied, after a step with each of these gradients."""
+        """Take a step with each of these gradients, and return a copy of the weights."""
         for gradient in gradients:
             self._weight.grad = gradient.to(self._weight.dtype, copy=True)
             self._optimizer.step()
         return self._weight.detach().clone()
 
     def saved(self) -> io.BytesIO:
-        """The state dict in a file."""
+        """Return the state dict in a file in memory."""
         file = io.BytesIO()
         torch.save(self._optimizer.state_dict(), file)
         return file
 
 
 def ask(entry: Entry, fp32: Entry, start: Tensor, gradients: Sequence[Tensor]) -> Answers:
-    """Let an optimizer take all steps, from these weights and with these gradients."""
+    """Measure an optimizer over all steps, from these weights and with these gradients."""
 
-    def movement(of: Entry, some: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
-        return Process(of, start, arguments=arguments).take(some).double() - start.double()
+    def movement(of: Entry, gradients: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+        return Process(of, start, arguments=arguments).take(gradients).double() - start.double()
 
     zeros = [torch.zeros_like(start)] * len(gradients)
     updates, wanted = (movement(each, gradients, FINE_TUNING) for each in (entry, fp32))
@@ -131,12 +131,12 @@ def ask(entry: Entry, fp32: Entry, start: Tensor, gradients: Sequence[Tensor]) -
 
 
 def share(movement: Tensor, wanted: Tensor) -> float:
-    """How much of the wanted movement another one makes: its part along it."""
+    """Return the share of the wanted movement that another one makes: its projection."""
     return float((movement * wanted).sum() / (wanted * wanted).sum())
 
 
 def entries(device: str) -> list[Entry]:
-    """Ours, and those of the libraries that are installed and run on this device."""
+    """Return our optimizers, and those of libraries that are installed and run on this device."""
     found = [*ours(RECIPES)]
     for name in LIBRARIES:
         if PEERS[name].installed:
@@ -145,7 +145,7 @@ def entries(device: str) -> list[Entry]:
 
 
 def numbers(device: str, steps: int) -> tuple[Tensor, list[Tensor]]:
-    """Weights as of a layer, and bf16 gradients that are noise around a mean."""
+    """Return weights like a layer's, and bf16 gradients that are noise around a mean."""
     source = torch.Generator().manual_seed(2)
 
     def normal() -> Tensor:

@@ -3,8 +3,8 @@
 accelerate launch --mixed_precision bf16-stochastic examples/trl_sft.py
 accelerate launch --mixed_precision bf16-stochastic examples/trl_sft.py --lora --base trl-sft
 
-The first command teaches a small model sums, from a prompt and a completion. The second takes what
-it saved, freezes it, and teaches adapters of peft differences.
+The first command teaches a small model sums, from prompts and completions. The second loads the
+saved model, freezes it, and teaches adapters of peft differences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 def exercises(sign: str, n: int, seed: int) -> Dataset:
-    """``n`` sums or differences of two digits each."""
+    """Return ``n`` sums or differences of two digits each."""
     drawn = random.Random(seed)
     pairs = [(drawn.randint(0, 9), drawn.randint(0, 9)) for _ in range(n)]
     answers = [a + b if sign == "+" else a - b for a, b in pairs]

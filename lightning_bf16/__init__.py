@@ -1,6 +1,6 @@
 """bf16 training for Lightning's Trainer and Fabric.
 
-Importing it makes two precisions known, in any order with the hosts::
+Importing this package registers two precisions, before or after the hosts are imported::
 
     import lightning_bf16
     from lightning import Trainer
@@ -8,8 +8,8 @@ Importing it makes two precisions known, in any order with the hosts::
     Trainer(precision="bf16-stochastic")   # 8 bytes per parameter
     Trainer(precision="bf16-fp32-master")  # 14 bytes per parameter, an exact fp32 master
 
-Where torch-bf16 is installed with its metadata, torch itself announces it, and the first line is
-not needed. The plugin class, for options, of each host:
+If torch-bf16 is installed with its metadata, ``import torch`` registers them, and the first line is
+not needed. To set options, use the plugin class of the host:
 
 =========================  =================================================
 ``lightning`` Trainer      ``lightning_bf16.BF16Precision``
@@ -18,7 +18,7 @@ not needed. The plugin class, for options, of each host:
 ``lightning_fabric``       ``lightning_bf16.lightning_fabric.BF16Precision``
 =========================  =================================================
 
-``BF16Monitor`` beside them, for the two Trainers, is a callback that logs what rounding does.
+For the two Trainers there is also ``BF16Monitor``, a callback that logs what rounding does.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _HOSTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def register() -> None:
-    """Make the precisions known to every Lightning package, imported already or later.
+    """Make the precisions known to every Lightning package, whether imported already or later.
 
-    ``import lightning_bf16`` calls it; calling it again does no harm.
+    ``import lightning_bf16`` calls this function; calling it again does no harm.
 
     Raises:
-        ImportError: no Lightning package is installed in a version that can be used.
+        ImportError: no Lightning package is installed in a supported version.
 
     Example:
         >>> import lightning_bf16
@@ -68,9 +68,9 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Put back every class and type of Lightning that :func:`register` has changed.
+    """Restore every class and type of Lightning that :func:`register` has changed.
 
-    For Trainers and Fabrics that are made afterwards: our precisions are unknown to them until
+    Trainers and Fabrics that are created afterwards do not know our precisions until
     :func:`register` is called again.
 
     Example:
@@ -80,7 +80,7 @@ def unregister() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because it imports a Trainer.
+    # Imported only on access, because this imports a Trainer.
     if name in ("BF16Monitor", "BF16Precision"):
         host = "pytorch" if "lightning" in _installed() else "pytorch_lightning"
         return getattr(importlib.import_module(f"{__name__}.{host}"), name)
@@ -88,11 +88,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _installed() -> dict[str, str | None]:
-    """Version of each host that can be imported, None where it has no metadata."""
+    """Return the version of each host that can be imported, or None if it has no metadata."""
     versions: dict[str, str | None] = {}
     for host in _HOSTS:
         spec = importlib.util.find_spec(host)
-        if spec is not None and spec.origin is not None:  # a mere folder of that name has none
+        if spec is not None and spec.origin is not None:  # a mere folder of that name has no origin
             try:
                 versions[host] = metadata.version(host)
             except metadata.PackageNotFoundError:

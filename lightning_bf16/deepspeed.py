@@ -1,4 +1,4 @@
-"""What a plugin does where DeepSpeed's engine casts the model, takes the steps and clips."""
+"""The plugin's behaviour under DeepSpeed, whose engine casts the model, steps and clips."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["DeepSpeedMixin"]
 
 
 class DeepSpeedMixin(_Base):
-    """Stands in front of a plugin's mixin for ``DeepSpeedStrategy``; the connectors choose it."""
+    """Precedes a plugin's mixin under ``DeepSpeedStrategy``; the connectors choose it."""
 
     def cast(self, module: Module) -> None:
-        """Nothing: the engine casts."""
+        """Do nothing: the engine casts."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Nothing: DeepSpeed switches off what is around its engine."""
+        """An empty context: DeepSpeed disables any autocast around its engine."""
         return nullcontext()
 
     def engine_context(self) -> AbstractContextManager[Any]:
-        """What forward passes need inside the engine."""
+        """The context that forward passes need inside the engine."""
         return super().forward_context()
 
     def prepare_for_engine(
         self, config: dict[str, Any], module: Module, optimizer: Any, scheduler: Any
     ) -> None:
-        """Convert the optimizer, and prepare its groups to be flattened, before the engine is made.
+        """Convert the optimizer, and prepare its groups for flattening, before the engine exists.
 
         Args:
-            config: of DeepSpeed; mutated.
-            module: only read.
-            optimizer: mutated.
-            scheduler: of it, or None; learns of new groups.
+            config: DeepSpeed's configuration; mutated.
+            module: the model; only read.
+            optimizer: the optimizer; mutated.
+            scheduler: the optimizer's scheduler, or None; it is told about new groups.
 
         Raises:
             ValueError, NotImplementedError: something cannot be trained; nothing is changed.
@@ -61,7 +61,7 @@ class DeepSpeedMixin(_Base):
         config.update(complete)
 
     def attach_engine(self, engine: Any) -> None:
-        """Attach the engine, and say in one line what is trained how."""
+        """Attach the engine, and log one line that says what is trained and how."""
         torch_bf16.attach(engine)
         self.carry_autocast(engine.module)
         rank_zero_info(
@@ -73,5 +73,5 @@ class DeepSpeedMixin(_Base):
     def convert_optimizers(
         self, optimizers: Iterable[Any], module: Module | None = None
     ) -> list[torch_bf16.BF16Optimizer]:
-        """None: :meth:`prepare_for_engine` has converted the one that there is."""
+        """Convert nothing: :meth:`prepare_for_engine` has converted the only optimizer."""
         return []

@@ -1,4 +1,4 @@
-"""The plugin for Fabric of ``lightning_fabric``."""
+"""The plugin for the Fabric of ``lightning_fabric``."""
 
 from lightning_fabric.plugins.precision import (
     DeepSpeedPrecision,
@@ -16,9 +16,9 @@ __all__ = ["BF16DeepSpeedPrecision", "BF16Precision"]
 class BF16Precision(PrecisionMixin, FSDPPrecision, HalfPrecision):
     __doc__ = PrecisionMixin.__doc__
 
-    # FSDPPrecision has one for its gradient scaler; with it Fabric would refuse loss.backward().
+    # FSDPPrecision overrides it for its gradient scaler; Fabric would then refuse loss.backward().
     backward = Precision.backward
 
 
 class BF16DeepSpeedPrecision(DeepSpeedMixin, PrecisionMixin, DeepSpeedPrecision):
-    """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""
+    """The form of :class:`BF16Precision` under ``DeepSpeedStrategy``."""

@@ -14,23 +14,23 @@ __all__ = ["MonitorMixin"]
 
 
 class MonitorMixin:
-    """Log for each layer what rounding does to the updates: :class:`torch_bf16.UpdateMonitor`.
+    """Log for each layer what rounding does to the updates, by :class:`torch_bf16.UpdateMonitor`.
 
-    Through ``self.log``, so that every logger shows it: ``bf16/survived/<layer>`` (the share of the
-    update that was stored), ``bf16/unmoved/<layer>``, ``bf16/snr/<layer>``,
+    The metrics go through ``self.log``, so that every logger shows them: ``bf16/survived/<layer>``
+    (the share of the update that was stored), ``bf16/unmoved/<layer>``, ``bf16/snr/<layer>``,
     ``bf16/gradient_norm`` and ``bf16/skipped_steps``. A layer that stalls is named in a warning.
 
     Args:
-        every: optimizer steps from one look to the next; None looks at the steps whose metrics the
-            loggers get, ``Trainer(log_every_n_steps=...)``.
-        sample: at most so many elements of each parameter are looked at.
-        warn: whether to say, once per layer, that it stalls and what helps.
+        every: number of optimizer steps between two measurements; None measures at the steps whose
+            metrics the loggers get, ``Trainer(log_every_n_steps=...)``.
+        sample: maximum number of elements of each parameter that are measured.
+        warn: whether to warn, once per layer, that it stalls, and say what helps.
 
     Example:
         >>> trainer = Trainer(precision="bf16-stochastic", callbacks=[BF16Monitor()])
     """
 
-    # Stands in front of the Callback class of either package.
+    # Precedes the Callback class of either package in the bases.
 
     def __init__(self, every: int | None = None, *, sample: int = 4096, warn: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class MonitorMixin:
         self._monitors: list[torch_bf16.UpdateMonitor] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Watch the optimizers, which are converted by now."""
+        """Start monitoring the optimizers, which have been converted by now."""
         self._monitors = [
             torch_bf16.UpdateMonitor(each, **self._options)
             for each in trainer.optimizers
@@ -48,11 +48,11 @@ class MonitorMixin:
             modes = ", ".join(repr(name) for name in torch_bf16.RECIPES)
             rank_zero_warn(
                 "BF16Monitor logs nothing in this run: none of its optimizers is one of torch_bf16 "
-                f"with precision={trainer.precision!r}. Those are watched with {modes}"
+                f"with precision={trainer.precision!r}. It monitors optimizers with {modes}"
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gradients are there; the update comes next."""
+        """Measure the coming update: gradients are complete, and the step comes next."""
         if self._options["every"] is None and logs_this_step(trainer):
             for monitor in self._monitors:
                 monitor.look()
@@ -60,14 +60,14 @@ class MonitorMixin:
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was seen at this batch's step, if it was looked at."""
+        """Log what was measured at this batch's step, if anything was."""
         for number, monitor in enumerate(self._monitors):
             prefix = f"bf16/optimizer_{number}" if len(self._monitors) > 1 else "bf16"
             if metrics := monitor.take_metrics(prefix):
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False)
 
     def on_train_end(self, *_: Any) -> None:
-        """Stop watching."""
+        """Stop monitoring."""
         for monitor in self._monitors:
             monitor.remove()
         self._monitors = []

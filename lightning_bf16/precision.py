@@ -1,4 +1,4 @@
-"""What makes a precision plugin ours, written once for Fabric and Trainer of both packages."""
+"""What our precision plugins share: one mixin for Fabric and Trainer of both packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._patches.private_attributes import is_placeholder, syncs_module_states
 __all__ = ["PrecisionMixin", "end_releases", "parameters_of"]
 
 _releases: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
-"""The handle of each optimizer whose gradients a plugin has released."""
+"""The handle of each optimizer whose gradients a plugin releases."""
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -36,11 +36,11 @@ else:
 class PrecisionMixin(_Base):
     """Train in bf16 and end up where fp32 would have.
 
-    ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` make one;
-    make one yourself to set its options.
+    ``Trainer(precision="bf16-stochastic")`` and ``Fabric(precision="bf16-stochastic")`` create this
+    plugin; create it yourself to set its options.
 
-    Beside a recipe's name, options that are not given here come from the environment
-    (``BF16_WEIGHTS`` and its like); a :class:`torch_bf16.Recipe` stays as it is.
+    If ``recipe`` is a name, options that are not set here come from environment variables
+    (``BF16_WEIGHTS`` and so on); a :class:`torch_bf16.Recipe` is used as it is.
 
     Args:
         recipe: ``"bf16-stochastic"``, ``"bf16-fp32-master"`` or a :class:`torch_bf16.Recipe`.
@@ -48,9 +48,9 @@ class PrecisionMixin(_Base):
             buffers, losses and metrics stay fp32, and so do norms and softmax where torch's
             autocast says so. ``"fp32"`` computes everything in fp32 over the same bf16 weights, for
             CPUs whose bf16 products are slow. ``"bf16"`` is the lean option: floating-point inputs
-            are cast to bf16 and every operation runs in the dtype of what it is given; losses are
-            then computed in bf16 unless the module upcasts its logits. None for the recipe's, which
-            is autocast unless it says otherwise, as for all that follow.
+            are cast to bf16 and every operation runs in the dtype of its inputs; losses are then
+            computed in bf16 unless the module upcasts its logits. None uses the recipe's setting
+            (by default ``"autocast"``); the same holds for the options below.
         weights: format of the weights.
         exp_avg: format of first moments.
         exp_avg_sq: format of second moments.
@@ -58,19 +58,18 @@ class PrecisionMixin(_Base):
         reduce: ``"bf16_wire"`` lets DDP and FSDP send gradients in bf16 and sum them in fp32; see
             :func:`torch_bf16.reduce_gradients`.
         offload: ``"states"`` keeps moments and masters in host memory.
-        keep_fp32: modules that stay in fp32, by pattern of their name or by class.
+        keep_fp32: modules that stay in fp32, by name pattern or by class.
         seed: seed of the rounding noise, the same on every rank.
-        backend: what takes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``; None for the best
-            that works.
-        vectors: ``"like_matrices"`` keeps parameters of one dimension in the formats of the others,
+        backend: what computes the steps, ``"cpu"``, ``"triton"`` or ``"eager"``; None picks the
+            best that works.
+        vectors: ``"like_matrices"`` keeps one-dimensional parameters in the formats of matrices,
             which DeepSpeed may need.
         release_gradients: take the step inside the backward pass, and free each gradient at once;
             cannot be combined with ``gradient_clip_val``.
-        release_max_norm: bound of the norm that released gradients are clipped to; None does not
-            clip.
+        release_max_norm: maximum norm that released gradients are clipped to; None does not clip.
         release_norm: ``"parameter"`` or ``"last_step"``, see
             :func:`torch_bf16.release_gradients`.
-        release_accumulation_steps: how many backward passes make one released step; None for the
+        release_accumulation_steps: number of backward passes per released step; None is the
             Trainer's ``accumulate_grad_batches``, and 1 in Fabric.
 
     Example:
@@ -78,7 +77,7 @@ class PrecisionMixin(_Base):
         >>> trainer = Trainer(plugins=[plugin])
     """
 
-    # Stands in front of the precision classes of Fabric or of a Trainer.
+    # Precedes the precision classes of Fabric or of a Trainer in the bases.
 
     _advice = "Give it to fabric.setup or fabric.setup_optimizers"
 
@@ -103,7 +102,7 @@ class PrecisionMixin(_Base):
         release_accumulation_steps: int | None = None,
     ) -> None:
         super().__init__("bf16-true")
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "weights": weights,
             "exp_avg": exp_avg,
             "exp_avg_sq": exp_avg_sq,
@@ -121,7 +120,7 @@ class PrecisionMixin(_Base):
             "release_accumulation_steps": release_accumulation_steps,
         }
         options = torch_bf16.options_from_environment() if isinstance(recipe, str) else {}
-        options |= {name: value for name, value in given.items() if value is not None}
+        options |= {name: value for name, value in arguments.items() if value is not None}
         self.release = torch_bf16.release_options(options)
         self.recipe = torch_bf16.get_recipe(recipe, **options)
         self.compute = self.recipe.compute
@@ -133,10 +132,10 @@ class PrecisionMixin(_Base):
         """Name of the recipe; ``precision`` stays ``"bf16-true"``, which the hosts know."""
         return self.recipe.name
 
-    # What the hosts call.
+    # Methods that the hosts call.
 
     def convert_module(self, module: Module) -> Module:
-        """Cast the parameters to bf16, in place; buffers and metrics stay as they are."""
+        """Cast the parameters to bf16, in place; buffers and metrics keep their dtypes."""
         self.cast(module)
         self.carry_autocast(module)
         if all(ref() is not module for ref in self._modules):
@@ -146,16 +145,16 @@ class PrecisionMixin(_Base):
         return module
 
     def cast(self, module: Module) -> None:
-        """The first half of :meth:`convert_module`."""
+        """Cast the parameters: the first half of :meth:`convert_module`."""
         torch_bf16.cast_model(module, self.recipe)
 
     def carry_autocast(self, module: Module) -> None:
-        """Make a module that was cast work wherever it is called."""
+        """Let a cast module run under autocast wherever it is called."""
         torch_bf16.carry_autocast(module, compute=self.compute, map_tensors=map_tensors)
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:
-        """What FSDPStrategy hands to FSDP1: weights and buffers as they are, fp32 reduction."""
+        """The settings that FSDPStrategy passes to FSDP1: reduce in fp32, cast nothing else."""
         from torch.distributed.fsdp import MixedPrecision  # a build of torch may lack it
 
         casts = self.compute == "bf16"
@@ -166,29 +165,29 @@ class PrecisionMixin(_Base):
         )
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Nothing: the default dtype stays fp32, and exact masters start from fp32 weights."""
+        """An empty context: the default dtype stays fp32, so exact masters start from fp32."""
         return nullcontext()
 
     module_init_context = tensor_init_context
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What :func:`torch_bf16.arithmetic` gives for the device of the module."""
+        """The context of :func:`torch_bf16.arithmetic` for the module's device."""
         return torch_bf16.arithmetic(self._device_type(), self.compute)
 
     def convert_input(self, data: Any) -> Any:
-        """Inputs as they are; their floats in bf16 for ``compute="bf16"``."""
+        """Return inputs unchanged, or with floats cast to bf16 if ``compute`` is ``"bf16"``."""
         return super().convert_input(data) if self.compute == "bf16" else data
 
     def convert_output(self, data: Any) -> Any:
-        """bf16 outputs in fp32."""
+        """Return outputs with bf16 tensors in fp32."""
         return to_fp32(data)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this plugin is; the numbers are all in the optimizers' state."""
+        """Return the plugin's settings; all numbers are in the optimizers' state."""
         return {"mode": self.mode, "seed": self.recipe.seed, "compute": self.compute}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed over; the optimizers do so too, and check the recipe."""
+        """Adopt the saved seed; the optimizers do the same, and check the recipe."""
         if "seed" in state_dict:
             self.recipe = torch_bf16.get_recipe(self.recipe, seed=state_dict["seed"])
 
@@ -196,7 +195,7 @@ class PrecisionMixin(_Base):
         # A spawned process converts its own copy of the module.
         return {**self.__dict__, "_modules": []}
 
-    # What the Trainer's connect and the patches of Fabric call.
+    # Methods that the Trainer's connect and the patches of Fabric call.
 
     def convert_optimizers(
         self, optimizers: Iterable[Any], module: Module | None = None
@@ -204,20 +203,21 @@ class PrecisionMixin(_Base):
         """Convert the torch optimizers among ``optimizers`` in place, and return them.
 
         Args:
-            optimizers: what the host was given.
-            module: the owner of their parameters where it is not cast yet; it is then cast, too.
+            optimizers: the optimizers that the host got, or objects that stand in for one.
+            module: the module that owns their parameters, if it is not cast yet; it is cast, too.
 
         Raises:
-            NotImplementedError, ValueError: one cannot be converted; a ``module`` is as it was.
+            NotImplementedError, ValueError: an optimizer cannot be converted; ``module`` is
+                unchanged.
         """
-        # The hosts allow an object with its own step, and put one in place of none;
-        # ZeroRedundancyOptimizer's local optimizer takes the steps.
+        # The hosts allow any object with a step method, and use a placeholder if there is no
+        # optimizer. ZeroRedundancyOptimizer steps through its local optimizer, ``optim``.
         unconverted: list[Any] = [
             each
             for each in optimizers
             if isinstance(each, torch.optim.Optimizer)
             and not is_placeholder(each)
-            # One of complex parameters alone, say, has none that is bf16.
+            # An optimizer of complex parameters only, for example, has nothing to train in bf16.
             and any(p.is_floating_point() for p in parameters_of(each))
             and not isinstance(getattr(each, "optim", each), torch_bf16.BF16Optimizer)
         ]
@@ -235,14 +235,14 @@ class PrecisionMixin(_Base):
             )
             raise type(error)(
                 f"precision={self.mode!r}: {error}. With precision='32-true' or 'bf16-mixed' "
-                "Lightning takes it as it is. Nothing was trained"
-                + ", but the parameters of your module are bf16 by now: make or load it again"
+                "Lightning uses it unchanged. Nothing was trained"
+                + ", but the parameters of your module are bf16 by now: create or load it again"
                 * cast
             ) from error
         return [each for each in unconverted if isinstance(each, torch_bf16.BF16Optimizer)]
 
     def announce(self, optimizers: Sequence[torch_bf16.BF16Optimizer]) -> None:
-        """Say in one line what is trained how."""
+        """Log one line that says what is trained and how."""
         module = self._owner(optimizers[0]) if optimizers else None
         if module is not None:
             rank_zero_info(str(torch_bf16.describe(module, optimizers[0])))
@@ -251,8 +251,8 @@ class PrecisionMixin(_Base):
         """Set up reduction, accumulation and release of a module's gradients, once it is wrapped.
 
         Args:
-            module: as the strategy wrapped it.
-            optimizers: its optimizers; releases of earlier ones for the same parameters are ended.
+            module: the module as wrapped by the strategy.
+            optimizers: its optimizers; releases by earlier optimizers of the same parameters end.
         """
         ours = [each for each in optimizers if isinstance(each, torch_bf16.BF16Optimizer)]
         trained = set().union(*map(parameters_of, ours))
@@ -269,17 +269,17 @@ class PrecisionMixin(_Base):
                 _releases[optimizer] = handle
 
     def accumulation_steps(self) -> int:
-        """How many backward passes make one released step."""
+        """Return the number of backward passes per released step."""
         return self.release_accumulation_steps or 1
 
     def sync_masters(self, module: Module, strategy: Any) -> None:
-        """Start exact masters of a wrapped module from rank 0's, as the weights did."""
-        inner = getattr(module, "_orig_mod", module)  # torch.compile goes around the others
+        """Start a wrapped module's exact masters from rank 0's, like its weights."""
+        inner = getattr(module, "_orig_mod", module)  # torch.compile is the outermost wrapper
         if isinstance(inner, DistributedDataParallel) or syncs_module_states(strategy):
             torch_bf16.sync_masters(inner)
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> Module | None:
-        """The module that has all the parameters of an optimizer, if it was converted here."""
+        """Return the module, converted here, that has all parameters of an optimizer, or None."""
         return next((each for each in self._live_modules() if _owns(each, optimizer)), None)
 
     def _live_modules(self) -> list[Module]:
@@ -293,14 +293,14 @@ class PrecisionMixin(_Base):
 
 
 def end_releases(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Return to ordinary steps where a plugin has released gradients."""
+    """Return these optimizers to ordinary steps if a plugin releases their gradients."""
     for optimizer in optimizers:
         if handle := _releases.pop(optimizer, None):
             handle.remove()
 
 
 def parameters_of(optimizer: Any) -> set[torch.Tensor]:
-    """What an optimizer trains; nothing for an object of a user's that has no groups."""
+    """Return the parameters that an optimizer trains; none for an object without groups."""
     return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 

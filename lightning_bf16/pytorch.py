@@ -1,4 +1,4 @@
-"""The plugin and the callback for the Trainer of ``lightning.pytorch``."""
+"""The plugin and the callbacks for the Trainer of ``lightning.pytorch``."""
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
@@ -21,7 +21,7 @@ class BF16Precision(TrainerMixin, FSDPPrecision, HalfPrecision):
 
 
 class BF16DeepSpeedPrecision(DeepSpeedMixin, TrainerMixin, DeepSpeedPrecision):
-    """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""
+    """The form of :class:`BF16Precision` under ``DeepSpeedStrategy``."""
 
     _train_modes = _TrainModes
 

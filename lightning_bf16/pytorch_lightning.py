@@ -1,4 +1,4 @@
-"""The plugin and the callback for the Trainer of ``pytorch_lightning``."""
+"""The plugin and the callbacks for the Trainer of ``pytorch_lightning``."""
 
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision, FSDPPrecision, HalfPrecision
@@ -21,7 +21,7 @@ class BF16Precision(TrainerMixin, FSDPPrecision, HalfPrecision):
 
 
 class BF16DeepSpeedPrecision(DeepSpeedMixin, TrainerMixin, DeepSpeedPrecision):
-    """What :class:`BF16Precision` becomes under ``DeepSpeedStrategy``."""
+    """The form of :class:`BF16Precision` under ``DeepSpeedStrategy``."""
 
     _train_modes = _TrainModes
 

@@ -1,4 +1,4 @@
-"""Schedule-free optimizers of a Trainer: weights for training, and their average for all else."""
+"""Train and eval modes of schedule-free optimizers, switched by a Trainer's callback."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ __all__ = ["TrainModesMixin", "switch_modes"]
 
 
 class TrainModesMixin:
-    """Put optimizers with ``train()`` and ``eval()`` into the mode of what the Trainer does.
+    """Put optimizers that have ``train()`` and ``eval()`` into the mode that the Trainer is in.
 
-    The average stays from the start of a validation to the next training batch, so that callbacks
-    in between see it, and after the fit.
+    The weights are the average from the start of a validation to the next training batch, so that
+    callbacks in between see it, and after the fit.
     """
 
-    # Stands in front of the Callback class of either package.
+    # Precedes the Callback class of either package in the bases.
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        """Train mode; nothing where it is."""
+        """Switch to train mode."""
         for each in _with_modes(trainer.optimizers):
             each.train()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
-        """Eval mode; nothing where it is."""
+        """Switch to eval mode."""
         for each in _with_modes(trainer.optimizers):
             each.eval()
 
@@ -30,12 +30,12 @@ class TrainModesMixin:
 
 
 def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesMixin]) -> None:
-    """Give a Trainer the callback that switches, where an optimizer has modes.
+    """Add the callback that switches modes to a Trainer, if one of its optimizers has modes.
 
     Args:
-        trainer: mutated.
-        optimizers: of this fit.
-        kind: the callback's class.
+        trainer: the Trainer; mutated.
+        optimizers: the optimizers of this fit.
+        kind: the class of the callback.
     """
     has_callback = any(isinstance(each, TrainModesMixin) for each in trainer.callbacks)
     if _with_modes(optimizers) and not has_callback:
@@ -43,5 +43,5 @@ def switch_modes(trainer: Any, optimizers: list[Any], kind: type[TrainModesMixin
 
 
 def _with_modes(optimizers: Any) -> list[Any]:
-    """Those of a Trainer's optimizers that have modes."""
+    """Return the optimizers that have train and eval modes."""
     return [each for each in optimizers if callable(getattr(each, "eval", None))]

@@ -1,4 +1,4 @@
-"""What a Trainer's plugin does beside that: optimizers, steps and clipping."""
+"""What a Trainer's plugin adds to the shared mixin: optimizers, steps and clipping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TrainerMixin"]
 
 
 def _step_context(step: str) -> Callable[[Any], AbstractContextManager[None]]:
-    """The plugin's context around one kind of step, whose results it hands on in fp32."""
+    """Return the plugin's context method for one kind of step, whose results become fp32."""
 
     @contextmanager
     def context(self: Any) -> Iterator[None]:
@@ -44,7 +44,7 @@ class TrainerMixin(PrecisionMixin):
     _evaluates = False
 
     def convert_module(self, module: Module) -> Module:
-        """Cast the parameters to bf16, in place, and say so where nobody asked for training."""
+        """Cast the parameters to bf16, in place, and log that outside of training."""
         trainer = _trainer_of(module)
         stage = None if trainer is None or trainer.state.fn is None else trainer.state.fn.value
         before = [p.dtype for p in module.parameters()]
@@ -59,19 +59,19 @@ class TrainerMixin(PrecisionMixin):
         if self._evaluates and before != [p.dtype for p in module.parameters()]:
             rank_zero_info(
                 f"{self.mode}: trainer.{stage} casts the parameters of your module to bf16 in "
-                "place, and they stay so; hand over copy.deepcopy(model) to keep the fp32 ones"
+                "place, and they stay so; pass copy.deepcopy(model) to keep the fp32 ones"
             )
         return module
 
     def connect(
         self, model: Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Any], list[Any]]:
-        """Convert the optimizers: the model is wrapped by now, and no state is loaded yet."""
+        """Convert the optimizers: the model is already wrapped, and no state is loaded yet."""
         trainer = self._trainer
         if self.release is not None and trainer is not None:
             _check_trainer(trainer)
         self.sync_masters(model, getattr(trainer, "strategy", None))
-        if self._evaluates:  # the optimizers are those of the fit before
+        if self._evaluates:  # these are the optimizers of an earlier fit
             return model, optimizers, lr_schedulers
         converted = self.convert_optimizers(optimizers)
         self.setup_gradients(model, optimizers)
@@ -81,7 +81,7 @@ class TrainerMixin(PrecisionMixin):
         return model, optimizers, lr_schedulers
 
     def accumulation_steps(self) -> int:
-        """The most that ``accumulate_grad_batches`` will be; fewer are stepped after the pass."""
+        """Return the largest ``accumulate_grad_batches``; after fewer passes ``step()`` steps."""
         if self.release_accumulation_steps is not None or self._trainer is None:
             return super().accumulation_steps()
         schedules = [getattr(each, "scheduling", {}) for each in self._trainer.callbacks]
@@ -89,7 +89,7 @@ class TrainerMixin(PrecisionMixin):
         return max([self._trainer.accumulate_grad_batches, *every])
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Convert an optimizer that was made after `connect`, in a hook, before its first step."""
+        """Convert an optimizer that a hook created after ``connect``, before its first step."""
         if converted := self.convert_optimizers([optimizer]):
             self.setup_gradients(model, converted)
             self.announce(converted)
@@ -98,9 +98,9 @@ class TrainerMixin(PrecisionMixin):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Clip by the fp32 norm of this optimizer's gradients.
 
-        The coefficient is handed to the step, which multiplies as it reads: gradients stay
-        unclipped in memory. In manual optimization, where a step may be skipped, they are scaled
-        in place.
+        The coefficient is passed to the step, which scales gradients as it reads them: they stay
+        unclipped in memory. In manual optimization, where a step may be skipped, gradients are
+        scaled in place.
         """
         trainer = self._trainer
         automatic = trainer is None or trainer.lightning_module.automatic_optimization
@@ -110,7 +110,7 @@ class TrainerMixin(PrecisionMixin):
             torch_bf16.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     def teardown(self) -> None:
-        """After the fit a backward pass takes no step, and another fit has other optimizers."""
+        """End releases: after the fit a backward pass must not take steps."""
         if self._trainer is not None:
             end_releases(self._trainer.optimizers)
         super().teardown()
@@ -135,8 +135,8 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _trainer_of(module: Module) -> Any:
-    """The Trainer that a module belongs to, or None."""
+    """Return the Trainer that a module belongs to, or None."""
     try:
         return module.trainer
-    except (AttributeError, RuntimeError):  # no LightningModule, or one on its own
+    except (AttributeError, RuntimeError):  # no LightningModule, or one without a Trainer
         return None

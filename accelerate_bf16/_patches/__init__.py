@@ -1,7 +1,7 @@
 """Everything that is replaced in Accelerate, transformers and peft; ``README.md`` says why.
 
-``bf16_autoload`` calls :func:`on_import` right after one of their modules has been executed,
-before anybody imports a name from it. Nothing here imports the optimizers until a mode is used.
+``bf16_autoload`` calls :func:`on_import` right after one of their modules has been executed, before
+other code imports a name from it. Nothing here imports the optimizers until a mode is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import accelerator, adapters, commands, fsdp, local_sgd, state, trainer
 __all__ = ["ADDED", "REPLACED", "on_import", "patches"]
 
 patches = Patches()
-"""All that is replaced now."""
+"""Everything that is currently replaced."""
 
 REPLACED: dict[str, dict[str, Any]] = {
     "accelerate.accelerator": {
@@ -65,7 +65,7 @@ REPLACED: dict[str, dict[str, Any]] = {
     },
     "transformers.training_args": {"TrainingArguments.__post_init__": trainer.post_init},
 }
-"""For each module, what is replaced and what makes the replacement from the original."""
+"""For each module: what is replaced, and the function that makes it from the original."""
 
 ADDED: dict[str, Any] = {
     "accelerate.accelerator": accelerator.add_mixed_precision,
@@ -74,7 +74,7 @@ ADDED: dict[str, Any] = {
     "accelerate.utils.launch": commands.explain_choices,
     "transformers.training_args": trainer.add_names,
 }
-"""For each module, what adds to its tables."""
+"""For each module, the function that adds to its tables."""
 
 
 def on_import(module: ModuleType) -> None:

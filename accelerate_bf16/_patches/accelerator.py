@@ -1,4 +1,4 @@
-"""``Accelerator``: what it prepares, and what it does until the end of training."""
+"""Replacements for methods of ``Accelerator``: preparing, clipping, logging, saving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate_bf16.preparation import Preparation
 
 _current: Preparation | None = None
-"""The call of ``prepare`` that is running; it has methods of ``Accelerator`` inside it."""
+"""The running call of ``prepare``, inside which other methods of ``Accelerator`` are called."""
 
 
 def _in_our_modes(
@@ -42,12 +42,12 @@ def _in_our_modes(
     return make
 
 
-# DeepSpeed casts the model, and clips by itself.
+# DeepSpeed itself casts the model and clips.
 _without_deepspeed = functools.partial(_in_our_modes, under_deepspeed=False)
 
 
 def init(original: Any) -> Any:
-    """Take :class:`BF16RecipeKwargs` out of the handlers, and keep it."""
+    """Take :class:`BF16RecipeKwargs` out of the handlers, and store it."""
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ def init(original: Any) -> Any:
 
 
 def add_mixed_precision(module: Any, patches: Patches) -> None:
-    """Let the mode's name equal "bf16" where scripts ask for it."""
+    """Let the mode's name equal "bf16" when scripts compare it."""
     stock = module.Accelerator.mixed_precision
     if getattr(stock.fget, "_replaced_by", None) is patches:
         return
@@ -88,7 +88,7 @@ def add_mixed_precision(module: Any, patches: Patches) -> None:
 
 @_in_our_modes
 def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
-    """Convert and cast all arguments at once, because Accelerate goes by their order."""
+    """Convert and cast all arguments at once; Accelerate would go one by one, in their order."""
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -96,7 +96,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
     from accelerate_bf16 import models
 
     with _preparing(accelerator, mode) as preparation:
-        # Also those that an Accelerator has prepared: it may have been one without our mode.
+        # Including prepared ones: the Accelerator that prepared them may not have had our mode.
         passed_models = [each for each in args if isinstance(each, Module)]
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         if optimizers and not passed_models:
@@ -110,7 +110,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
             preparation.prepare_for_deepspeed(passed_models, schedulers(args))
             result = original(accelerator, *args, **kwargs)
             preparation.add_engine(attach(accelerator))
-            # Only now: the engine casts.
+            # Only now, because the engine casts.
             for model in passed_models:
                 models.carry_autocast(model, accelerator, preparation.compute_for(model))
             return result
@@ -118,9 +118,9 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
             preparation.run(passed_models, optimizers)
             return original(accelerator, *args, **kwargs)
 
-        # FSDP2 goes past prepare_model. Models are sharded while they are fp32 and cast then, so
-        # that exact masters start from fp32 shards, also where only the first rank has loaded the
-        # weights and the others get theirs from it.
+        # FSDP2 does not call prepare_model. Models are sharded in fp32 and then cast, so that exact
+        # masters start from fp32 shards, even if only the first rank has loaded the weights and
+        # sends them to the others.
         wrapped = _wrapped_models(accelerator)
         new = [each for each in passed_models if each not in wrapped]
         preparation.convert(passed_models, optimizers)
@@ -138,7 +138,7 @@ def prepare(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: An
 def prepare_model(
     original: Any, accelerator: Any, mode: str, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Cast a model before it is wrapped, and let the replicas agree on exact masters after."""
+    """Cast a model before it is wrapped, and sync exact masters between replicas afterwards."""
     from accelerate_bf16 import models
 
     with _preparing(accelerator, mode) as preparation:
@@ -163,7 +163,7 @@ def prepare_model(
 def prepare_optimizer(
     original: Any, accelerator: Any, mode: str, optimizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Convert an optimizer that comes by itself."""
+    """Convert an optimizer that is prepared without a model."""
     with _preparing(accelerator, mode) as preparation:
         preparation.run([], [optimizer])
         return original(accelerator, optimizer, *args, **kwargs)
@@ -171,7 +171,7 @@ def prepare_optimizer(
 
 @_without_deepspeed
 def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any = None) -> Any:
-    """The context of the wrapped forward, for modules that are called outside it."""
+    """Return the context of the wrapped forward, for modules that are called outside it."""
     from accelerate_bf16 import models
     from accelerate_bf16.recipe_options import options_of
 
@@ -183,7 +183,7 @@ def autocast(original: Any, accelerator: Any, mode: str, autocast_handler: Any =
 def clip_grad_norm_(
     original: Any, accelerator: Any, mode: str, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> Any:
-    """Clip by the fp32 norm, and leave the multiplication to the step where possible."""
+    """Clip by the fp32 norm, and leave the scaling to the step if possible."""
     if norm_type != 2:
         return original(accelerator, _check_not_released(parameters), max_norm, norm_type)
     import torch_bf16
@@ -192,7 +192,7 @@ def clip_grad_norm_(
     if max_norm == math.inf:
         return _norm_alone(parameters)
     if not accelerator.sync_gradients:
-        # A part of a sum, and each rank has its own: only the whole sum may tell the step anything.
+        # A partial sum, different on each rank: only the norm of the whole sum may reach the step.
         return torch_bf16.total_norm(parameters)
     optimizers = [unwrap_optimizer(each) for each in accelerator._optimizers]
     return torch_bf16.clip_next_step(optimizers, max_norm, parameters=parameters)
@@ -202,13 +202,13 @@ def clip_grad_norm_(
 def clip_grad_value_(
     original: Any, accelerator: Any, mode: str, parameters: Any, clip_value: Any
 ) -> Any:
-    """Refuse to clip gradients that were released, which would do nothing."""
+    """Refuse to clip gradients that were released: clipping would have no effect."""
     return original(accelerator, _check_not_released(parameters), clip_value)
 
 
 @_in_our_modes
 def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add the monitors' numbers; the script's own names win."""
+    """Add the monitors' figures; the script's own values win."""
     from accelerate_bf16.monitoring import metrics_of
 
     values = {**metrics_of(accelerator._optimizers), **values}
@@ -217,7 +217,7 @@ def log(original: Any, accelerator: Any, mode: str, values: Any, *args: Any, **k
 
 @_in_our_modes
 def save_averages(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
-    """Save the averages of schedule-free optimizers, which the script need not put there."""
+    """Save the averages of schedule-free optimizers, whatever mode they are in."""
     import torch_bf16
     from accelerate_bf16.optimizers import converted_optimizers
 
@@ -227,7 +227,7 @@ def save_averages(original: Any, accelerator: Any, mode: str, *args: Any, **kwar
 
 @_in_our_modes
 def get_state_dict(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
-    """The same, in tensors that stay averages when the weights are those of training again."""
+    """Return the averages of schedule-free optimizers, in copies that outlast the switch back."""
     import torch_bf16
     from accelerate_bf16.optimizers import converted_optimizers
 
@@ -238,7 +238,7 @@ def get_state_dict(original: Any, accelerator: Any, mode: str, *args: Any, **kwa
 
 @_in_our_modes
 def load_state(original: Any, accelerator: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
-    """Put schedule-free optimizers into the modes of their models, which were saved in another."""
+    """Put schedule-free optimizers, which were saved in eval mode, into their models' modes."""
     import torch_bf16
     from accelerate_bf16 import models
 
@@ -253,12 +253,12 @@ def _check_not_released(parameters: Any) -> list[Any]:
     if all(p.grad is None for p in parameters):
         import torch_bf16
 
-        torch_bf16.total_norm(parameters)  # raises where they were released
+        torch_bf16.total_norm(parameters)  # raises if they were released
     return parameters
 
 
 def _norm_alone(parameters: Any) -> Any:
-    """For the logs of a Trainer that clips nothing; NaN where gradients were released."""
+    """Return the norm for the logs of a Trainer that does not clip; NaN for released gradients."""
     import torch
 
     import torch_bf16
@@ -270,14 +270,14 @@ def _norm_alone(parameters: Any) -> Any:
 
 
 def _passes_per_step(accelerator: Any) -> int:
-    """How many backward passes make a step; under the Trainer its own arguments say it."""
-    counting = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
-    return counting.gradient_accumulation_steps
+    """Return the number of backward passes per step; a Trainer's arguments win."""
+    settings = getattr(accelerator, "_bf16_trainer_arguments", accelerator)
+    return settings.gradient_accumulation_steps
 
 
 @contextmanager
 def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
-    """Inside, Accelerate takes the mode for "no", so that it leaves bf16 weights alone."""
+    """A context in which Accelerate sees the mode "no", so that it leaves bf16 weights alone."""
     global _current
     if _current is not None:
         yield _current
@@ -304,11 +304,11 @@ def _preparing(accelerator: Any, mode: str) -> Iterator[Preparation]:
     finally:
         _current = None
     if accelerator.is_main_process:
-        # find_executable_batch_size prepares the same for each size that it tries.
-        said = accelerator.__dict__.setdefault("_bf16_said", set())
+        # find_executable_batch_size prepares the same objects for each size that it tries.
+        shown = accelerator.__dict__.setdefault("_bf16_said", set())
         for line in lines:
-            if line not in said:
-                said.add(line)
+            if line not in shown:
+                shown.add(line)
                 show(line)
     if accelerator.log_with:
         watch(accelerator._optimizers)
@@ -324,19 +324,19 @@ def _refuse(accelerator: Any, mode: str) -> None:
 
 
 def _fsdp_version(accelerator: Any) -> int | None:
-    """1 or 2; None where FSDP shards nothing."""
+    """Return 1 or 2, or None without FSDP."""
     if accelerator.distributed_type.value != "FSDP":
         return None
     return getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
 
 
 def _wrapped_models(accelerator: Any) -> Any:
-    """The models that ``prepare_model`` has returned; the accelerator's own list has bare ones."""
+    """Return the wrapped models; the accelerator's own list also has bare ones."""
     return accelerator.__dict__.setdefault("_bf16_wrapped", _Models())
 
 
 class _Models(weakref.WeakSet):
-    """Models that are not kept alive, and that a pickled Accelerator takes along."""
+    """A set that does not keep its models alive, and that can be pickled with an Accelerator."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)

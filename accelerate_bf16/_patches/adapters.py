@@ -1,4 +1,4 @@
-"""Adapters of peft, which it makes fp32 each time that it loads them."""
+"""Adapters of peft, which peft makes fp32 each time it loads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["cast_adapter_dtype"]
 def cast_adapter_dtype(original: Callable[..., None]) -> Callable[..., None]:
     """Leave adapters that were cast to bf16 as they are.
 
-    peft would put new fp32 parameters in their places, and those that an optimizer has would never
-    get a gradient again. A new adapter becomes fp32 as ever, and bf16 when its model is prepared.
+    peft would replace them with new fp32 parameters, and those that an optimizer has would never
+    get a gradient again. A new adapter becomes fp32 as always, and bf16 when its model is
+    prepared.
     """
 
     def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +30,7 @@ def cast_adapter_dtype(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cast_to_bf16(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The parameters that were cast, each after its module and its name there."""
+    """Yield the parameters that were cast, as (module, name in the module, parameter)."""
     torch_bf16 = sys.modules.get("torch_bf16")
     if torch_bf16 is None:  # nothing was cast yet
         return

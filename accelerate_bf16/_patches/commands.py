@@ -34,7 +34,7 @@ def add_argument(original: Any) -> Any:
 
 
 def explain_choices(module: Any, patches: Patches) -> None:
-    """Let any parser say how a script whose choices are Accelerate's own gets a mode."""
+    """Let parsers whose choices are only Accelerate's own explain how to set a mode."""
     patches.replace(argparse, "ArgumentParser.error", _explain_choice)
 
 
@@ -53,7 +53,7 @@ def _explain_choice(original: Any) -> Any:
 
 
 def export_mode(original: Any) -> Any:
-    """Tell launched scripts that the mode is meant also where they name one of Accelerate's."""
+    """Export the mode so that it applies even to scripts that name one of Accelerate's."""
 
     def prepare(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = original(args, *rest, **kwargs)
@@ -89,7 +89,7 @@ def ask_options(original: Any) -> Any:
 
 
 def write_basic_config(original: Any) -> Any:
-    """Write the modes, also for ``accelerate config default``."""
+    """Write a mode into the file, also for ``accelerate config default``."""
 
     def write_basic_config(mixed_precision: Any = "no", *args: Any, **kwargs: Any) -> Any:
         mode = canonical(mixed_precision)
@@ -97,7 +97,7 @@ def write_basic_config(original: Any) -> Any:
         if mode and path:
             config = json.loads(Path(path).read_text(encoding="utf-8"))
             config["mixed_precision"] = mode
-            # As Accelerate writes it itself.
+            # In Accelerate's own format.
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             Path(path).write_text(text, encoding="utf-8")
         return path
@@ -106,7 +106,7 @@ def write_basic_config(original: Any) -> Any:
 
 
 def test_command(original: Any) -> Any:
-    """Launch our own test where the configuration names a mode of ours."""
+    """Launch our own test if the configuration names one of our modes."""
 
     def test_command(args: Any) -> Any:
         from accelerate.commands import test
@@ -126,7 +126,7 @@ def test_command(original: Any) -> Any:
 
 
 def notebook_launcher(original: Any) -> Any:
-    """Tell the processes the mode."""
+    """Export the mode to the launched processes."""
 
     def notebook_launcher(
         function: Any,

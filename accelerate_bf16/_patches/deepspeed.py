@@ -1,4 +1,4 @@
-"""DeepSpeed below Accelerate: its configuration, and the engine that ``prepare`` makes."""
+"""DeepSpeed under Accelerate: its configuration, and the engine that ``prepare`` creates."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ def uses_deepspeed(accelerator: Any) -> bool:
 
 
 def complete_configs(plugins: Any) -> None:
-    """Write what a mode needs into the configurations of DeepSpeed's plugins, one or several.
+    """Add what a mode needs to the configurations of DeepSpeed's plugins, one or several.
 
     Raises:
-        ValueError, NotImplementedError: a line of one says otherwise; none has been changed.
+        ValueError, NotImplementedError: a configuration contradicts the mode; none is changed.
     """
     import torch_bf16
 
-    several = plugins.values() if isinstance(plugins, dict) else [plugins] if plugins else []
-    completed = [(p, torch_bf16.deepspeed_config(p.deepspeed_config)) for p in several]
+    all_plugins = plugins.values() if isinstance(plugins, dict) else [plugins] if plugins else []
+    completed = [(p, torch_bf16.deepspeed_config(p.deepspeed_config)) for p in all_plugins]
     for plugin, config in completed:
         plugin.deepspeed_config.update(config)
 
 
 def schedulers(arguments: Sequence[Any]) -> list[Any]:
-    """The learning-rate schedulers of torch among what is prepared."""
+    """Return torch's learning-rate schedulers among the arguments of ``prepare``."""
     from torch.optim.lr_scheduler import LRScheduler
 
     return [each for each in arguments if isinstance(each, LRScheduler)]
 
 
 def attach(accelerator: Any) -> Any:
-    """Attach the engine that was made last, and return it."""
+    """Attach the engine that was created last, and return it."""
     import torch_bf16
 
     engine = accelerator.deepspeed_engine_wrapped.engine

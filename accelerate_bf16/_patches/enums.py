@@ -11,15 +11,16 @@ __all__ = ["add_member"]
 
 
 def add_member(patches: Patches, enum: type[Enum], value: str, member: Any = None) -> Any:
-    """Add a member to an enum that mixes in ``str``, for all who imported it.
+    """Add a member to an enum that mixes in ``str``, visible to every module that imported it.
 
     Works on Python 3.10 to 3.13, whose enums keep their members in the same maps.
 
     Args:
-        patches: takes the member out again.
-        enum: mutated, unless it has the value already.
-        value: of the member, which is named after it.
-        member: one that gets a second value and name, which are not listed; None makes one.
+        patches: records the changes, to remove the member again.
+        enum: the enum; mutated, unless it already has the value.
+        value: the member's value, from which its name is made.
+        member: an existing member that gets this value and name as an alias, which is not listed;
+            None creates a new member.
     """
     maps: Any = enum
     if value in maps._value2member_map_:
@@ -32,7 +33,7 @@ def add_member(patches: Patches, enum: type[Enum], value: str, member: Any = Non
         member._sort_order_ = len(maps._member_names_)
         member.__objclass__ = enum
         patches.append(maps._member_names_, name)
-    # Before it is in the map, whose names the metaclass lets nobody assign to.
+    # Set before the name is in the map: the metaclass forbids assigning to names in it.
     patches.set(enum, name, member)
     patches.add(maps._member_map_, name, member)
     patches.add(maps._value2member_map_, value, member)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_fsdp_optimizer(original: Any) -> Any:
-    """Let a new optimizer take what is read for FSDP1.
+    """Let a new optimizer load sharded states under FSDP1.
 
-    Accelerate asks the optimizer which states there are to read from a sharded file, and reads none
-    into one that has not stepped yet, in every mode and without a word.
+    Accelerate reads only the states that the optimizer already has from a sharded file, so it
+    silently reads none into an optimizer that has not taken a step, in every mode.
     """
 
     def load_fsdp_optimizer(
@@ -31,7 +31,7 @@ def load_fsdp_optimizer(original: Any) -> Any:
             from accelerate_bf16.optimizers import unwrap_optimizer
 
             if not unwrap_optimizer(optimizer).state:
-                # It takes a step of no length first, which makes the states; as for FSDP2.
+                # This creates the states by a step of no length first, as for FSDP2.
                 get_optimizer_state_dict(model, unwrap_optimizer(optimizer))
         return original(fsdp_plugin, accelerator, optimizer, model, *args, **kwargs)
 
@@ -40,7 +40,7 @@ def load_fsdp_optimizer(original: Any) -> Any:
 
 @contextmanager
 def separate_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, Accelerate shards these fp32 modules by themselves, before those around them."""
+    """A context in which Accelerate shards these fp32 modules separately, before their parents."""
     import torch.distributed.fsdp as fsdp
 
     if not modules:

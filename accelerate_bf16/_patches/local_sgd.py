@@ -1,4 +1,4 @@
-"""Local SGD averages the fp32 weights of replicas, not what bf16 shows of them."""
+"""Local SGD averages the fp32 weights of replicas, not their bf16 roundings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["sync_and_avg_model_params"]
 
 
 def sync_and_avg_model_params(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Average one exact weight after the other; what no optimizer of ours has, as before."""
+    """Average exact weights one by one; parameters without an optimizer of ours, as before."""
 
     def _sync_and_avg_model_params(sgd: Any) -> None:
         accelerator = sgd.accelerator

@@ -1,4 +1,4 @@
-"""The mode that a process trains in: the names that there are, and ``AcceleratorState``."""
+"""The mode that a process trains in: its names in Accelerate's enum, and ``AcceleratorState``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def add_modes(module: Any, patches: Patches) -> None:
 
 
 def rename(module: Any, patches: Patches) -> None:
-    """Canonicalise the mode of an Accelerator that was made before us, from the environment."""
+    """Canonicalise the environment's mode in an Accelerator that was created before our import."""
     state = module.AcceleratorState._shared_state
     if mode := canonical(state.get("_mixed_precision")):
         state["_mixed_precision"] = mode
 
 
 def _resolve(script_mode: str) -> tuple[str, str | None]:
-    """Which mode counts where a script names one itself, and the line that says so."""
+    """Return the mode that applies if a script names one itself, and the line that says so."""
     mode, launcher_mode = overriding_mode(), canonical(os.environ.get(LAUNCHER_VARIABLE))
     if mode is not None and script_mode != mode:
         refuse_scripts_mode(mode, script_mode)
@@ -73,7 +73,7 @@ def init(original: Any) -> Any:
         complete_configs(kwargs.get("deepspeed_plugin"))
         plugin = kwargs.get("fsdp_plugin")
         own_policy = getattr(plugin, "mixed_precision_policy", None)
-        # A plugin for FSDP, which is set up here, accepts no name but Accelerate's own.
+        # The plugin for FSDP, which is set up here, accepts only Accelerate's own names.
         original(self, "bf16", *args, **kwargs)
         self._mixed_precision = mode
         if line and self.is_main_process:

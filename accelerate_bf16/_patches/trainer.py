@@ -1,7 +1,8 @@
 """The Hugging Face Trainer, and through its arguments TRL.
 
-The Trainer makes its ``Accelerator`` with ``TrainingArguments.mixed_precision``, so the mode has to
-be right there; all the rest happens in ``prepare``, and what the monitor sees joins the logs.
+The Trainer creates its ``Accelerator`` with ``TrainingArguments.mixed_precision``, so the mode has
+to be set there; everything else happens in ``prepare``. The monitor's figures are added to the
+logs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bf16_autoload import Patches
 from .enums import add_member
 
 OPTIMIZERS: dict[str, str] = {f"adamw_{mode.replace('-', '_')}": mode for mode in MODES}
-"""Values of ``TrainingArguments.optim`` that name a mode too."""
+"""Values of ``TrainingArguments.optim`` that also select a mode."""
 
 
 def add_names(module: Any, patches: Patches) -> None:
@@ -27,7 +28,7 @@ def add_names(module: Any, patches: Patches) -> None:
 
 
 def get_optimizer_cls_and_kwargs(original: Any) -> Any:
-    """Let the Trainer make AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
+    """Let the Trainer create AdamW for :data:`OPTIMIZERS`; ``prepare`` converts it."""
 
     def get_optimizer_cls_and_kwargs(args: Any, *further: Any, **named: Any) -> Any:
         if _name(args.optim) in OPTIMIZERS:
@@ -39,7 +40,7 @@ def get_optimizer_cls_and_kwargs(original: Any) -> Any:
 
 
 def create_accelerator_and_postprocess(original: Any) -> Any:
-    """Let its Accelerator know of sums over micro-batches, which the Trainer makes by itself."""
+    """Give its Accelerator the Trainer's arguments: the Trainer sums micro-batches itself."""
 
     def create_accelerator_and_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -62,7 +63,7 @@ def trainer_config_process(original: Any) -> Any:
 
 
 def get_reporting_integration_callbacks(original: Any) -> Any:
-    """Put the monitor's figures into what reporting callbacks get."""
+    """Add the monitor's figures to the logs that reporting callbacks get."""
 
     def get_reporting_integration_callbacks(*args: Any, **kwargs: Any) -> list[Any]:
         from accelerate_bf16.trainer_logs import around
@@ -125,7 +126,7 @@ def post_init(original: Any) -> Any:
         if mode is None:
             return
         refuse_arguments(mode, self, requested)
-        # Not before a mode is meant: it brings the core.
+        # Imported only now that a mode is requested, because it imports the core.
         import torch_bf16
 
         if torch_bf16.options_from_environment().get("release_gradients"):
@@ -133,7 +134,7 @@ def post_init(original: Any) -> Any:
         # TRL sets bf16=True unless told otherwise, and that sets mixed_precision="bf16".
         self.mixed_precision = mode
         if own is None:
-            # transformers 4 tells its Accelerator by the environment, where it has written "bf16".
+            # transformers 4 configures its Accelerator through the environment, which has "bf16".
             os.environ[LAUNCHER_VARIABLE] = mode
             if requested is None:
                 exported.append(mode)
@@ -144,7 +145,7 @@ def post_init(original: Any) -> Any:
 
 
 def _mode_of(arguments: Any, requested: str | None) -> str | None:
-    """The mode that arguments name, or the launcher."""
+    """Return the mode that ``optim``, the launcher or the arguments name, or None."""
     own = canonical(getattr(arguments, "mixed_precision", None))
     return OPTIMIZERS.get(_name(arguments.optim)) or requested or own
 

@@ -1,4 +1,4 @@
-"""What this package replaces in Lightning; README.md has a table of it."""
+"""What this package replaces in Lightning; README.md lists it in a table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from . import checkpoints, connectors, deepspeed_strategy, fabric_methods, loadi
 __all__ = ["REPLACED", "on_import", "patches"]
 
 patches = Patches()
-"""All that is replaced now."""
+"""Everything that is currently replaced."""
 
-# Where each connector keeps the name and the plugin that were asked for.
+# The attributes in which each connector keeps the requested name and plugin.
 _trainer = functools.partial(connectors.choose, "_precision_flag", "_precision_plugin_flag")
 _fabric = functools.partial(connectors.choose, "_precision_input", "_precision_instance")
 
@@ -42,18 +42,18 @@ REPLACED: dict[str, dict[str, Any]] = {
         "WeightAveraging._swap_models": weight_averaging.swap_models,
     },
 }
-"""By the last part of a module's name, what is replaced and what makes the replacement."""
+"""By the last part of a module's name: what is replaced, and the function that wraps it."""
 
 
 def on_import(module: ModuleType) -> None:
     """Patch one of the host modules that ``bf16_autoload.TARGETS`` lists for this plugin."""
     name = module.__name__.rpartition(".")[2]
     for path, make in REPLACED[name].items():
-        # Fabric's strategy has one of two names, the Trainer's the other.
+        # Fabric's strategy has one of these two methods, the Trainer's has the other.
         if name != "deepspeed" or hasattr(module.DeepSpeedStrategy, path.rpartition(".")[2]):
             patches.replace(module, path, make)
     if name == "connector":
-        # One object in all packages, and every module has imported it: it grows where it is.
+        # All packages share one object, which every module has imported: extend it in place.
         precisions: Any = vars(module)["_PRECISION_INPUT_STR"]
         if new := [each for each in torch_bf16.RECIPES if each not in precisions.__args__]:
             patches.set(precisions, "__args__", (*precisions.__args__, *new))

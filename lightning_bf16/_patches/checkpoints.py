@@ -1,4 +1,4 @@
-"""A Trainer saves what it trains, whatever is in the module for the time of a validation."""
+"""A Trainer saves the trained weights, even if a validation has put others into the module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["save_checkpoint"]
 def save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
     """Save the trained weights beside an average, and the averages of schedule-free optimizers.
 
-    Callbacks are asked after the weights were read.
+    A callback's hook would come too late: Lightning calls it after it has read the weights.
     """
 
     def _save_checkpoint(trainer: Any, *args: Any, **options: Any) -> None:

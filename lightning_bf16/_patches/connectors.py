@@ -18,9 +18,9 @@ _XLA = ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
 def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Our plugin where its name or it itself was given, else what Lightning makes.
+    """Use our plugin if it was passed, or named as the precision; else what Lightning creates.
 
-    ``flag`` and ``instance`` are the connector's attributes with that name and that plugin.
+    ``flag`` and ``instance`` are the connector's attributes with the name and the plugin.
     """
     # lightning.pytorch, lightning.fabric, pytorch_lightning or lightning_fabric.
     parts = original.__module__.split(".")
@@ -45,7 +45,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
                 "parallelism through ModelParallelStrategy, or precision='bf16-true'"
             )
         if not isinstance(plugin, (plugin_class, host.BF16DeepSpeedPrecision)):
-            # Fabric, say, takes a Trainer's plugin and never calls its connect.
+            # Fabric, for example, accepts a Trainer's plugin but never calls its connect.
             kind = type(plugin)
             raise TypeError(
                 f"{kind.__module__}.{kind.__name__} cannot be used in {'.'.join(family)}, which "
@@ -60,7 +60,7 @@ def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable
 
 
 def _override(mode: str, name: Any, passed: Any) -> str:
-    """The mode of ``BF16_MODE``, with a line where it takes the place of the script's precision."""
+    """Return the mode of ``BF16_MODE``, and log if it replaces the script's precision."""
     own, current = f"precision={name!r}", name
     if passed is not None:
         own = f"the plugin {type(passed).__name__}"
@@ -78,7 +78,7 @@ def _override(mode: str, name: Any, passed: Any) -> str:
 
 
 def _under_deepspeed(plugin: Any, kind: type, config: Any) -> Any:
-    """The plugin with the same options for DeepSpeed's engine, whose configuration is checked."""
+    """Return a plugin with the same options for DeepSpeed's engine, and check its configuration."""
     if plugin.release is not None:
         raise NotImplementedError(
             "release_gradients=True cannot be used with DeepSpeedStrategy, which reduces gradients "

@@ -1,4 +1,4 @@
-"""``DeepSpeedStrategy`` makes an engine of a model and an optimizer; both strategies."""
+"""``DeepSpeedStrategy`` of Fabric and Trainer builds an engine from model and optimizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["make_engine"]
 
 
 def make_engine(original: Any) -> Any:
-    """Convert the optimizer before the engine is made, and attach it after."""
+    """Convert the optimizer before the engine is created, and attach the engine afterwards."""
 
     def make_engine(
         strategy: Any, model: Any, optimizer: Any = None, scheduler: Any = None, **named: Any
     ) -> Any:
-        # Fabric and the Trainer call it by other names.
+        # Fabric's strategy has ``precision``, the Trainer's ``precision_plugin``.
         plugin = getattr(strategy, "precision", None) or strategy.precision_plugin
         if isinstance(plugin, DeepSpeedMixin) and optimizer is not None:
             plugin.prepare_for_engine(strategy.config, model, optimizer, scheduler)

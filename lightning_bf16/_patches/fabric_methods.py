@@ -1,4 +1,4 @@
-"""Fabric has no ``connect`` for optimizers, and clips past the precision plugin."""
+"""Methods of Fabric, which has no ``connect`` for optimizers and clips without the plugin."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_bf16.precision import PrecisionMixin, parameters_of
 __all__ = ["clip_gradients", "load", "save", "setup", "setup_module", "setup_optimizers"]
 
 _wrapped: WeakSet[Module] = WeakSet()
-"""Modules that were set up on their own; their optimizers come later."""
+"""Modules that were set up without their optimizers, which come later."""
 
 
 def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """``replacement(original, fabric, plugin, ...)`` with a plugin of ours, else the original."""
+    """Call ``replacement(original, fabric, plugin, ...)`` with our plugins, else the original."""
 
     def make(original: Any) -> Any:
         def method(fabric: Any, *args: Any, **options: Any) -> Any:
@@ -39,23 +39,23 @@ def _with_our_plugins(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
 def setup(
     original: Any, fabric: Any, plugin: Any, module: Any, *optimizers: Any, **options: Any
 ) -> Any:
-    """Convert the optimizers before Fabric wraps them: its wrapper takes their class over."""
-    module_in_it = getattr(module, "_orig_mod", module)
-    # Refused before anything is cast.
-    converted = plugin.convert_optimizers(optimizers, module_in_it)
-    plugin.convert_module(module_in_it)
+    """Convert the optimizers before Fabric wraps them: its wrapper takes on their class."""
+    bare_module = getattr(module, "_orig_mod", module)
+    # Optimizers first, so that they are refused before anything is cast.
+    converted = plugin.convert_optimizers(optimizers, bare_module)
+    plugin.convert_module(bare_module)
     result = original(module, *optimizers, **options)
     wrapped = (result[0] if optimizers else result)._forward_module
     plugin.sync_masters(wrapped, fabric.strategy)
     plugin.setup_gradients(wrapped, optimizers)
-    torch_bf16.follow(module_in_it, *optimizers)
+    torch_bf16.follow(bare_module, *optimizers)
     plugin.announce(converted)
     return result
 
 
 @_with_our_plugins
 def setup_module(original: Any, fabric: Any, plugin: Any, *args: Any, **options: Any) -> Any:
-    """Remember the wrapped module, which sums or releases gradients."""
+    """Remember the wrapped module, so that its gradients can be summed or released."""
     result = original(*args, **options)
     plugin.sync_masters(result._forward_module, fabric.strategy)
     _wrapped.add(result._forward_module)
@@ -79,7 +79,7 @@ def setup_optimizers(original: Any, fabric: Any, plugin: Any, *optimizers: Any) 
 def save(
     original: Any, fabric: Any, plugin: Any, path: Any, state: Any, *args: Any, **options: Any
 ) -> Any:
-    """Save the averages of schedule-free optimizers, which the script need not put there."""
+    """Save the averages of schedule-free optimizers, whatever mode they are in."""
     with torch_bf16.averaged(*state.values()):
         return original(path, state, *args, **options)
 
@@ -94,7 +94,7 @@ def load(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Put schedule-free optimizers into the modes of their modules, which were saved in another."""
+    """Put schedule-free optimizers, which were saved in eval mode, into their modules' modes."""
     result = original(path, state, *args, **options)
     for module in (state or {}).values():
         for part in module.modules() if isinstance(module, Module) else ():
@@ -118,7 +118,7 @@ def clip_gradients(
     if float(norm_type) != 2.0 or max_norm is None or clip_val is not None:
         parameters = list(plugin.main_params(optimizer))
         if all(p.grad is None for p in parameters):
-            torch_bf16.total_norm(parameters)  # raises where they were released
+            torch_bf16.total_norm(parameters)  # raises if they were released
         return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
     return torch_bf16.clip_grad_norm_(
         plugin.main_params(optimizer), max_norm, error_if_nonfinite=error_if_nonfinite

@@ -1,4 +1,4 @@
-"""What leaves a module reaches the user in fp32."""
+"""Outputs of a module reach the user in fp32."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Fp32Outputs", "map_tensors", "to_fp32"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """``data`` with ``function`` applied to all tensors in it, in dataclasses too.
+    """Return ``data`` with ``function`` applied to all tensors in it, also in dataclasses.
 
-    Where that returns each tensor as it is, this is ``data`` itself.
+    If the function returns every tensor unchanged, this is ``data`` itself.
     """
     changes: list[bool] = []
 
@@ -35,7 +35,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
 
 
 def to_fp32(data: Any) -> Any:
-    """``data`` with its bf16 tensors in fp32, other dtypes and other objects as they are.
+    """Return ``data`` with its bf16 tensors in fp32; other tensors and objects are unchanged.
 
     Example:
         >>> to_fp32({"loss": torch.ones((), dtype=torch.bfloat16), "n": 3})
@@ -45,7 +45,7 @@ def to_fp32(data: Any) -> Any:
 
 
 def _in_place(data: Any) -> Any:
-    """The same object, if it can be written, with its bf16 tensors in fp32."""
+    """Convert bf16 tensors to fp32 inside ``data``, or in a copy if it cannot be modified."""
     converted = to_fp32(data)
     if dataclasses.is_dataclass(data) and not _is_frozen(data):
         for field in dataclasses.fields(data):
@@ -70,25 +70,25 @@ def _upcast(tensor: Tensor) -> Tensor:
 
 
 class Fp32Outputs:
-    """Lets methods of one module return fp32 where they would return bf16, for a while.
+    """Temporarily makes methods of one module return fp32 instead of bf16.
 
-    Precision plugins have no say over what a step of a LightningModule returns, and a hook of the
-    module sees ``forward`` alone. So the methods are shadowed by attributes of the instance, which
-    the strategies, also those that redirect a step through DDP's forward, look up by name.
+    A precision plugin does not see what a step of a LightningModule returns, and a hook of the
+    module sees only ``forward``. So the methods are shadowed by attributes of the instance, which
+    the strategies, including those that redirect a step through DDP's forward, look up by name.
 
     Args:
-        module: whose methods; mutated while :meth:`patch` lasts.
-        context: around each call of one.
+        module: the module that has the methods; mutated while :meth:`patch` is active.
+        context: returns the context around each call of a method.
     """
 
     def __init__(self, module: Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.module, self._context = module, context
-        # By method and kept: a new one at each step would make a compiled module compile again.
+        # Kept by method: a new wrapper at each step would recompile a compiled module.
         self._wrappers: dict[Any, Callable[..., Any]] = {}
 
     @contextmanager
     def patch(self, *methods: str) -> Iterator[None]:
-        """While it lasts, these methods return fp32."""
+        """A context in which these methods return fp32."""
         with Patches() as patches:
             for name in methods:
                 if method := getattr(self.module, name, None):
@@ -102,10 +102,11 @@ class Fp32Outputs:
             def call(*args: Any, **kwargs: Any) -> Any:
                 with self._context():
                     outputs = method(*args, **kwargs)
-                    # A step may write into its batch and return that; one callback writes into
-                    # the outputs then, and another reads the batch, as anomalib's do.
-                    given = any(outputs is each for each in (*args, *kwargs.values()))
-                    return _in_place(outputs) if given else to_fp32(outputs)
+                    # A step may write into its batch and return it. Converted in place, because
+                    # one callback may then write to the outputs and another read the batch, as
+                    # anomalib's do.
+                    is_argument = any(outputs is each for each in (*args, *kwargs.values()))
+                    return _in_place(outputs) if is_argument else to_fp32(outputs)
 
             self._wrappers[method] = call
         return self._wrappers[method]

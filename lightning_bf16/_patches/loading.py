@@ -13,10 +13,10 @@ __all__ = ["load_model_state_dict"]
 
 
 def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
-    """Cast a module that is bf16 from before by this fit's recipe already when it loads.
+    """Cast a module that is already bf16 by this fit's recipe before it loads weights.
 
-    fp32 weights that a fresh module loads keep all their bits. One that a validation, or a run in
-    another precision, has left in bf16 would round them before the plugin has seen it.
+    A fresh module keeps all bits of the fp32 weights that it loads. A module that a validation, or
+    a run in another precision, has left in bf16 would round them before the plugin sees it.
     """
 
     def _load_model_state_dict(strategy: Any, *args: Any, **kwargs: Any) -> None:

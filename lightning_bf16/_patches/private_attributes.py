@@ -1,4 +1,4 @@
-"""What Lightning tells by private names only."""
+"""Information that Lightning has only in private attributes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = [
 
 
 def is_placeholder(optimizer: Any) -> bool:
-    """Whether this is what the Trainer puts where ``configure_optimizers`` returned None."""
+    """Whether this is the Trainer's placeholder if ``configure_optimizers`` returned None."""
     return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def syncs_module_states(strategy: Any) -> bool:
-    """Whether FSDP1 gives all ranks the weights of rank 0 as it wraps them."""
-    # The Trainer's, and Fabric's.
+    """Whether FSDP1 sends the weights of rank 0 to all ranks as it wraps a module."""
+    # The attribute of the Trainer's strategy, and of Fabric's.
     options = getattr(strategy, "kwargs", None) or getattr(strategy, "_fsdp_kwargs", None) or {}
     return bool(options.get("sync_module_states"))
 
 
 def cast_lottery_tickets(trainer: Any) -> None:
-    """Cast the first weights that ModelPruning goes back to as their layers were cast.
+    """Cast the original weights that ModelPruning keeps, as their layers were cast.
 
-    It puts them in place of the weights as they are, which an optimizer refuses.
+    The callback puts them in place of the weights unchanged, and an optimizer refuses fp32 ones.
     """
     for callback in trainer.callbacks:
         for ticket in (getattr(callback, "_original_layers", None) or {}).values():
@@ -43,10 +43,10 @@ def cast_lottery_tickets(trainer: Any) -> None:
 
 
 def widen_averages(trainer: Any) -> None:
-    """Let the averages of WeightAveraging and SWA be fp32, also of a module that was bf16 before.
+    """Make the averages of WeightAveraging and SWA fp32, even if the module was already bf16.
 
     They are copies of the module from before this fit, which an evaluation, a finder or another fit
-    may have cast by then; an average in bf16 hardly moves.
+    may already have cast; an average in bf16 hardly moves.
     """
     for callback in trainer.callbacks:
         average = getattr(callback, "_average_model", None)
@@ -56,5 +56,5 @@ def widen_averages(trainer: Any) -> None:
 
 
 def logs_this_step(trainer: Any) -> bool:
-    """Whether what is logged during this batch reaches the loggers."""
+    """Whether metrics that are logged during this batch reach the loggers."""
     return trainer._logger_connector.should_update_logs

@@ -1,4 +1,4 @@
-"""Averages of a bf16 module's weights are fp32, and stay so while it is validated with them."""
+"""Averages of a bf16 module's weights are fp32, and stay so while they are validated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["setup", "swap_models", "trained_weights"]
 
 
 def setup(original: Callable[..., None]) -> Callable[..., None]:
-    """Forget what a run that was broken off in a validation would put back in the next one."""
+    """Drop weights set aside by an interrupted validation, so that no later run restores them."""
 
     def _setup(callback: Any, trainer: Any, pl_module: Any, stage: str) -> None:
         original(callback, trainer, pl_module, stage)
@@ -22,9 +22,9 @@ def setup(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def swap_models(original: Callable[..., None]) -> Callable[..., None]:
-    """Keep the average where it is during a validation, and lend the module a copy.
+    """Keep the average in place during a validation, and lend the module a copy.
 
-    The callback swaps the two; through bf16 parameters the average would come back rounded.
+    The callback swaps the two; passing through bf16 parameters would round the average.
     """
 
     def _swap_models(callback: Any, module: Any) -> None:
@@ -33,7 +33,8 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
             return
         average = callback._average_model.module
         averages, weights = ((*m.parameters(), *m.buffers()) for m in (average, module))
-        # Copies, no exchange of tensors: a version counter and exact masters hang on the module's.
+        # Copy instead of exchanging tensors: version counters and exact masters belong to the
+        # module's own tensors.
         values = callback.__dict__.pop("_torch_bf16_weights", None)
         if values is None:
             callback._torch_bf16_weights = [current.data.clone() for current in weights]
@@ -46,9 +47,9 @@ def swap_models(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def trained_weights(trainer: Any) -> Iterator[None]:
-    """Within the context, the module has the weights that it trains, also in a validation.
+    """A context in which the module has the weights that it trains, even during a validation.
 
-    They are nowhere else in a checkpoint, and the remainders of exact masters are what they lack.
+    A checkpoint has them nowhere else, and the remainders of exact masters only fit these weights.
     """
     lending = [each for each in trainer.callbacks if "_torch_bf16_weights" in vars(each)]
     for each in reversed(lending):
