@@ -186,17 +186,17 @@ def _differences(trial: Trial, plane: Sequence[np.ndarray], number: int, want: s
     """Describe the elements of a plane whose bits differ from those of eager on the host."""
     planes = trial.run(EagerBackend(), torch.device("cpu"))
     pairs = [*zip(plane, planes[number], strict=True)]
-    wrong = [np.flatnonzero(got != right) for got, right in pairs]
-    counts = [
-        f"{len(places)} of {len(plane[tensor])} in tensor {tensor}"
-        for tensor, places in enumerate(wrong)
-        if len(places)
+    wrong = [
+        (tensor, places)
+        for tensor, (got, right) in enumerate(pairs)
+        if len(places := np.flatnonzero(got != right))
     ]
-    first = next((tensor for tensor, places in enumerate(wrong) if len(places)), None)
-    found = ["that of eager on this CPU"] if first is None else [", ".join(counts)]
-    for place in [] if first is None else wrong[first][:_SHOWN].tolist():
-        got, right = ("0x" + each[place].tobytes()[::-1].hex() for each in pairs[first])
-        found.append(f"tensor {first} has {got} at {place} and not {right}")
+    counts = [f"{len(places)} of {len(plane[n])} in tensor {n}" for n, places in wrong]
+    found = [", ".join(counts) or "that of eager on this CPU"]
+    for tensor, places in wrong[:1]:
+        for place in places[:_SHOWN].tolist():
+            got, right = ("0x" + each[place].tobytes()[::-1].hex() for each in pairs[tensor])
+            found.append(f"tensor {tensor} has {got} at {place} and not {right}")
     if digests_of(planes)[number] != want:
         found.append("eager on this CPU is wrong, too")
     return "; ".join(found)
