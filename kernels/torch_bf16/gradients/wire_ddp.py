@@ -62,7 +62,7 @@ class _Owner:
         return any(parameter is each for group in groups for each in group["params"])
 
     def draw(self, parameter: Tensor) -> tuple[int, int]:
-        """The step that a gradient is for, and the count of its reductions for it, with this one."""
+        """The step that a gradient is for, and how often it was reduced for it, with this one."""
         steps = {} if self.optimizer is None else self._steps.read(self.optimizer.state)
         # A parameter that has not stepped yet, or is another optimizer's, uses the latest step.
         step = steps.get(parameter) or max(steps.values(), default=0)
