@@ -1,4 +1,4 @@
-"""What an optimizer becomes when it is converted, or why it cannot be, checked before any change."""
+"""What an optimizer becomes by conversion, or why it cannot be converted; before any change."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class OwnStep:
     def _looked_at(
         self, buckets: list[list[WorkingCopy]], scale: float
     ) -> tuple[list[list[WorkingCopy]], Computed]:
-        """Observe a step on the first bucket: returns buckets to step on, and the first's result."""
+        """Observe a step on the first bucket; returns the buckets and the first one's result."""
         groups = self._optimizer.param_groups
         by_elements = (
             is_elementwise(self._kind, groups[each.group], self._traits) for each in self._members
