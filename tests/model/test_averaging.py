@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused():
         ValueError, match="format='bf16' must be one of fp32, bf16_stochastic, or None"
     ):
         EMA(model(), format="bf16")
-    with pytest.raises(ValueError, match="give the module that EMA was made of"):
+    with pytest.raises(ValueError, match="pass the module that EMA was made from"):
         EMA(model()).update_parameters(nn.Sequential(model()))
     wrapped = nn.Sequential(model())
     with (

@@ -36,12 +36,12 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
     """The module's state dict with each bf16 weight as the fp32 number that its next step reads.
 
     Args:
-        model: buffers and parameters of other dtypes are as in ``model.state_dict()``.
-        optimizers: those that have the exact masters, also as a host has wrapped them. A bf16
+        model: the module; buffers and parameters of other dtypes are as in ``model.state_dict()``.
+        optimizers: the optimizers that have the exact masters, also in a host's wrapper. A bf16
             weight that none of them has, or whose recipe keeps no master, is upcast.
 
     Returns:
-        New tensors for what was bf16; the module's own for the rest.
+        New tensors for bf16 weights; the module's own tensors for the rest.
 
     Raises:
         ValueError: an optimizer is not one of this package.
@@ -67,7 +67,7 @@ def fp32_state_dict(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dic
         if not isinstance(value, Tensor):
             continue
         if ours and isinstance(value, nn.Parameter):
-            # One that nobody trains may have what its cast took from it.
+            # A parameter that is not trained may still have the bits that its cast dropped.
             weights[name] = owners.get(value, ours[0]).exact_weight(value)
         elif isinstance(value, nn.Parameter) and value.dtype == torch.bfloat16:
             weights[name] = value.detach().float()
@@ -107,15 +107,15 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
     """Exact fp32 weights from two saved state dicts.
 
     Args:
-        model: of the module.
-        optimizers: of the optimizer, or of several; None upcasts.
+        model: the state dict of the module.
+        optimizers: the state dict of the optimizer, or of several; None upcasts.
 
     Returns:
         The weights, and how many of them had an exact master.
 
     Raises:
-        CheckpointError: there are masters, and an optimizer's state dict has no parameter names, or
-            several have the same.
+        CheckpointError: the masters cannot be assigned, because an optimizer's state dict has no
+            parameter names, several have the same, or a master fits no weight.
     """
     states: dict[str, Mapping[str, Any]] = {}
     for each in _as_list(optimizers):
@@ -127,25 +127,25 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
                 "program: torch_bf16.fp32_state_dict(model, *optimizers). Nothing was written"
             )
         states |= more
-    found_by = saved_names(states, model)
-    lost = [name for name in states if name not in found_by and masters_in(states[name])]
+    key_of = saved_names(states, model)
+    lost = [name for name in states if name not in key_of and masters_in(states[name])]
     if lost:
         raise CheckpointError(
             f"the exact masters of {', '.join(lost[:4])} ({len(lost)} in all) belong to no weight "
             f"here; the weights are {', '.join([*model][:4])} and so on: model and optimizer are "
-            "not of one run. Nothing was written"
+            "not from the same run. Nothing was written"
         )
-    states = {to: states[name] for name, to in found_by.items()}
+    states = {key: states[name] for name, key in key_of.items()}
     # A tied weight has a state under one of its names only.
     same = {_place(model[n]): state for n, state in states.items() if n in model}
-    found, exact = {}, 0
+    weights, exact = {}, 0
     for name, value in model.items():
         if not isinstance(value, Tensor):
             continue
         state = states.get(name) or same.get(_place(value), {})
         masters = masters_in(state)
         if value.dtype != torch.bfloat16:
-            found[name] = value
+            weights[name] = value
         elif masters:
             format_ = stored_format(masters, "")
             if format_ is None or any(each.shape != value.shape for each in masters.values()):
@@ -155,15 +155,15 @@ def fp32_weights(model: Mapping[str, Tensor], optimizers: _States) -> tuple[dict
                 )
             keys = format_.plane_names("")[1:]
             beside = [masters[key].to(value.device) for key in keys]
-            found[name] = format_.decode([value.contiguous(), *beside])
+            weights[name] = format_.decode([value.contiguous(), *beside])
             exact += 1
         else:
-            found[name] = value.float()
-    return found, exact
+            weights[name] = value.float()
+    return weights, exact
 
 
 def _place(weight: Tensor) -> tuple[Any, ...]:
-    """What tied weights share; a view of a part has another shape, tensors without elements too."""
+    """A key that tied weights share; a view of a part, or an empty tensor, has another shape."""
     memory = local(weight)
     return memory.data_ptr(), memory.shape, memory.stride()
 
@@ -179,10 +179,10 @@ def export_file(
     Args:
         source: a file of ``save_checkpoint``, ``torch.save`` or Lightning, or a safetensors file of
             weights, such as that in a folder of Accelerate.
-        target: ``*.safetensors``, else a file of ``torch.save``.
-        dtype: ``"float32"`` makes bf16 weights fp32, exact where there is a master; ``"bfloat16"``
-            leaves all as it was trained.
-        optimizer: the file with the optimizer's state dict, where ``source`` has none.
+        target: ``*.safetensors``; any other name gets a file of ``torch.save``.
+        dtype: ``"float32"`` makes bf16 weights fp32, exact if there is a master; ``"bfloat16"``
+            leaves all weights as they were trained.
+        optimizer: the file with the optimizer's state dict, if ``source`` has none.
 
     Returns:
         One line about what was written.
@@ -202,12 +202,12 @@ def export_weights(
     dtype: str = "float32",
     optimizer: str | os.PathLike[str] | None = None,
 ) -> str:
-    """What :func:`export_file` does, with the state dicts of a checkpoint that has been read.
+    """:func:`export_file` for the state dicts of a checkpoint that has been read.
 
     Args:
         weights: the state dict of the model.
-        states: that of its optimizer, or those of several; None without one.
-        target: as there, and so are ``dtype`` and ``optimizer``.
+        states: the state dict of its optimizer, or of several; None without one.
+        target: as for :func:`export_file`, and so are ``dtype`` and ``optimizer``.
     """
     if optimizer is not None:
         content = read_file(Path(optimizer))
@@ -222,15 +222,15 @@ def export_weights(
     check_complete(weights)
     if dtype == "float32":
         weights, exact = fp32_weights(weights, states)
-        said = f"{exact} of them from exact masters"
+        origin = f"{exact} of them from exact masters"
     else:
         weights = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
-        said = "as they were trained"
+        origin = "as they were trained"
     _write({name: each.contiguous() for name, each in weights.items()}, Path(target))
-    return f"{target}: {len(weights)} tensors, {said}"
+    return f"{target}: {len(weights)} tensors, {origin}"
 
 
-# As torch's tutorial names them.
+# The names of torch's tutorial, and ours.
 _NAMES = {"model_state_dict": "model", "optimizer_state_dict": "optimizer"}
 
 
@@ -256,7 +256,7 @@ def read_checkpoint(source: Path) -> tuple[Mapping[str, Any], _States]:
 
 
 def _as_list(states: Any) -> list[Mapping[str, Any]]:
-    """The state dicts of optimizers among what was given for one or several."""
+    """The state dicts of optimizers in ``states``, which holds one or several."""
     several = states if isinstance(states, (list, tuple)) else [states]
     fit = (each for each in several if isinstance(each, Mapping))
     return [each for each in fit if isinstance(each.get("state"), Mapping)]
@@ -276,8 +276,8 @@ def _by_name(optimizer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     names = optimizer.get(HEADER, {}).get("names") or [g.get("param_names", ()) for g in groups]
     named = {
         key: name
-        for group, its in zip(groups, names, strict=True)
-        for name, key in zip(its, group["params"], strict=False)
+        for group, names_of_group in zip(groups, names, strict=True)
+        for name, key in zip(names_of_group, group["params"], strict=False)
         if name is not None
     }
     # FSDP1 and torch.distributed.checkpoint put names in place of numbers.

@@ -48,13 +48,13 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
 
     Args:
         path: the file; its folder must exist.
-        **parts: the names to load them by. What has a ``state_dict`` method (modules, optimizers,
-            schedulers) is saved by it; all else as it is: tensors, numbers, text and containers
-            of them, which is what ``weights_only=True`` loads.
+        **parts: the parts to save, by the names to load them by. Objects with a ``state_dict``
+            method (modules, optimizers, schedulers) are saved by it; all else as it is: tensors,
+            numbers, text and containers of them, which is what ``weights_only=True`` loads.
 
     Raises:
         CheckpointError: a part could not be loaded again with ``weights_only=True``, a tensor is
-            sharded, so that this rank has not all of it, or another process is writing this file;
+            sharded, so that this rank lacks some of it, or another process is writing this file;
             the file at ``path`` is as it was.
 
     Example:
@@ -91,14 +91,14 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     """Load a file of :func:`save_checkpoint` into the objects that it was saved from.
 
     The whole file is checked first, then whether modules and optimizers fit; nothing is changed in
-    memory unless all do. Modules are loaded before optimizers, whatever the order given.
+    memory unless all do. Modules are loaded before optimizers, in whatever order they are passed.
 
     Args:
-        path: the file; one that ``torch.save`` wrote of a dict will do.
+        path: the file; a dict that ``torch.save`` wrote will do.
         **parts: objects with a ``load_state_dict`` method, by the names they were saved under.
 
     Returns:
-        The parts of the file that were not asked for, on the CPU.
+        The parts of the file that were not requested, on the CPU.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -120,24 +120,24 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
         else:
             for each in _loaded_into(part, states[name]):
                 each.check_state_dict(states[name])
-    # An exact master is stored as what its weight lacks, so weights come first.
+    # An exact master is stored as the bits that its weight lacks, so weights come first.
     for name in sorted(parts, key=lambda name: not isinstance(parts[name], nn.Module)):
         parts[name].load_state_dict(states.pop(name))
     return states
 
 
 def _loaded_into(part: Any, saved: Any) -> list[BF16Optimizer]:
-    """The optimizer that a part is, or as a host's wrapper hands its state dict on to."""
+    """The part itself if it is our optimizer, or those to which a wrapper passes its state dict."""
     if isinstance(part, BF16Optimizer):
         return [part]
     return held_optimizers(part) if isinstance(saved, Mapping) and HEADER in saved else []
 
 
 def check_complete(content: Any, name: str = "") -> None:
-    """Refuse tensors of which this rank has a part; it would be taken for that of every rank.
+    """Raise if this rank has only a part of a tensor, which would be taken for the whole.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: there is such a tensor.
     """
     if isinstance(content, Mapping):
         for key, each in content.items():
@@ -156,7 +156,7 @@ def check_complete(content: Any, name: str = "") -> None:
 
 
 def damaged_safetensors(path: Path, why: object) -> CheckpointError:
-    """What is told of a file of safetensors that cannot be read."""
+    """The error for a safetensors file that cannot be read."""
     return CheckpointError(
         f"{path} ({os.path.getsize(path):,} bytes) was cut short or damaged, or is not a "
         f"safetensors file: {why}. Download or save it again"
@@ -172,7 +172,7 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no file.
-        CheckpointError: it is truncated or damaged, or holds something else than named parts.
+        CheckpointError: it is truncated or damaged, or holds something other than named parts.
     """
     with path.open("rb") as file:
         try:
@@ -183,8 +183,8 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
             if damaged is not None or folders:
                 raise zipfile.BadZipFile(f"its record {damaged or folders[0]} is damaged")
             file.seek(0)
-            given: Any = path if mmap else file
-            content = torch.load(given, map_location="cpu", weights_only=True, mmap=mmap)
+            source: Any = path if mmap else file
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
         # zipfile and torch raise almost anything over damaged bytes.
         except Exception as error:
             raise CheckpointError(
@@ -202,7 +202,7 @@ def read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch.save compute checksums, which a process may have switched off."""
+    """Make torch.save compute checksums, which a process may have switched off."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -216,12 +216,12 @@ def _lock(file: BinaryIO, partial: Path, path: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between open() and here another process may have finished, and this be its checkpoint.
+        # Another process may have finished since open(), and this may be its checkpoint by now.
         ours = os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
     except FileNotFoundError:
         ours = False
     except OSError as error:
-        # Others come from file systems without locks.
+        # Other errors come from file systems without locks.
         ours = error.errno not in (errno.EAGAIN, errno.EACCES)
     if not ours:
         raise CheckpointError(
@@ -232,7 +232,7 @@ def _lock(file: BinaryIO, partial: Path, path: Path) -> None:
 
 def _check_loads(partial: Path, path: Path) -> None:
     try:
-        # Storages are mapped, not read: this unpickles the names and no more.
+        # Storages are mapped, not read: this unpickles only the structure.
         torch.load(partial, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(
@@ -253,19 +253,19 @@ def _check_fits(module: nn.Module, state: Any, label: str) -> None:
     }
     other = [f"{name} {b} for {a}" for name, (a, b) in shapes.items() if a != b]
     if lacking or unknown or other:
-        found = [
+        faults = [
             f"{kind} {', '.join(names[:4])}"
             for kind, names in (("lacks", lacking), ("has unknown", unknown), ("has shapes", other))
             if names
         ]
         raise CheckpointError(
-            f"{label} is of another model: it {'; it '.join(found)}. Load it into the model that "
+            f"{label} is of another model: it {'; it '.join(faults)}. Load it into the model that "
             "it was saved from. Nothing was changed"
         )
 
 
 def _sync_folder(folder: Path) -> None:
-    # The rename itself is on disk only when the folder is.
+    # The rename is on disk only once the folder is.
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows opens no folders

@@ -1,1 +1,1 @@
-"""Optimizers that step by their own code on fp32 copies, and the conversion of others."""
+"""The conversion of optimizers, and steps by an optimizer's own code on fp32 copies."""

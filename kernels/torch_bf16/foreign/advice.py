@@ -1,4 +1,4 @@
-"""What to use in place of an optimizer that cannot be converted, by classes that users name."""
+"""Advice on what to use in place of an optimizer that cannot be converted, by its class."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ EIGHT_BIT = {
     "bitsandbytes.optim.lion.Lion8bit": "Lion",
     "bitsandbytes.optim.lion.PagedLion8bit": "Lion",
 }
-"""Classes with 8-bit moments, and ours that a recipe with ``int8`` moments makes of them."""
+"""Classes with 8-bit moments, and our class that replaces each in recipes with ``int8`` moments."""
 
 SCHEDULE_FREE = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": "AdamWScheduleFree",
     "schedulefree.sgd_schedulefree.SGDScheduleFree": "SGDScheduleFree",
 }
-"""Schedule-free classes with the arithmetic of ours."""
+"""Schedule-free classes, and our class with the same arithmetic."""
 
 _INT8 = (
     "exp_avg='int8', exp_avg_sq='int8' (of Recipe, get_recipe, BF16Precision and "
@@ -52,7 +52,7 @@ _OTHERS = "Keep this optimizer and train in float32, or use one that torch_bf16 
 
 
 def advice(kind: type) -> str:
-    """What to do instead, of a class that is refused."""
+    """What to use instead of a class that is refused."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in EIGHT_BIT:
         return (

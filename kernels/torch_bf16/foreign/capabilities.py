@@ -40,7 +40,7 @@ ELEMENTWISE = frozenset(
 A subclass may do anything, so it is not one of them.
 """
 
-# Options with which some of them use a norm or a mean of the whole tensor, or of all of them.
+# Options with which some of these classes use a norm or a mean of a tensor, or of all tensors.
 _OPTIONS_OVER_TENSORS = ("adanorm", "cautious", "max_grad_norm", "stable_adamw", "use_gc")
 
 _LOOKS = 3
@@ -48,13 +48,13 @@ _LOOKS = 3
 
 @dataclass
 class Traits:
-    """What is known about an optimizer's own step; its first steps add what they show.
+    """What is known about an optimizer's own step; its first steps add to it.
 
     Attributes:
-        elementwise: whether the user said that it is elementwise.
+        elementwise: whether the user said that the step is elementwise.
         couples: whether a parameter's update depends on which others step with it.
-        narrow: states that it makes in bf16 or fp16 even beside fp32 parameters.
-        looks: how many steps are still to be followed.
+        narrow: states that the step makes in bf16 or fp16 even for fp32 parameters.
+        looks: how many steps are still to be observed.
         named: states that the user has named, and that no step has made yet.
     """
 
@@ -66,7 +66,7 @@ class Traits:
 
 
 def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step cannot run on copies, as far as that shows without running it.
+    """Raise if a step evidently cannot run on copies, without running it.
 
     Raises:
         NotImplementedError: it cannot; the message says why, and what to use.
@@ -78,7 +78,7 @@ def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:
 def is_elementwise(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], traits: Traits
 ) -> bool:
-    """Whether parts of a tensor can step by themselves, as far as the user said or is known."""
+    """Whether parts of a tensor can step separately, according to the user or the known classes."""
     is_listed = f"{kind.__module__}.{kind.__qualname__}" in ELEMENTWISE
     return traits.elementwise or (is_listed and not any(map(group.get, _OPTIONS_OVER_TENSORS)))
 
@@ -89,7 +89,7 @@ def rewrites_weights(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a step cannot run on copies, as far as that can be told without running it."""
+    """Why a step cannot run on copies, if that is evident without running it."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it evaluates the closure several times per step, outside any update rule"
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -102,7 +102,7 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         for inner in within(each) if name != "defaults" else ():
             if isinstance(inner, torch.optim.Optimizer):
                 if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
-                    continue  # what it steps is its own, such as a schedule
+                    continue  # it steps tensors of its own, such as a schedule
                 return (
                     f"it wraps another optimizer, {type(inner).__name__}, in its attribute {name}, "
                     f"which takes the steps: torch_bf16.convert(optimizer.{name}, recipe, "

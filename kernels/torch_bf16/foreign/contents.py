@@ -1,4 +1,4 @@
-"""What an optimizer's attributes and options contain, however deep."""
+"""The contents of an optimizer's attributes and options, however deep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def within(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def plain(value: Any, depth: int = 6) -> Any:
-    """Its numbers and words, nested: what compares equal as long as none of them is written."""
+    """A nested snapshot of a value that compares equal as long as nothing in the value changes."""
     if isinstance(value, Tensor):
         return value._version, repr(value.item()) if value.numel() == 1 else tuple(value.shape)
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):

@@ -1,4 +1,4 @@
-"""What an optimizer becomes when it is converted, and why it cannot: all of it before a change."""
+"""What an optimizer becomes by conversion, or why it cannot be converted; before any change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONVERTIBLE: dict[type, type[BF16Optimizer]] = {
     each.torch_class: each
     for each in (AdamW, Adam, NAdam, RAdam, Adagrad, RMSprop, Adafactor, Muon, SGD)
 }
-"""For each ``torch.optim`` class, ours."""
+"""Our class for each class of ``torch.optim``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Conversion:
     """What an optimizer becomes.
 
     Attributes:
-        optimizer: that is converted: of a ``ZeroRedundancyOptimizer`` the local one.
-        target: ours.
+        optimizer: the optimizer to convert; for a ``ZeroRedundancyOptimizer``, the local one.
+        target: the class that it gets.
         fused: whether kernels take its steps, and not its own code.
         scheduled: whether an LR scheduler has wrapped its ``step``.
     """
@@ -62,18 +62,18 @@ class Conversion:
 def check_conversion(
     function: str, optimizer: Any, recipe: Recipe, cast: Collection[int] = ()
 ) -> Conversion | None:
-    """What an optimizer becomes; None where others, which it holds, were converted before.
+    """What an optimizer becomes; None if it wraps others, which were converted before.
 
     Args:
-        function: that was called, for messages.
-        optimizer: not changed.
-        recipe: what is asked for.
-        cast: ids of parameters that will be of another dtype by then.
+        function: name of the public function, for messages.
+        optimizer: the optimizer; not changed.
+        recipe: the requested recipe.
+        cast: ids of parameters that will have another dtype by then.
 
     Raises:
-        ValueError: it was converted before, what it holds was so by another recipe, it is no
-            optimizer, or an option is out of range.
-        NotImplementedError: it can be neither fused nor step on copies.
+        ValueError: it was converted before, an optimizer inside was converted by another recipe, it
+            is not an optimizer, or an option is out of range.
+        NotImplementedError: it has no fused rule and cannot step on copies.
     """
     if is_zero(optimizer):
         local: Any = getattr(optimizer, "optim", None)
@@ -125,17 +125,17 @@ def check_conversion(
 def check_same(
     function: str, asked: Recipe, found: Recipe, where: str, fields: Sequence[str] = _FORMATS
 ) -> None:
-    """Refuse a recipe where another one was followed already.
+    """Raise if a requested recipe differs from one that was applied already.
 
     Args:
-        function: that was called.
-        asked: the one that it was asked for.
-        found: the other one.
-        where: what has followed it; begins the message.
-        fields: those that have to be the same; by default all that formats follow from.
+        function: name of the public function.
+        asked: the requested recipe.
+        found: the recipe that was applied already.
+        where: what it was applied to; begins the message.
+        fields: fields that must be the same; by default all on which formats depend.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the recipes differ.
     """
     differing = [
         f"{name} is {getattr(found, name)!r} there and {getattr(asked, name)!r} here"
@@ -145,13 +145,13 @@ def check_same(
     if differing:
         raise ValueError(
             f"{where} recipe {found.name!r} and {function} was asked for {asked.name!r}: "
-            f"{', '.join(differing)}. Give both one recipe: call {function} with that of the one "
-            "that exists, or make a new one in its place. Nothing was changed"
+            f"{', '.join(differing)}. Use one recipe for both: call {function} with the existing "
+            "one's recipe, or make a new one in its place. Nothing was changed"
         )
 
 
 def check_roles(roles: Mapping[str, str | None] | None) -> None:
-    """Refuse roles of states that no recipe has a format for."""
+    """Raise for a role of states that no recipe has a format for."""
     if {*(roles or {}).values()} - {FIRST_MOMENT, SECOND_MOMENT, None}:
         raise ValueError(
             f"roles={dict(roles or {})}: a state takes the format of 'exp_avg' or 'exp_avg_sq', or "
@@ -160,12 +160,12 @@ def check_roles(roles: Mapping[str, str | None] | None) -> None:
 
 
 def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Optimizer] | None:
-    """Ours for an optimizer, or None if it can step by its own code alone.
+    """Our fused class for an optimizer, or None if it can only step by its own code.
 
-    One with 8-bit moments becomes ours with such, where the recipe asks for them.
+    An optimizer with 8-bit moments gets our class if the recipe has 8-bit moments, too.
 
     Raises:
-        NotImplementedError: it has options that ours has not, or has stepped already.
+        NotImplementedError: it has options that our class lacks, or has stepped already.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -196,8 +196,8 @@ def _scheduler_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     step = optimizer.__dict__.get("step")
     if step is None:
         return False
-    # The scheduler's wrapper names the class's own step as what it wraps; a user's step on either
-    # side of it does not, though functools.wraps may have copied the scheduler's mark.
+    # The scheduler's wrapper directly wraps the class's own step. With a user's step inside or
+    # around it that is not so, though functools.wraps may have copied the scheduler's mark.
     own = getattr(step, "__wrapped__", None) is type(optimizer).step
     if not own or not hasattr(step, "_wrapped_by_lr_sched"):
         raise NotImplementedError(

@@ -41,11 +41,11 @@ def convert(
 
     For the classes in :data:`CONVERTIBLE` a fused kernel takes the steps. Any other class runs its
     own ``step`` on fp32 copies of 64 MB of tensors at a time, or of one larger tensor; then
-    weights, and states with a known name (:data:`ROLES`), are encoded by the recipe, and whatever
-    else it keeps stays in fp32. Its first three steps are observed: an optimizer that couples its
+    weights, and states with a known name (:data:`ROLES`), are encoded by the recipe, and all other
+    states stay in fp32. Its first three steps are observed: an optimizer that couples its
     parameters, for example by a norm over all of them, steps on all at once. There are no trial
     calls: each step calls ``step`` once for each 64 MB of copies; only the first of these calls may
-    be repeated for all parameters. Where ranks hold parts of a parameter, a class in
+    be repeated for all parameters. If ranks hold parts of a parameter, a class in
     ``torch_bf16.foreign.capabilities.ELEMENTWISE``, or one that ``elementwise=True`` vouches for,
     steps on the parts; for any other class every rank gathers whole tensors.
 
@@ -73,14 +73,14 @@ def convert(
         ``optimizer`` itself.
 
     Raises:
-        ValueError: it was converted before, or it wraps one that was, by another recipe or without
-            what is asked here; or a parameter's dtype or the name of a recipe or backend is not
-            known; nothing has been changed.
+        ValueError: it was converted before, or it wraps one that was, by another recipe or with
+            other arguments; or a parameter's dtype or the name of a recipe or backend is not known;
+            nothing has been changed.
         NotImplementedError: an option has no fused rule, or the class cannot step on copies: it
             keeps data outside ``state``, or wraps another optimizer. The message says what to use.
-            Obstacles that show only when it steps, such as data that it then puts elsewhere, or a
-            closure that it evaluates several times, are refused at the first ``step``, before any
-            weight has changed.
+            For obstacles that only a step reveals, such as data that it puts elsewhere, or a
+            closure that it evaluates several times, the first ``step`` raises, before any weight
+            has changed.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -116,8 +116,9 @@ def _check_held(
             raise ValueError(
                 f"roles={roles}, elementwise={elementwise} and backend={backend!r} are for an "
                 f"optimizer that is converted now, and this {type(optimizer).__name__} leaves the "
-                f"step to its {type(ours).__name__}, which was before: leave them out, or give "
-                "them to convert() for that, before it is wrapped. Nothing was changed"
+                f"step to its {type(ours).__name__}, which was converted before: leave them out, "
+                "or pass them when you convert() that one, before it is wrapped. Nothing was "
+                "changed"
             )
 
 
@@ -129,7 +130,7 @@ def _become(
     roles: Mapping[str, str | None] | None,
     elementwise: bool,
 ) -> None:
-    """Make an optimizer ours, or leave it as it was."""
+    """Convert an optimizer, or leave it as it was if that fails."""
     optimizer, target, fused = conversion.optimizer, conversion.target, conversion.fused
     source, converted = type(optimizer), cast("Any", optimizer)
     attributes, groups = dict(vars(optimizer)), [dict(each) for each in optimizer.param_groups]
@@ -160,16 +161,16 @@ def _become(
         optimizer.state[parameter] = state
         if not state:
             del optimizer.state[parameter]
-    # torch hangs its profiling and step hooks on the class the first time that one is made.
+    # torch patches profiling and step hooks into a class when its first instance is made.
     converted._patch_step_function()
     if conversion.scheduled:
         optimizer.__dict__["step"] = _count_steps(optimizer)
 
 
 def _replace_options(optimizer: torch.optim.Optimizer, target: type[BF16Optimizer]) -> None:
-    """Leave an optimizer with the attributes and options of another class, and its own values."""
-    made: Any = target
-    example = made([nn.Parameter(torch.empty(1, device="cpu"))])
+    """Give an optimizer the attributes and options of another class, with its own values."""
+    constructor: Any = target
+    example = constructor([nn.Parameter(torch.empty(1, device="cpu"))])
     for name in vars(optimizer).keys() - vars(example).keys():
         del vars(optimizer)[name]
     for group in optimizer.param_groups:
@@ -218,7 +219,7 @@ def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
 
 
 def _count_steps(optimizer: torch.optim.Optimizer) -> Any:
-    # What torch's LRScheduler does to see that the optimizer steps before it, over the new class.
+    # As torch's LRScheduler does, to notice that the optimizer steps first, but with the new class.
     step, reference = type(optimizer).step, ref(optimizer)
 
     @functools.wraps(step)

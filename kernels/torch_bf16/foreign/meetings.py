@@ -1,7 +1,8 @@
 """Whether an optimizer's step combines numbers of different parameters, observed as it runs.
 
-A user's ``step`` is never called just to find out, which its counters and prints would notice.
-Its first real calls are followed, operation by operation, by whose numbers each tensor is made of.
+A user's ``step`` is never called just to find out, because its counters and prints would show it.
+Its first real calls are followed, operation by operation: which parameters' numbers are in each
+tensor.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ __all__ = ["Meetings"]
 
 
 class Meetings(TorchDispatchMode):
-    """Follows one call of ``step``. In doubt parameters are coupled, which costs memory alone.
+    """Follows one call of ``step``. In doubt parameters count as coupled, which costs only memory.
 
-    They are where an operation takes numbers of two of them, where Python reads numbers of one
-    before the step writes another, and where a call leaves behind, outside their states, what it
-    would not leave if it were for one of them.
+    Parameters are coupled if an operation takes numbers of two of them, if Python reads numbers of
+    one before the step writes another, or if the call leaves data outside their states that a call
+    for only one of them would not leave.
 
     Args:
-        members: what the call gets: of each parameter, with its gradient, the number of its group,
-            itself, and its state.
-        look: returns the options of each group, by its number, and the attributes, as they are.
+        members: the arguments of the call: for each parameter the number of its group, the
+            parameter with its gradient, and its state.
+        look: returns the current options of each group, by its number, and the current attributes.
 
     Attributes:
-        couples: whether they are.
+        couples: whether parameters are coupled.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Meetings(TorchDispatchMode):
         self._groups = [number for number, _, _ in members]
         self._parameters = [parameter for _, parameter, _ in members]
         self._before = [parameter.detach().clone() for parameter in self._parameters]
-        # Weak references, beside which no other storage gets the same address.
+        # Weak references: while they exist, no other storage gets the same address.
         self._owners: dict[StorageWeakRef, set[int]] = {}
         self._weights: dict[StorageWeakRef, int] = {}
         self._met: dict[int, tuple[int, Any]] = {}
@@ -60,19 +61,19 @@ class Meetings(TorchDispatchMode):
         self._left = {key: (each, plain(each)) for key, each in self._entries()}
 
     def finish(self, shared: Mapping[Any, Any]) -> None:
-        """Look at what the call has left; ``shared`` are its states under keys of no parameter."""
+        """Check what the call has left; ``shared`` are its states under keys of no parameter."""
         couples = False
         for key, each in self._entries():
             before, numbers = self._left.get(key, (None, None))
             differs = numbers != plain(each)
-            # What was written in place is there for the next call, too.
+            # An object that was written in place is there for the next call, too.
             couples |= differs and (each is before or self._depends(each))
         couples |= any(map(self._depends, shared.values()))
         for number, parameter in enumerate(self._parameters):
             if self._weights.get(_storage(parameter)) != number:  # p.data = ...
                 couples |= self._of(parameter) != {number} or self._unwritten - {number} != set()
             elif number not in self._written:
-                # Code that is not torch's has written it, and nobody saw what that has read.
+                # Code outside torch has written it, and what that code read is unknown.
                 couples |= not torch.equal(parameter, self._before[number])
         self.couples |= couples
 
@@ -114,21 +115,21 @@ class Meetings(TorchDispatchMode):
         results = [*within(made)]
         for each in results:
             self._mark(each, owners)
-        if not results and not written:  # it has told Python something
+        if not results and not written:  # its result went to Python
             self._read |= owners
             self._unwritten |= owners
 
     def _meet(self, number: int) -> None:
-        """Compare what each parameter of a group finds when its turn comes."""
+        """Compare the options and attributes that each parameter of a group meets at its turn."""
         if number not in self._met:
             group = self._groups[number]
             now = [(key, plain(each)) for key, each in self._entries() if key[0] in (group, None)]
-            others = [entries for of, entries in self._met.values() if of == group]
+            others = [entries for owner, entries in self._met.values() if owner == group]
             self.couples |= any(now != entries for entries in others)
             self._met[number] = group, now
 
     def _depends(self, value: Any) -> bool:
-        """Whether what a call has left may come from the numbers of parameters."""
+        """Whether a value that a call has left may depend on numbers of parameters."""
         counts = value is None or isinstance(value, (str, bool, int))
         return not counts and bool(self._read or self._of(value))
 

@@ -1,4 +1,4 @@
-"""Optimizers without a fused rule: their own step on fp32 copies, their numbers by a recipe."""
+"""Optimizers without a fused rule: their own step on fp32 copies, stored by a recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .working_copy import WorkingCopy, is_like
 __all__ = ["BUCKET_BYTES", "ROLES", "ForeignEngine", "ForeignOptimizer", "foreign_class"]
 
 BUCKET_BYTES = 64 << 20
-"""Memory that a step takes for fp32 copies at a time; one tensor may be larger than that."""
+"""Bytes of fp32 copies that a step holds at a time; a single tensor may be larger than that."""
 
 ROLES = {
     "exp_avg": FIRST_MOMENT,
@@ -54,11 +54,11 @@ _MOMENTS = {*FORMATS["exp_avg"].values(), *FORMATS["exp_avg_sq"].values()}
 
 
 class ForeignEngine(Engine):
-    """What a converted optimizer without a fused rule keeps between steps, too.
+    """The engine of a converted optimizer without a fused rule.
 
     Attributes:
-        traits: what is known about the class's own step; copies keep what they know.
-        encoder: encodes what that computed.
+        traits: what is known about the class's own step; copies of the optimizer keep it.
+        encoder: encodes the results of that step.
     """
 
     traits: Traits
@@ -76,16 +76,16 @@ class ForeignEngine(Engine):
 
 
 class ForeignOptimizer(BF16Optimizer):
-    """Base of what :func:`convert` makes of a class that has no fused rule.
+    """Base of the classes that :func:`convert` makes of classes without a fused rule.
 
     A step decodes some parameters, gradients and states to fp32, runs the class's own ``step`` on
-    them, and encodes weights and known states by the recipe, some tensors at a time. Of sharded
-    parameters an elementwise class steps on this rank's parts; for any other every rank gathers
-    whole tensors, takes their step, and keeps its parts.
+    them, and encodes weights and known states by the recipe, some tensors at a time. For sharded
+    parameters, an elementwise class steps on this rank's parts; for any other class, every rank
+    gathers whole tensors, takes their step, and keeps its parts.
 
     Attributes:
-        roles: which of the recipe's formats a state takes, by its name.
-        bucket_bytes: bounds the fp32 copies that exist at a time.
+        roles: which of the recipe's formats a state takes, by the state's name.
+        bucket_bytes: bound on the fp32 copies that exist at a time.
     """
 
     roles: dict[str, str]
@@ -94,21 +94,21 @@ class ForeignOptimizer(BF16Optimizer):
     _engine: ForeignEngine
 
     def rule_of_group(self, group: Mapping[str, Any]) -> Rule:
-        """The rule that kernels run here: it stores what the class's own step computed."""
+        """The rule that kernels run here: it stores the results of the class's own step."""
         return STORE
 
     @torch.no_grad()
     def _update(
         self, parameters: list[Tensor], plan: Any, setting: Any, inputs: StepInputs
     ) -> None:
-        """Take the step of those that have a gradient. There is no plan to keep."""
+        """Take the step of the parameters that have a gradient. There is no plan to keep."""
         parameters = with_gradients(parameters)
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
         if not parameters:
             check_in_model(self)
         with suffix_errors(UNTOUCHED):
-            members: Any = self._take_part(parameters)
+            members: Any = self._working_copies(parameters)
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
@@ -120,14 +120,14 @@ class ForeignOptimizer(BF16Optimizer):
 
     @torch.no_grad()
     def _rewrite(self, method: str) -> None:
-        """Run the class's own ``train`` or ``eval``, by which it rewrites weights between steps."""
+        """Run the class's own ``train`` or ``eval``, which rewrites weights between steps."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         reshard(parameters)
-        members = self._take_part([p for p in parameters if self.state.get(p)])
+        members = self._working_copies([p for p in parameters if self.state.get(p)])
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         OwnStep(self, members).rewrite(method)
 
-    def _take_part(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
+    def _working_copies(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
         self.recipe = get_recipe(self.recipe)
         engine, members, changes = self._engine, [], Changes()
         for shard, number, label in collect(self, parameters):
@@ -143,7 +143,7 @@ class ForeignOptimizer(BF16Optimizer):
         return members
 
     def _gathers(self, shard: Shard, number: int) -> bool:
-        """Whether the step must see the whole of a parameter that ranks hold parts of."""
+        """Whether ranks hold parts of a parameter and the step must see the whole."""
         if not shard.groups():
             return False
         for role in set(self.roles.values()):
@@ -171,53 +171,53 @@ class ForeignOptimizer(BF16Optimizer):
         self, state: Mapping[str, Any], shard: Shard, group: Any, label: Label, changes: Changes
     ) -> dict[str, Any]:
         complete: dict[str, Any] = {}
-        here: dict[str, Any] = {}
+        local_states: dict[str, Any] = {}
         done = {COUNTER, *MASTERS}
         home = Home.of(shard, self.recipe)
         for key, value in state.items():
             if key in done:
                 continue
             if not is_like(value, shard.parameter):
-                # Of another shape than the parameter it is the same on every rank.
+                # A state whose shape is not the parameter's is the same on every rank.
                 moves = isinstance(value, Tensor) and key != "step"
                 complete[key] = self._move(key, state, whole(value), shard) if moves else value
             elif (format_ := self._format_of(key, shard)) is None:
-                here[key] = self._move(key, state, shard.take(value), shard)
+                local_states[key] = self._move(key, state, shard.take(value), shard)
             else:
                 known = {n for each in _MOMENTS for n in each.plane_names(key)}
                 saved = {k: shard.take(each) for k, each in state.items() if k in known}
                 planes = complete_moment(saved, key, format_, home, label, changes)
-                here.update(zip(format_.plane_names(key), planes, strict=True))
+                local_states.update(zip(format_.plane_names(key), planes, strict=True))
                 done |= known
         complete[COUNTER] = int(state.get(COUNTER, state.get("step", 0)) or 0)
         masters = {k: shard.take(each) for k, each in state.items() if k in MASTERS}
-        here |= complete_master(masters, shard, self.recipe, label, changes)
-        return complete | place_states(here, state, shard)
+        local_states |= complete_master(masters, shard, self.recipe, label, changes)
+        return complete | place_states(local_states, state, shard)
 
     def _check_options(self, group: Mapping[str, Any], number: int) -> None:
-        """Nothing to refuse: the class's own step reads its options."""
+        """Nothing to check: the class's own step reads its options."""
 
     def _move(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
-        """On the parameter's device and, where it was made like a bf16 parameter, in fp32."""
-        # Our copies are fp32: beside them a class makes such states by its own choice.
+        """Move a state to the parameter's device, and to fp32 if it merely took its dtype."""
+        # Our copies are fp32: a class that makes narrow states beside them does so by choice.
         chosen = key in self._engine.traits.narrow or (COUNTER in state and key not in self.roles)
-        like_it = value.dtype in NARROW and value.dtype == shard.parameter.dtype
-        widens = like_it and not chosen
+        inherited = value.dtype in NARROW and value.dtype == shard.parameter.dtype
+        widens = inherited and not chosen
         return value.to(shard.parameter.device, torch.float32 if widens else value.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        left = {"step", "observers"}
-        own = {k: v for k, v in vars(self).items() if k not in left and not k.endswith("_hooks")}
+        skipped = {"step", "observers"}
+        own = {k: v for k, v in vars(self).items() if k not in skipped and not k.endswith("_hooks")}
         return own | super().__getstate__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class is made at run time, and found again by the one it wraps.
+        # The class is made at run time; unpickling makes it again from the class it wraps.
         return _restore, (self.torch_class,), self.__getstate__()
 
 
 @functools.cache
 def foreign_class(kind: type[torch.optim.Optimizer]) -> type[ForeignOptimizer]:
-    """The class of converted optimizers of a class: a subclass of both."""
+    """The class of converted optimizers of ``kind``: a subclass of it and of ForeignOptimizer."""
     names: dict[str, Any] = {
         "torch_class": kind,
         "__module__": kind.__module__,
@@ -230,8 +230,9 @@ def foreign_class(kind: type[torch.optim.Optimizer]) -> type[ForeignOptimizer]:
         root = root.__base__
     ours: type = ForeignOptimizer
     if root is not torch.optim.Optimizer and root.__base__ is not None:
-        # An object changes its class only if both get their __dict__ over the same base: ABC, say.
-        # That base in front puts our methods behind the class's own, so they stand in the class.
+        # An object can change its class only if both get their __dict__ from the same base, such
+        # as ABC. With that base in front, our methods come after the class's own; so they are
+        # copied into the new class.
         ours = types.new_class(ours.__name__, (root.__base__, ours))
         methods = {
             name: each

@@ -28,8 +28,8 @@ __all__ = ["NARROW", "OwnStep", "why_whole"]
 NARROW = (torch.bfloat16, torch.float16)
 
 _DRAWS = (
-    "a parameter is sharded, and the optimizer's own step draws random numbers, which would be "
-    "others on each rank: train it with DDP, seeded alike on every rank, or use another optimizer"
+    "a parameter is sharded, and the optimizer's own step draws random numbers, which would differ "
+    "between ranks: train it with DDP, seeded alike on every rank, or use another optimizer"
 )
 
 _logger = logging.getLogger("torch_bf16")
@@ -46,8 +46,8 @@ class OwnStep:
     """A step of the class's own code on fp32 copies.
 
     Args:
-        optimizer: its states, options and weights are written.
-        members: what takes part.
+        optimizer: the optimizer; its states, options and weights are written.
+        members: working copies of the parameters to step.
     """
 
     def __init__(self, optimizer: ForeignOptimizer, members: Sequence[WorkingCopy]) -> None:
@@ -59,7 +59,7 @@ class OwnStep:
     def take(self, scale: float) -> None:
         """Step on gradients times ``scale``.
 
-        The first steps show whether a call for some parameters does what one for all would do.
+        The first steps show whether a call for some parameters does the same as one for all.
         """
         first = not any(each.step for each in self._members)
         buckets, computed = [*self._buckets(self._members)], None
@@ -86,7 +86,7 @@ class OwnStep:
     def _looked_at(
         self, buckets: list[list[WorkingCopy]], scale: float
     ) -> tuple[list[list[WorkingCopy]], Computed]:
-        """What to step on at a time, and what the first of it becomes."""
+        """Observe a step on the first bucket; returns the buckets and the first one's result."""
         groups = self._optimizer.param_groups
         by_elements = (
             is_elementwise(self._kind, groups[each.group], self._traits) for each in self._members
@@ -106,7 +106,10 @@ class OwnStep:
         return buckets, computed
 
     def _sample_first(self) -> list[list[WorkingCopy]]:
-        """Before all others two of each group and number of dimensions, by which steps differ."""
+        """Buckets, the first with two members of each group and number of dimensions.
+
+        Steps differ by these.
+        """
         kinds: dict[tuple[int, int], list[WorkingCopy]] = defaultdict(list)
         for each in sorted(self._members, key=lambda each: each.bytes):
             kinds[each.group, len(each.shard.shape)].append(each)
@@ -116,7 +119,7 @@ class OwnStep:
         return [sample, *self._buckets(others)]
 
     def _buckets(self, members: Sequence[WorkingCopy]) -> Iterator[list[WorkingCopy]]:
-        """Some at a time, so that their fp32 copies fit in ``bucket_bytes``."""
+        """Buckets of members whose fp32 copies fit in ``bucket_bytes``."""
         bucket, size = [], 0
         for each in members:
             more = each.bytes
@@ -135,7 +138,7 @@ class OwnStep:
         method: str = "step",
         **how: bool,
     ) -> Computed:
-        """The weights and states that a method of the class makes; nothing is written."""
+        """The weights and states that a method of the class computes; nothing is written."""
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
         keys_before = [{*state} for state in before]
@@ -150,7 +153,7 @@ class OwnStep:
         return copies, states
 
     def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:
-        """Encode what was computed of each."""
+        """Encode the computed weights and states of a bucket."""
         optimizer = self._optimizer
         for each, made, state in zip(bucket, *computed, strict=True):
             each.encode(made.detach(), state, self._engine.encoder)
@@ -160,7 +163,7 @@ class OwnStep:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
             each.snapshot.version = each.shard.version()
-        # At once: what fails later must not take these for writes of somebody else.
+        # At once: if something fails later, these must not look like somebody else's writes.
         data_writes.note_step(each.snapshot.data for each in bucket)
 
     def _finish(self) -> None:
@@ -172,13 +175,13 @@ class OwnStep:
         if not sizes:
             return
         total = sum(sizes)
-        some = max(*sizes, min(total, self._optimizer.bucket_bytes))
+        at_a_time = max(*sizes, min(total, self._optimizer.bucket_bytes))
         _logger.warning(
             "%s %s: every rank gathers whole tensors for its step, %.2f GB of fp32 copies at a "
             "time; convert(..., elementwise=True) if it updates each element by its own numbers "
             "alone",
             *(self._kind.__name__, why_whole(self._traits)),
-            (total if self._traits.couples else some) / 1e9,
+            (total if self._traits.couples else at_a_time) / 1e9,
         )
 
     def _warn_of_roles(self) -> None:
@@ -186,7 +189,7 @@ class OwnStep:
         unknown = self._traits.named - made
         self._traits.named = set()
         if unknown:
-            # Not refused: a state may be made later than in the first steps.
+            # A warning, not an error: a state may be made after the first steps.
             warnings.warn(
                 f"roles name {', '.join(sorted(unknown))}, and {self._kind.__name__} has made no "
                 "such state in its first steps, but "

@@ -22,7 +22,7 @@ from .meetings import Meetings
 
 __all__ = ["Runner", "own_attributes", "shared_states"]
 
-# What we keep on a converted optimizer, and what copies replace.
+# Attributes that this package keeps on a converted optimizer, or that copies replace.
 _REPLACED = frozenset(
     {"param_groups", "state", "step", "recipe", "backend", "observers", "roles", "bucket_bytes"}
     | {"_engine"}
@@ -39,24 +39,24 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What ``optimizer.state`` holds under keys that are not parameters, such as counters."""
+    """The entries of ``optimizer.state`` whose keys are not parameters, such as counters."""
     return {key: each for key, each in states.items() if not isinstance(key, Tensor)}
 
 
 class Runner:
     """One step of an optimizer's own class, in one call of its ``step`` or in several.
 
-    Each call gets an instance of its own, with the options, attributes and shared states of before
-    the step.
+    Each call gets an instance of its own, with the options, attributes and shared states from
+    before the step.
 
     Args:
-        optimizer: whose attributes and options count; changed by :meth:`finish` only.
+        optimizer: the optimizer whose attributes and options count; only :meth:`finish` changes it.
         kind: its own class.
 
     Attributes:
-        attributes: what the calls set.
+        attributes: attributes that the calls have set.
         shared: the states under keys that are not parameters, as the last call left them.
-        draws: whether they drew random numbers.
+        draws: whether the calls drew random numbers.
         couples: whether a call that was followed has coupled its members.
     """
 
@@ -80,14 +80,14 @@ class Runner:
         """Call a method of the class, without hooks and with gradients switched off.
 
         Args:
-            members: of each the number of its group, the parameter with its gradient, its state.
-            method: ``step``; or one that has no arguments, for which groups without members count.
-            follow: whether to find out if the call couples them.
-            apart: whether it gets copies of what it may write in place, for a call that is undone
-                if it does.
+            members: for each, the number of its group, the parameter with its gradient, its state.
+            method: ``step``, or a method without arguments, which also gets groups without members.
+            follow: whether to find out if the call couples its members.
+            apart: whether the call gets copies of everything that it may write in place, because
+                it is undone if it couples them.
 
         Returns:
-            The new state of each.
+            The new state of each member.
         """
         instance: Any = object.__new__(self._kind)
         attributes = copy.deepcopy(self._before) if apart else self._before
@@ -103,7 +103,7 @@ class Runner:
             for number in numbers
         ]
         instance.state = defaultdict(dict, {p: state for _, p, state in members if state})
-        # Copies, because a call may count in the tensor that it finds there.
+        # Copies, because a call may write to a tensor there, such as a counter.
         instance.state.update(copy.deepcopy(self._shared_before))
         function = without_hooks(getattr(self._kind, method))
         parameters = [parameter for _, parameter, _ in members]
@@ -129,12 +129,12 @@ class Runner:
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
 
     def _options_of(self, number: int) -> dict[str, Any]:
-        left_out = ("params", "param_names")
+        excluded = ("params", "param_names")
         group = self._optimizer.param_groups[number]
-        return {key: each for key, each in group.items() if key not in left_out}
+        return {key: each for key, each in group.items() if key not in excluded}
 
     def why_not(self) -> str | None:
-        """Why the class cannot step on copies, as far as its calls have shown it."""
+        """Why the class cannot step on copies, if its calls have shown that."""
         for name, each in self.attributes.items():
             if any(isinstance(inner, Tensor) for inner in within(each)):
                 return f"it keeps tensors in its attribute {name}, outside `state`"
@@ -144,7 +144,7 @@ class Runner:
         return None
 
     def rewind(self) -> None:
-        """Put the states of random number generators back as the first call found them."""
+        """Reset the random number generators to their states before the first call."""
         if self._random is not None:
             random.setstate(self._random[0])
             for device, state in self._random[1].items():
@@ -153,7 +153,7 @@ class Runner:
                 )
 
     def finish(self) -> None:
-        """Put the options, attributes and shared states that the calls left into the optimizer."""
+        """Store the options, attributes and shared states of the calls in the optimizer."""
         for number, options in self._options.items():
             self._optimizer.param_groups[number].update(options)
         vars(self._optimizer).update(self.attributes)
@@ -163,7 +163,7 @@ class Runner:
 
 
 def _news(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What has taken the place of something else."""
+    """The entries that are new, or another object than before."""
     return {
         name: each
         for name, each in after.items()
@@ -172,7 +172,7 @@ def _news(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Compiled functions run as they are written: operations of compiled ones cannot be followed.
+    """Run compiled functions uncompiled: operations of compiled code cannot be followed.
 
     Under a dispatch mode torch.compile gives up, and raises with ``fullgraph=True``.
     """
@@ -189,13 +189,13 @@ def _random_states(parameters: Sequence[Tensor]) -> tuple[Any, dict[Any, Tensor]
 
 
 def needs_closure(step: Any) -> bool:
-    """Whether a step has a closure without a default."""
+    """Whether a step requires a closure."""
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
-    """A closure for a step whose model was evaluated before it: it may be called once, at first."""
+    """A closure for a step whose model was evaluated before: the step may call it once, first."""
     versions = [each._version for each in parameters]
 
     def closure() -> None:
@@ -208,7 +208,7 @@ def closure_for(kind: type, parameters: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def without_hooks(step: Any) -> Any:
-    """The class's own ``step``: torch wraps it so that hooks run, and these run around ours."""
+    """The class's own ``step`` without torch's wrapper for hooks, which run around our step."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step

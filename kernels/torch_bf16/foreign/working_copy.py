@@ -19,22 +19,23 @@ __all__ = ["WorkingCopy", "is_like"]
 
 
 def is_like(value: Any, parameter: Tensor) -> bool:
-    """Whether a state has a number for each of the parameter's."""
+    """Whether a state has one number for each element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
 
 @dataclass
 class WorkingCopy:
-    """A bf16 or fp32 parameter with a gradient, and the making of what takes its place in the step.
+    """Makes the fp32 copies of a bf16 or fp32 parameter with a gradient, and encodes the results.
 
     Attributes:
-        group: number of its parameter group.
+        shard: this rank's part of the parameter.
+        group: number of the parameter's group.
         state: ``optimizer.state[parameter]``, complete.
-        snapshot: what the optimizer remembers of it.
+        snapshot: the optimizer's record of the parameter.
         weights: format of the weight.
-        format_of: that of a state that has a number for each of the parameter's, by its name; None
-            leaves it as it is.
-        gathers: whether ranks hold parts of it and the step must see the whole.
+        format_of: format of a state with one number for each element of the parameter, by the
+            state's name; None leaves the state as it is.
+        gathers: whether ranks hold parts of the parameter and the step must see the whole.
     """
 
     shard: Shard
@@ -52,7 +53,7 @@ class WorkingCopy:
 
     @property
     def step(self) -> int:
-        """Which draw of noise comes next."""
+        """The number of the next draw of noise."""
         return self.state[COUNTER]
 
     @property
@@ -62,25 +63,25 @@ class WorkingCopy:
 
     @property
     def bytes(self) -> int:
-        """Memory of its fp32 copies: weight, gradient, and two states if none are there yet."""
+        """Bytes of the fp32 copies: weight, gradient and states, at least two of them."""
         states = sum(is_like(each, self.parameter) for each in self.state.values())
         numel = self.shard.numel if self.gathers else self.shard.memory.numel()
         return 4 * (2 + max(2, states)) * numel
 
     def make(self, scale: float | None) -> nn.Parameter:
-        """An fp32 copy of the weight, with one of the gradient times ``scale``, None without."""
+        """An fp32 copy of the weight, with the gradient times ``scale``; None makes no gradient."""
         masters = (self.state[key] for key in self.weights.plane_names("")[1:])
         planes = [local(each).detach() for each in (self.parameter, *masters)]
-        made = nn.Parameter(self._whole(self.weights.decode(planes)).clone())
+        weight = nn.Parameter(self._whole(self.weights.decode(planes)).clone())
         if scale is None:
-            return made
+            return weight
         gradient = self.shard.gradient().detach()
-        # A copy, because steps may use the gradient's memory for what they compute.
-        made.grad = self._whole(gradient.to(torch.float32, copy=True).mul_(scale))
-        return made
+        # A copy, because steps may use the gradient's memory for their results.
+        weight.grad = self._whole(gradient.to(torch.float32, copy=True).mul_(scale))
+        return weight
 
     def decode_states(self) -> dict[str, Any]:
-        """The state as the step wants it, in fp32 where it is encoded."""
+        """The state for the step: encoded numbers in fp32, all else as it is."""
         decoded, planes = {}, {COUNTER, *MASTERS}
         for key, value in self.state.items():
             if key in planes:
@@ -97,7 +98,7 @@ class WorkingCopy:
         return decoded
 
     def encode(self, weight: Tensor, state: Mapping[str, Any], encoder: Encoder) -> None:
-        """Hand what the step made of both to the encoder; :attr:`state` is complete now."""
+        """Pass the new weight and state to the encoder; :attr:`state` is complete afterwards."""
         masters = {key: self.state[key] for key in self.weights.plane_names("")[1:]}
         step, span = self.step + 1, self.shard.span
         planes = [local(each).detach() for each in (self.parameter, *masters.values())]

@@ -72,8 +72,7 @@ class BF16Optimizer(torch.optim.Optimizer):
 
         Args:
             arguments: ``locals()`` of a constructor: torch's arguments and ours.
-            defaults: whether to pass torch's arguments to ``torch.optim.Optimizer`` as default
-                options, because no torch class has a constructor that accepts them.
+            defaults: whether torch's arguments are default options, as no torch class takes them.
         """
         ours = {"recipe", "backend", "release", FULLY_DECOUPLED, *VARIANTS} & arguments.keys()
         options = {k: v for k, v in arguments.items() if k not in {"self", *ours}}
@@ -148,8 +147,8 @@ class BF16Optimizer(torch.optim.Optimizer):
             ValueError: a gradient is sparse, or neither bf16 nor fp32.
             StateMismatchError: a parameter was moved, recast or replaced since its state was made.
             RuntimeError: a CUDA graph is being captured whose replays would not be valid steps.
-            In these cases nothing has been updated. Any other message, such as that of a memory
-            error, ends with how many parameters were updated; only their steps are counted.
+            In these cases nothing has been updated. Any other error ends with how many parameters
+            were updated; only their steps are counted.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         engine = self._engine
