@@ -155,14 +155,13 @@ class BF16Optimizer(torch.optim.Optimizer):
         engine.select(self.param_groups)
         self._check_step()
         setting, inputs = self._setting(), StepInputs()
-        parameters = setting.parameters
         if engine.release is not None:
-            if not engine.release.finish(with_gradients(parameters)):
+            if not engine.release.finish(with_gradients(setting.parameters)):
                 check_in_model(self)
         else:
             blended_weights.look(self)
-            inputs = engine.pending.inputs(self, parameters)
-            engine.plan = self._update(parameters, engine.plan, setting, inputs)
+            inputs = engine.pending.inputs(self, setting.parameters)
+            engine.plan = self._update(setting.parameters, engine.plan, setting, inputs)
         self._count(inputs)
         engine.pending.reset()
         return loss
