@@ -94,7 +94,7 @@ def load_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> dict[str, 
     memory unless all do. Modules are loaded before optimizers, in whatever order they are passed.
 
     Args:
-        path: the file; a dict that ``torch.save`` wrote will do.
+        path: the file; one in which ``torch.save`` has saved a dict will do.
         **parts: objects with a ``load_state_dict`` method, by the names they were saved under.
 
     Returns:

@@ -137,7 +137,7 @@ def rounds_over(
 def _cut(
     shard: Cut, rule: Rule, held: Mapping[int, Span]
 ) -> Iterator[tuple[int, tuple[int, ...], dict[int, Span]]]:
-    """Each unit's first element, its shape, and what ranks hold of it; an empty tensor is one."""
+    """Each unit's first element, shape, and what ranks hold of it; an empty tensor is one unit."""
     shape = _unit_shape(shard, rule)
     for first in range(0, shard.numel, max(prod(shape), 1)) if shard.numel else [0]:
         yield first, shape, {rank: each.within(first, shape) for rank, each in held.items()}

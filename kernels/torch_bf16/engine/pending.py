@@ -176,5 +176,5 @@ def check_capturable(optimizer: torch.optim.Optimizer, planned: bool, obstacle: 
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor, at most 1, by which torch clips gradients of this norm; 0-d, on its device."""
+    """The factor, at most 1, by which torch clips gradients of ``norm``; 0-d, on its device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -36,7 +36,7 @@ class Snapshot:
         dtype: of the parameter.
         shape: of the parameter.
         data: sees writes that raise no version.
-        writes: the number of the last step after which an exact weight was set, and how often.
+        writes: the step after which an exact weight was last set, and a count of such writes.
     """
 
     _base: int

@@ -198,7 +198,7 @@ class ForeignOptimizer(BF16Optimizer):
         """Nothing to check: the class's own step reads its options."""
 
     def _move(self, key: str, state: Mapping[str, Any], value: Tensor, shard: Shard) -> Tensor:
-        """Move a state to the parameter's device, and to fp32 if it merely took its dtype."""
+        """Move a state to the parameter's device, and to fp32 if it only inherited its dtype."""
         # Our copies are fp32: a class that makes narrow states beside them does so by choice.
         chosen = key in self._engine.traits.narrow or (COUNTER in state and key not in self.roles)
         inherited = value.dtype in NARROW and value.dtype == shard.parameter.dtype

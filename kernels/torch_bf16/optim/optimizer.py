@@ -327,7 +327,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         States that were saved with the same recipe keep their bits and dtypes; torch would cast
         them to the parameter's dtype. Others are rounded once into the formats of this optimizer's
         recipe, and a warning says in which states this changed how many numbers.
-        If no exact master was saved, it starts from the weights that ``cast_model`` saw.
+        An exact master that was not saved starts from the weights that ``cast_model`` saw.
         Tensors are copied, unless they already belong to this optimizer, and the saved noise seed
         is adopted, so that a resumed run repeats the uninterrupted one bit for bit.
         Load the model's weights first: a saved master holds only the bits that its weight lacks.

@@ -244,7 +244,7 @@ def keep_states(optimizer: BF16Optimizer, members: Sequence[Any], changes: Chang
 
 
 def check_in_model(optimizer: BF16Optimizer) -> None:
-    """Refuse a step without gradients if the model's parameters, which have some, were replaced.
+    """Refuse a step without gradients if new parameters of the model have gradients instead.
 
     Args:
         optimizer: the optimizer; none of its parameters has a gradient.

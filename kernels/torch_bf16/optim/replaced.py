@@ -22,7 +22,7 @@ def refuse_replaced(
     """Refuse an optimizer whose model has replaced parameters that it trains.
 
     It would step for the old parameters, which get no gradients any more, and the new ones would
-    never change; without any error, if the model still has some of the optimizer's parameters. Only
+    never change: without any error, if the model still has some of the optimizer's parameters. Only
     new parameters with the name of an old one count: a parameter that was never in the model, or
     was removed from it, may be trained elsewhere or not at all.
 
@@ -51,7 +51,7 @@ def refuse_replaced(
 
 
 def _replaced(optimizer: BF16Optimizer) -> list[tuple[str, Tensor]]:
-    """The names, and new parameters, under which the model had parameters of the optimizer."""
+    """Names under which the model had the optimizer's parameters, with the parameters there now."""
     engine = optimizer._engine
     model = engine.model()
     # Under DeepSpeed the optimizer steps for flat tensors.

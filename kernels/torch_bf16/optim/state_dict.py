@@ -191,7 +191,8 @@ def _shared_states(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 def _named_groups(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     """The saved groups, completed with our options, which they may lack.
 
-    Names of parameters that FSDP1 has flattened are the live ones: it may flatten in other ways.
+    A group with parameters that FSDP1 has flattened gets its live names: those that were saved may
+    be of parameters that were flattened in another way.
     """
     groups = []
     for theirs, ours in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):

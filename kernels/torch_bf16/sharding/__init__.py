@@ -99,7 +99,7 @@ def is_whole(parameter: Tensor) -> bool:
 
 
 def all_whole(parameters: Sequence[Tensor]) -> bool:
-    """Whether :func:`is_whole` holds for all parameters; may be False in unusual cases."""
+    """Whether :func:`is_whole` holds for all parameters; in rare cases False although it does."""
     return (
         {*map(type, parameters)} <= {nn.Parameter}
         and {*map(type, gradients_of(parameters))} <= {Tensor, NoneType}

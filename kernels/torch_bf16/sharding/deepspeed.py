@@ -154,7 +154,7 @@ def is_flat(parameter: Tensor) -> bool:
     if parameter in _layouts:
         return True
     base: Any = sys.modules.get("deepspeed.runtime.base_optimizer")
-    # The tensor does not know its optimizer. This slow search runs only on the way to an error.
+    # The tensor does not know its optimizer. This slow search is rarely needed but for an error.
     return base is not None and any(
         parameter is each
         for zero in gc.get_objects()

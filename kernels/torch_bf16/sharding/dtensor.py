@@ -24,7 +24,7 @@ __all__ = ["DTensorShard", "box_at", "is_incomplete"]
 
 
 def is_incomplete(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor of which other ranks hold other parts."""
+    """Whether a tensor is a DTensor of which other ranks hold other numbers."""
     if not is_dtensor(tensor):
         return False
     pairs = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

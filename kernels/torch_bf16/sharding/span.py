@@ -68,7 +68,7 @@ class Span:
         ]
 
     def of(self, memory: Tensor, block: int = 1) -> Tensor:
-        """The span's elements of a tensor on this rank that has one for each ``block`` numbers."""
+        """The span's elements of a tensor on this rank with one element per ``block`` numbers."""
         start, numel = self.start // block, self.numel // block
         return memory if memory.numel() == numel else memory.view(-1)[start : start + numel]
 

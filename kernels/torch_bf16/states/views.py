@@ -1,4 +1,4 @@
-"""A parameter's state as state dicts show it: remainders as bf16, codes, and numbers in fp32.
+"""A parameter's state as state dicts show it: bits that are not a number, and numbers in fp32.
 
 Kernels read a 16-bit remainder, which is not a number, as int16. torch's collectives (gloo, NCCL)
 do not support 16-bit integers, so that such a state could not be gathered, scattered or broadcast.
@@ -6,7 +6,7 @@ State dicts show it as bf16, in the same memory: code that only moves tensors ke
 patterns, NaNs included. Each kind of remainder has its own key, because
 ``torch.distributed.checkpoint`` copies into existing tensors and converts numbers if dtypes differ.
 Codes of moments are stored under the moment's key, as in other formats; an extra dimension tells
-them apart, because shapes it does compare.
+them apart, because that module does compare shapes.
 """
 
 from __future__ import annotations
