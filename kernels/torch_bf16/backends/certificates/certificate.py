@@ -33,7 +33,7 @@ __all__ = ["fault_of", "fault_of_squares", "is_lost"]
 COUNTED = (1, 2, 999, 2**24 - 1)
 """The steps whose scalars are tried."""
 
-# Elements that are told of one by one.
+# Wrong elements that the message shows one by one, at most.
 _SHOWN = 4
 
 _logger = logging.getLogger("torch_bf16")
@@ -63,7 +63,7 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
 
 
 def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The same for the squares of a dtype, bfloat16 or float32; see :meth:`Backend.squares`."""
+    """The same for sums of squares of bfloat16 or float32; see :meth:`Backend.squares`."""
     name = f"squares_{str(dtype).removeprefix('torch.')}"
 
     def load() -> Callable[[], str | None]:
