@@ -68,8 +68,8 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
     """The norm of whole tensors, 0-d fp32, from the norms of the parts that this rank holds.
 
     Args:
-        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; an empty tuple
-            if each rank holds all. Replicas of a part do not count.
+        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; the key is
+            empty if each rank holds all. Replicas of a part do not count.
     """
     totals = []
     for groups, parts in norms.items():

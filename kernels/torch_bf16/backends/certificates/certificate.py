@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 
 
 class _NotRun(Exception):
-    """A trial that could not be completed: no compiler, no space on disk or on the device."""
+    """A trial that could not be completed: there is no compiler, say, or no space on disk."""
 
 
 _lock = threading.RLock()
@@ -127,6 +127,7 @@ def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
 
     Raises:
         _NotRun: the work failed; the message says how.
+        torch.OutOfMemoryError: the device has too little free memory.
         RuntimeError: the device had been lost before.
     """
     if device.type == "cuda":
