@@ -255,7 +255,7 @@ class GradientAccumulation:
         ]
 
     def _take_all(self, parameters: list[Any]) -> None:
-        """Take sums out of ``p.grad``, so that autograd puts the next gradient there without adding."""
+        """Take sums out of ``p.grad``, so that autograd does not add the next gradient to them."""
         for parameter in parameters:
             # FSDP2's units also hold other optimizers' parameters, and a graph may outlive a hook.
             if id(parameter) not in self._hooked:
