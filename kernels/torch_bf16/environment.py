@@ -64,7 +64,7 @@ def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str | 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The options that the variables in :data:`OPTIONS` set; an empty variable sets nothing.
 
-    Warns about a variable whose name is nearly one of these.
+    Warns about a variable whose name is nearly that of one of ours.
 
     Raises:
         ValueError: a value cannot be parsed, or its option does not accept it.

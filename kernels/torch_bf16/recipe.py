@@ -149,8 +149,8 @@ class Recipe:
 
         Args:
             role: ``"weights"``, ``"exp_avg"``, ``"exp_avg_sq"``; ``"exact"``, which is fp32
-                always; or ``"iterate"``, a second copy of the weights, which is fp32 if the weights
-                have a master, and otherwise in their format.
+                always; or ``"iterate"``, a second sequence of weights beside the weights, which is
+                fp32 if the weights have a master, and otherwise in their format.
             shape: shape of the whole parameter, not of the part that a rank holds.
             dtype: dtype of the parameter; an fp32 parameter keeps everything in fp32.
 

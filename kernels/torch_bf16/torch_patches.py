@@ -1,9 +1,8 @@
 """What this package replaces in torch itself, for the whole process, and how to turn that off.
 
 :data:`PATCHES` lists the patches. Each is in the module of its subject, whose ``restore()`` undoes
-it.
-What is replaced in Lightning, Accelerate, transformers and peft is listed in ``_patches`` of the
-plugins.
+it. What is replaced in Lightning, Accelerate, transformers and peft is listed in ``_patches`` of
+the plugins.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class TorchPatch:
 
     Attributes:
         target: what is replaced.
-        applied_by: the call that first applies the patch.
+        applied_by: the call, or the step, that first applies the patch.
         reason: what the patch is for.
         without: what happens if it is turned off.
         module: the module of this package whose ``restore()`` undoes it.

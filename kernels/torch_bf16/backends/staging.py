@@ -249,7 +249,7 @@ class _Load:
             for row, start, n in self._pieces
         ]
         pairs = zip(gradients, self._moves, strict=True)
-        moves = [move for gradient, row in pairs if gradient is not None for move in row]
+        moves = [move for gradient, own in pairs if gradient is not None for move in own]
         scalars, bases = inputs.scalars, inputs.bases
         steps = None if scalars.steps is None else scalars.steps[self._rows]
         rows = ScalarRows(steps, scalars.rows[self._rows], scalars.table)

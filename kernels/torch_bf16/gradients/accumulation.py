@@ -246,7 +246,7 @@ class GradientAccumulation:
                 return hooks
         else:
             hooks = []
-        # FSDP2's sharded parameters never call the first hook, hence the hooks on units.
+        # FSDP2's sharded parameters never call their tensor hook, hence the hooks on units.
         reference = weakref.ref(parameter)
         return [
             *hooks,
@@ -255,7 +255,7 @@ class GradientAccumulation:
         ]
 
     def _take_all(self, parameters: list[Any]) -> None:
-        """Take sums out of ``p.grad``, so that autograd puts the next gradient there unadded."""
+        """Take sums out of ``p.grad``, so that autograd does not add the next gradient to them."""
         for parameter in parameters:
             # FSDP2's units also hold other optimizers' parameters, and a graph may outlive a hook.
             if id(parameter) not in self._hooked:

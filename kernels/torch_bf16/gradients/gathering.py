@@ -123,7 +123,7 @@ class Gathering:
     def waits(self, parameter: Tensor) -> Waiting | None:
         """The waiting gradients of the pass in which this parameter's waits; None if it does not.
 
-        A pass that has failed counts no longer.
+        A pass that has failed no longer counts.
         """
         reference = self._waiting.get(id(parameter))
         return None if reference is None else reference()

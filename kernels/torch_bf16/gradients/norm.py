@@ -24,7 +24,8 @@ def norms_of(parameters: Iterable[Any]) -> dict[tuple[Any, ...], list[Tensor]]:
     """The norms of this rank's parts of gradients, by the groups of ranks that hold other parts.
 
     Returns:
-        The argument of :func:`norm_over_ranks`; empty if there is no gradient.
+        The argument of :func:`norm_over_ranks`; empty if all parameters are whole and none has a
+        gradient.
 
     Raises:
         ValueError: a gradient is sparse or complex.
@@ -67,8 +68,8 @@ def norm_over_ranks(norms: Mapping[tuple[Any, ...], list[Tensor]]) -> Tensor:
     """The norm of whole tensors, 0-d fp32, from the norms of the parts that this rank holds.
 
     Args:
-        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; no groups if
-            each rank holds all. Replicas of a part do not count.
+        norms: 0-d fp32 or fp64 tensors, by the groups of ranks that hold other parts; the key is
+            empty if each rank holds all. Replicas of a part do not count.
     """
     totals = []
     for groups, parts in norms.items():

@@ -40,7 +40,7 @@ class Bucket:
         self._views = [view for _, view in kept]
 
     def done(self) -> bool:
-        """Whether the host need not wait for the reduction."""
+        """Whether the host would not have to wait in :meth:`give_gradients`."""
         return self._future.done()
 
     def give_gradients(self) -> None:

@@ -145,7 +145,7 @@ class ReleasedSteps:
         return stepped
 
     def discard(self) -> None:
-        """Restart the count of passes, as gradients are zeroed, unless their step was taken."""
+        """Restart the count of passes when gradients are zeroed, unless a step was taken."""
         if not self._stepped:
             self._arrived.clear()
 
@@ -166,7 +166,7 @@ class ReleasedSteps:
             # Its hooks come first, because steps need the sums.
             optimizer._engine.accumulation.hook_parameters()
         in_groups = self._unhook_strangers()
-        # Ranks that exchange something in a parameter's step might gather it with different others.
+        # Not gathered: ranks exchange something in their steps, and might group them differently.
         self._exchanged = {
             id(p)
             for group in optimizer.param_groups

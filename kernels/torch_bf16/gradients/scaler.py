@@ -25,7 +25,7 @@ class GradScaler(torch.amp.GradScaler):
     anyway.
 
     Without ``unscale_``, gradients are read once and not written: our optimizers divide by the
-    scale inside the step, and if one is not finite, skip the step on the device, without waiting.
+    scale inside the step, and skip it on the device if a gradient is not finite, without waiting.
     Ranks that hold parts of the parameters agree on that, so their scales stay the same.
     Arguments and use are those of ``torch.amp.GradScaler``.
 
@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
 def _over_ranks(
     parameters: list[Tensor], found: dict[torch.device, Tensor], device: torch.device
 ) -> dict[torch.device, Tensor]:
-    """``found``, joined with the ranks that hold other parts, even without a gradient here."""
+    """``found`` of this rank and the ranks that hold other parts, even without a gradient here."""
     if all_whole(parameters):
         return found
     # In the order of the parameters, which all ranks share.

@@ -33,7 +33,7 @@ _DTYPES = {each.name: dtype for dtype, each in _FORMATS.items()}
 class _Averages:
     """Moves averages towards values, with one kernel call for all tensors of a kind.
 
-    Its batches are reused as long as the averages stay in the same memory; copies have none.
+    Its batches are reused as long as the averages stay where they are, and are not copied with it.
     """
 
     def __init__(self, seed: int, backend: str | None) -> None:

@@ -44,13 +44,13 @@ class _Weight:
     """A bf16 weight that no optimizer trains.
 
     Attributes:
-        name: in the model that was cast, or that it was copied from.
-        is_copy: whether ``copy.deepcopy`` of a cast model has made it.
-        get: returns it; None if it is gone.
-        place: its address and version when it was last looked at.
-        bits: those of its first elements then; None until it was written once.
-        changed: how many of those the last write has changed.
-        lossy: how many writes have changed only a few of them.
+        name: its name in the model that was cast, or that it was copied from.
+        is_copy: whether ``copy.deepcopy`` of a cast model made it.
+        get: returns the weight, or None if it is gone.
+        place: its address and version when it was last checked.
+        bits: the bits of its first elements when they were last compared; None before that.
+        changed: how many of these elements the last write changed.
+        lossy: how many writes changed only a few of them.
     """
 
     name: str
@@ -87,13 +87,13 @@ def watch_blends() -> None:
 
 
 def restore() -> None:
-    """Give the method back as torch has it, and watch nothing until the next :func:`cast_model`."""
+    """Restore ``Parameter.__deepcopy__``, and watch nothing until the next :func:`cast_model`."""
     nn.Parameter.__deepcopy__ = _original
     _end()
 
 
 def look(optimizer: torch.optim.Optimizer) -> None:
-    """Name a weight that is blended in bf16, if the present step is in one of the windows.
+    """Warn of a weight that is blended in bf16, if the present step is in one of the windows.
 
     Called at the start of each step, when trained weights are still those that a program may just
     have copied. Waits for the device only if such a weight was written.
@@ -126,7 +126,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
 
 
 def exempt(module: nn.Module) -> None:
-    """Do not watch a module: an average that is rounded stochastically, or that others name."""
+    """Do not watch a module: an average that rounds stochastically or has a warning of its own."""
     if _copies or _weights:
         parameters = [*module.parameters()]
         for each in parameters:

@@ -116,7 +116,7 @@ def bf16_weights() -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
 
 
 def trained_weights() -> Iterator[tuple[str, nn.Parameter]]:
-    """The bf16 weights of all cast models that are alive, with their names there."""
+    """The bf16 weights of cast models that require gradients, with their names there."""
     for name, _, _, p in bf16_weights():
         if p.requires_grad:
             yield name, p

@@ -50,7 +50,7 @@ def forget_warning(average: Tensor) -> None:
 
 
 def is_named(average: Tensor) -> bool:
-    """Whether a warning has named an average, or is not to."""
+    """Whether a warning has named an average, or must not."""
     return local(average).data_ptr() in _named
 
 

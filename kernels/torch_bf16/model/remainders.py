@@ -80,7 +80,7 @@ def split(weight: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
         # Both halves belong together: the upper one rounds ties away from zero, not to even.
         visible, lower = split16(memory)
         bits = lower.contiguous()
-    # The bits wait for the first step where the master will keep them.
+    # The bits wait for the first step in the memory where the master will be.
     return shown_like(weight, visible), bits.cpu() if recipe.offload == "states" else bits
 
 

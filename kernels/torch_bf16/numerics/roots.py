@@ -48,7 +48,7 @@ def sqrt_without_fp64(x: Tensor) -> Tensor:
     # The difference fits in 32 bits, so it is exact even though the products overflow.
     root += ((n << 23) - root * root).float().div(2.0 * root.float()).round().int()
     left = (n << 23) - root * root
-    # The exact root lies between the nearest one - 1/2 and + 1/2; there are no ties.
+    # The exact root is within 1/2 of the nearest whole number; there are no ties.
     root += (left > root).int() - (left <= -root).int()
     found = (root + ((((exponent - odd) >> 1) + 126) << 23)).view(torch.float32)
     # Both zeros, infinity and NaN are their own roots; below zero there is none.

@@ -5,10 +5,11 @@ this module for one with its own primitives (:func:`torch_bf16.rules.lift`); wit
 runs on Python floats. Division is a primitive because ``/`` is an approximation in some dialects,
 among them Triton's.
 
-``update`` may use ``div`` and ``sqrt``, correctly rounded, and ``maximum``, ``minimum`` and
-``sign``, which are exact. ``scalars`` may use all of them. No device shares the host's libraries,
-so ``power``, ``exp`` and ``log`` are spelled out in operations that IEEE 754 rounds the same way
-everywhere: a dialect that follows them step by step gets the same bits.
+``update`` and ``statistic`` may use ``div`` and ``sqrt``, correctly rounded, and ``maximum``,
+``minimum`` and ``sign``, which are exact. ``scalars`` and ``factor`` may use ``div``, ``sqrt``,
+``where``, ``power``, ``exp`` and ``log``. No device shares the host's libraries, so the last three
+are spelled out in operations that IEEE 754 rounds the same way everywhere: a dialect that follows
+them step by step gets the same bits.
 """
 
 from math import inf, nan, sqrt

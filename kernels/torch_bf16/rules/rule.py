@@ -30,7 +30,7 @@ ITERATE = "iterate"
 
 STATISTIC_UNIT, LARGEST_STATISTIC = 2.0**16, 2.0**14
 """A statistic is summed in units of ``1 / STATISTIC_UNIT``, and is at most ``LARGEST_STATISTIC``:
-an int64 holds the sum of 2**33 elements of any size, and of more if their mean is smaller."""
+an int64 holds the sum of fewer than 2**33 such numbers, and of more if their mean is smaller."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Rule:
         scalars: ``scalars(options, step, grad_scale) -> tuple``, float64 throughout, from those
             options as floats, the 1-based number of this step, an integer, and the factor that
             gradients are multiplied by. The caller rounds them to fp32, once. It runs on the host
-            or, lifted, on a device, with the same bits. It may use ``+ - *``, comparisons and all
-            of ``arithmetic``, but no branch, no ``*`` in a tuple, and no ``-x`` if ``x`` may be 0
-            (Triton subtracts it from 0; write ``x * -1.0``); a literal that stands alone is a
-            float.
+            or, lifted, on a device, with the same bits. It may use ``+ - *``, comparisons and the
+            functions of :mod:`.arithmetic` that are meant for it, but no branch, no ``*`` in a
+            tuple, and no ``-x`` if ``x`` may be 0 (Triton subtracts it from 0; write
+            ``x * -1.0``); a literal that stands alone is a float.
         role: what ``w`` is: weights, a moment, or the sum of gradients. Each has its own noise.
         stage_states: the states that the optimizer needs to turn the gradient of a whole tensor
             into a direction, which replaces the gradient in ``update``; ``update`` does not see

@@ -1,8 +1,8 @@
 """Schedule-free AdamW and SGD (Defazio et al., 2024, "The Road Less Scheduled", arXiv 2405.15682).
 
 Three sequences: ``z`` descends, ``x`` is its weighted average, and gradients are taken in between,
-at ``y = (1 - beta1) * z + beta1 * x``. During training the weight holds ``y``, from which ``x``
-follows. As in the authors' package ``schedulefree``, with the learning rate
+at ``y = (1 - beta1) * z + beta1 * x``. During training the weight holds ``y``, and ``x``
+follows from it and ``z``. As in the authors' package ``schedulefree``, with the learning rate
 ``lr = group_lr * min(1, t / warmup_steps)``:
 
     c = a_t / (a_1 + ... + a_t),  a_t = t**r * (highest lr so far)**weight_lr_power

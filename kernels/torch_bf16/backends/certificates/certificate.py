@@ -33,7 +33,7 @@ __all__ = ["fault_of", "fault_of_squares", "is_lost"]
 COUNTED = (1, 2, 999, 2**24 - 1)
 """The steps whose scalars are tried."""
 
-# Elements that are told of one by one.
+# Wrong elements that the message shows one by one, at most.
 _SHOWN = 4
 
 _logger = logging.getLogger("torch_bf16")
@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 
 
 class _NotRun(Exception):
-    """A trial that could not be completed: no compiler, no space on disk or on the device."""
+    """A trial that could not be completed: there is no compiler, say, or no space on disk."""
 
 
 _lock = threading.RLock()
@@ -63,7 +63,7 @@ def fault_of(backend: Backend, variant: Variant) -> str | None:
 
 
 def fault_of_squares(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The same for the squares of a dtype, bfloat16 or float32; see :meth:`Backend.squares`."""
+    """The same for sums of squares of bfloat16 or float32; see :meth:`Backend.squares`."""
     name = f"squares_{str(dtype).removeprefix('torch.')}"
 
     def load() -> Callable[[], str | None]:
@@ -127,6 +127,7 @@ def _finished(device: torch.device, work: Callable[[], _Result]) -> _Result:
 
     Raises:
         _NotRun: the work failed; the message says how.
+        torch.OutOfMemoryError: the device has too little free memory.
         RuntimeError: the device had been lost before.
     """
     if device.type == "cuda":

@@ -43,7 +43,7 @@ _SMALL = (
 # own: a rule that adds one of two amounts to a bf16 weight has few different results in each.
 _LARGE = tuple((2**14 + 4, 2**31 + (number << 20), 1000, 3000) for number in range(16))
 
-# Lowest biased exponent and how many exponents follow: no rule turns all such numbers into NaN.
+# Lowest biased exponent and number of exponents: no rule turns all such numbers into NaN.
 _EXPONENTS = {
     rules.WEIGHTS: (121, 7),
     rules.GRADIENT: (115, 12),

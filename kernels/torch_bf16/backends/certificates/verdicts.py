@@ -116,9 +116,10 @@ def _deaths() -> int:
 
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
-    """Leave a line in a file if the process is killed; yield whether the lines are enough to blame.
+    """Leave a line in a file if the process is killed; yield whether earlier lines are enough.
 
-    A lock tells killed attempts from those under way: it ends with the process that holds it.
+    Enough to blame the kernel, that is: see :func:`_deaths`. A lock tells killed attempts from
+    attempts under way: it ends with the process that holds it.
     """
     with contextlib.ExitStack() as stack:
         file, killed = None, False

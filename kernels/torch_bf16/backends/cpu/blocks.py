@@ -51,7 +51,7 @@ _u32, _f32, _uint = np.uint32, np.float32, np.uintp
 ODD, ROOTS, SCALES, PER_SCALE, NOISE = TILE // 2, TILE, 2 * TILE, TILE * 5 // 2, 3 * TILE
 _SIGN, _INFINITY = _u32(0x80000000), _u32(0x7F800000)
 _QUIET, _SMALLEST_SCALE, _S7, _S24 = _u32(0x00400000), _u32(0x0D800000), _u32(7), _u32(24)
-# 2**23 and 1.5 * 2**23: adding them to a float rounds it to an integer, in the lowest bits.
+# 2**23 and 1.5 * 2**23: adding one of them to a float rounds it to an integer, in the lowest bits.
 _ONES, _SIGNED_ONES = _f32(8388608.0), _f32(12582912.0)
 _TOP_INT8, _TOP_UINT8 = _f32(127.0**2), _f32(255.0**2)
 _UNIT_INT8, _UNIT_UINT8 = _f32(1 / 127.0**2), _f32(1 / 255.0**2)

@@ -103,7 +103,7 @@ def unpack(kinds: Kinds) -> Any:
 
 
 def share(job: np.ndarray, threads: int) -> None:
-    """Set how many threads take pieces of a job: each takes half its share of the rest at once."""
+    """Set how many threads take pieces of a job: each time one takes half its share of the rest."""
     job[_PARTS] = 1 if threads <= 1 else 2 * threads
 
 

@@ -59,7 +59,7 @@ def _sum_slice(planes, scalars):
     for first in range(0, size - 1, TILE):
         n = min(TILE, size - first) // 2 * 2
         parts.load(planes, first, n, scratch)
-        # Summed as two halves: a tile's sum exceeds 32 bits, and with 64 vectors hold half as many.
+        # Summed in two halves: a tile's sum exceeds 32 bits, and vectors hold half as many of 64.
         low = high = np.uint32(0)
         for pair in range(n // 2):
             # Unsigned: a loop is not vectorised if an index might be negative.

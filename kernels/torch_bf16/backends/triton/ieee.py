@@ -25,7 +25,7 @@ _EIGHT = range(8)
 _PAIRS = range(0, 8, 2)
 
 # The fast path serves [2**-101, 2**128), the assembler's own range, where Newton's step from the
-# approximation rounds correctly. The largest difference of bits of all eight numbers checks it.
+# approximation rounds correctly: one check of the largest of the eight differences of bits.
 SQRT_PTX = "\n".join(
     [
         "{ .reg .pred usual; .reg .b32 largest, above<8>; .reg .f32 r<8>, s<8>, n<8>;",

@@ -206,7 +206,8 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
     Args:
         variant: the variant to compile.
         n_scalars: number of scalars that the rule's ``update`` takes.
-        architecture: Triton's name for the device's: 90 for sm_90, "gfx942"; 0 for its interpreter.
+        architecture: the device's, as Triton names it: 90 for sm_90, "gfx942"; 0 for its
+            interpreter.
     """
     # Always explicit: the default changes in Triton 3.10, and a fused multiply-add rounds once.
     exact = {"enable_fp_fusion": False}

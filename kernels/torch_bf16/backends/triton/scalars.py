@@ -31,7 +31,7 @@ from .tables import Table, on, upload
 
 __all__ = ["OPTIONS", "DeviceScalars", "prepare", "prepare_constants"]
 
-# The low two bits of an address give the dtype there; 0: the value is not on the device.
+# The low two bits of an address give the dtype; an address of 0: not on the device.
 _KINDS = {torch.float32: 1, torch.float64: 2}
 _OF_STEP = 3
 # A row of the table of values.
