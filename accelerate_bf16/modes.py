@@ -75,7 +75,7 @@ def environment_mode() -> str | None:
     """Return the mode of ours that either variable of the environment names, or None.
 
     Raises:
-        ValueError: a variable is misspelt.
+        ValueError: the value of a variable is misspelt.
     """
     return overriding_mode() or canonical_or_refuse(os.environ.get(LAUNCHER_VARIABLE, "no"))
 

@@ -268,12 +268,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
-    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--only", help="run only these parts, as in --only selftest,tests")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="time in which everything ends"
+        "--minutes", type=float, default=math.inf, help="time by which everything has ended"
     )
     parser.add_argument(
         "--archive", type=Path, help="pack the record into this file after each part"
