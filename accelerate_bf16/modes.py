@@ -72,7 +72,7 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | Non
 
 
 def environment_mode() -> str | None:
-    """Return the mode of ours that either variable of the environment names, or None.
+    """Return the mode of ours that either environment variable names, or None.
 
     Raises:
         ValueError: the value of a variable is misspelt.
