@@ -158,7 +158,7 @@ def run(
             continue
         left = deadline - time.monotonic() - GRACE_SECONDS
         if left < LEAST_SECONDS:
-            print(f"{name}: no time left; the same command goes on with it")
+            print(f"{name}: no time left; the same command continues with it")
             right = False
             continue
         print(f"{name}: {shown(command)}", flush=True)
