@@ -41,7 +41,7 @@ def autocast(
 
 
 def carry_autocast(model: nn.Module, accelerator: Any, compute: str) -> None:
-    """Let a cast model carry autocast wherever it is called, even unwrapped, and return fp32."""
+    """Let a cast model run under autocast wherever it is called, and return fp32."""
     settings = _settings(accelerator.autocast_handler)
     torch_bf16.carry_autocast(
         unwrap_model(model), compute=compute, map_tensors=recursively_apply, **settings
@@ -53,7 +53,7 @@ def _settings(handler: AutocastKwargs | None) -> dict[str, Any]:
 
 
 def sync_masters(model: nn.Module, synced: bool) -> None:
-    """Give all replicas the exact masters of the first rank, whose bf16 weights they have got.
+    """Give all replicas the exact masters of the first rank, whose bf16 weights they have.
 
     DDP sends the weights, and so does FSDP1 if ``synced``, its ``sync_module_states``, is true.
     """

@@ -72,10 +72,10 @@ def canonical_or_refuse(value: str, asked: str = LAUNCHER_VARIABLE) -> str | Non
 
 
 def environment_mode() -> str | None:
-    """Return the mode of ours that either variable of the environment names, or None.
+    """Return the mode of ours that either environment variable names, or None.
 
     Raises:
-        ValueError: a variable is misspelt.
+        ValueError: the value of a variable is misspelt.
     """
     return overriding_mode() or canonical_or_refuse(os.environ.get(LAUNCHER_VARIABLE, "no"))
 

@@ -40,10 +40,11 @@ BEGIN, END = (
 PEERS = "torch,torchao,flashoptim,optimi,bitsandbytes,torchastic,heavyball,pytorch-optimizer"
 # Time limit of each part in seconds; together they should take less than 20 minutes.
 LIMITS = {"selftest": 300, "tests": 540, "gpt2-124m": 300, "llama-1b": 300, "llama-1b-offload": 300}
-# What a part's result follows from, beside its command line.
+# The sources that a part's result depends on, besides its command line.
 CORE = ("kernels",)
 ALL = (*CORE, "lightning_bf16", "accelerate_bf16", "tests", "pyproject.toml")
-# Less is not worth a start; what a part has to end by itself; how much of a failed one is shown.
+# With less time left no part is started; how long an interrupted part may take to end; characters
+# of a failed part's output that are shown.
 LEAST_SECONDS, GRACE_SECONDS, SHOWN = 20, 15, 4000
 
 
@@ -54,7 +55,7 @@ def parts_for(device: str, tests: Sequence[str]) -> dict[str, list[str]]:
     small = ["--parameters", "2e6", "--tensors", "30", "--rounds", "3", "--against", "torch"]
     full = ["--against", PEERS, "--ways", "moved,graph,zero-rows", "--time-limit", "120"]
     with_offload = ["--against", f"{PEERS},offload", *full[2:]]
-    # Gigabytes of pinned memory: by itself, so that a host that has none takes nothing else along.
+    # It needs gigabytes of pinned memory: a part of its own, so that no other part fails with it.
     offload = ["--against", "torch,offload", "--rounds", "10", "--time-limit", "120"]
     models = {
         "gpt2-124m": ["--model", "gpt2-124m", *with_offload],
@@ -89,7 +90,7 @@ def source_key(part: str, command: Sequence[str]) -> str:
 
 
 def shown(command: Sequence[str]) -> str:
-    """A command line as one types it in the root of the tree."""
+    """Return a command line as it is typed in the root of the tree."""
     return shlex.join(["python", *command[1:]]).replace(f"{ROOT}/", "").replace(str(ROOT), ".")
 
 
@@ -123,7 +124,7 @@ def _state(folder: Path) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """Return an environment with this tree's packages first: others may be installed, or none."""
     paths = [str(ROOT / "kernels"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    # Unbuffered, so that a part that is killed has said how far it came.
+    # Unbuffered, so that the output of a killed part shows how far it got.
     path = os.pathsep.join(filter(None, paths))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
@@ -135,14 +136,17 @@ def run(
     deadline: float = math.inf,
     archive: Path | None = None,
 ) -> bool:
-    """Run the parts that have not ended well for their sources; whether all have now.
+    """Run the parts that have not succeeded with their present sources.
 
     Args:
-        folder: of the record.
-        parts: command lines by name.
-        keys: their sources, likewise.
-        deadline: of ``time.monotonic()``, by which the last one is ended.
-        archive: where the record is packed after each part; None for nowhere.
+        folder: the folder of the record.
+        parts: command lines by the part's name.
+        keys: results of :func:`source_key` by the part's name.
+        deadline: the value of ``time.monotonic()`` by which the last part is ended.
+        archive: the file that the record is packed into after each part; None for no file.
+
+    Returns:
+        Whether all parts have succeeded now.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {"commit": commit(), "parts": _state(folder).get("parts", {})}
@@ -154,13 +158,13 @@ def run(
             continue
         left = deadline - time.monotonic() - GRACE_SECONDS
         if left < LEAST_SECONDS:
-            print(f"{name}: no time left; the same command goes on with it")
+            print(f"{name}: no time left; the same command continues with it")
             right = False
             continue
         print(f"{name}: {shown(command)}", flush=True)
         facts: dict[str, Any] = {"command": shown(command), "source": keys[name]}
         start = time.perf_counter()
-        # Before it ends, for what ends us, too.
+        # Recorded when it starts, too: something may kill this process.
         for status in ("under way", None):
             if status is None:
                 status = _run_part(command, folder, name, min(LIMITS[name], left))
@@ -178,9 +182,9 @@ def run(
 
 
 def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> int | str:
-    """Its exit status, or ``"timeout"``; when it has ended, all processes that it started have."""
+    """Run a part and end all its processes; return its exit status, or ``"timeout"``."""
     with (folder / f"{name}.txt").open("w") as output:
-        # A group of its own: workers that outlive a killed part would keep the GPU busy.
+        # In a process group of its own: workers that outlived the part would keep the GPU busy.
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -192,7 +196,7 @@ def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> 
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
-            # As Ctrl-C: pytest then says what has failed by now.
+            # Like Ctrl-C: pytest then reports what has failed so far.
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
@@ -204,7 +208,7 @@ def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> 
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Write a record into one file, by its path in the tree."""
+    """Pack a record into one archive, under its path in the tree."""
     new = archive.with_name(f"{archive.name}.new")
     with tarfile.open(new, "w:gz") as file:
         file.add(folder, folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder.name)
@@ -264,12 +268,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    parser.add_argument("--only", help="run only these parts, as in --only selftest,tests")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+        "--minutes", type=float, default=math.inf, help="time by which everything has ended"
     )
-    parser.add_argument("--only", help="these parts alone, as in --only selftest,tests")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which all has ended")
-    parser.add_argument("--archive", type=Path, help="pack the record there after each part")
+    parser.add_argument(
+        "--archive", type=Path, help="pack the record into this file after each part"
+    )
     parser.add_argument("--table", action="store_true", help="only write the README's table anew")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes

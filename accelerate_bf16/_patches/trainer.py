@@ -86,7 +86,7 @@ def load_from_checkpoint(original: Any) -> Any:
             from accelerate_bf16.preparation import Preparation
             from accelerate_bf16.recipe_options import options_of
 
-            # One of ours that the script has made brings a recipe of its own.
+            # An optimizer of ours that the script has created brings its own recipe.
             optimizers = [] if self.optimizer is None else [self.optimizer]
             preparation = Preparation(mode, (), optimizers, options_of(self.accelerator))
             preparation.cast_before_loading(self.model)

@@ -18,7 +18,7 @@ _XLA = ("SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
 def choose(flag: str, instance: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Use our plugin if it was passed, or named as the precision; else what Lightning creates.
+    """Use our plugin if it was passed or named, also by ``BF16_MODE``; else what Lightning creates.
 
     ``flag`` and ``instance`` are the connector's attributes with the name and the plugin.
     """

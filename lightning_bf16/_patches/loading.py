@@ -13,7 +13,7 @@ __all__ = ["load_model_state_dict"]
 
 
 def load_model_state_dict(original: Callable[..., None]) -> Callable[..., None]:
-    """Cast a module that is already bf16 by this fit's recipe before it loads weights.
+    """Before a module that is already bf16 loads weights, cast it by this fit's recipe.
 
     A fresh module keeps all bits of the fp32 weights that it loads. A module that a validation, or
     a run in another precision, has left in bf16 would round them before the plugin sees it.

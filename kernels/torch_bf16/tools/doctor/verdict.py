@@ -90,8 +90,7 @@ def _finding(each: Examined, compared: bool, gains: bool, all_rounded: bool) -> 
     if moved.nan or moved.infinite:
         return Finding(each, BROKEN, (moved.nan + moved.infinite) / moved.numel)
     # A weight with numbers that bf16 does not have was not rounded to it.
-    unsure = each.rounding in ("nearest", "unknown")
-    nearest = all_rounded if each.dtype.itemsize > 2 else unsure
+    nearest = all_rounded if each.dtype.itemsize > 2 else each.rounding in ("nearest", "unknown")
     rounded = moved.rounded and not each.master and nearest
     lost, why = 0.0, ""
     if compared and rounded:

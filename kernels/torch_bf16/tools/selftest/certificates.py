@@ -30,7 +30,8 @@ INT8_MOMENTS = Recipe("int8-moments", exp_avg="int8", exp_avg_sq="int8")
 
 _RULES = (rules.ADAMW, rules.SGD_MOMENTUM, rules.LION, rules.MUON)
 _FOLDER = "TORCH_BF16_CACHE"
-# After which a process that says nothing is taken to hang: importing and compiling take seconds.
+# Seconds without a result after which a process counts as hanging: importing and compiling take
+# only a few.
 _PATIENCE = 90.0
 
 

@@ -95,7 +95,7 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
         try:
             measured.append(speed(device, model, shapes, say))
         except Exception as error:
-            # Whatever it is, what was found before is worth more.
+            # No error here may discard the results so far.
             why = f"{model} was not timed: {error}"
             too_large = isinstance(error, MemoryError | torch.OutOfMemoryError)
             (notes if too_large else broken).append(why)
