@@ -114,6 +114,44 @@ def test_a_profiler_that_fails_costs_the_launches_alone(monkeypatch):
     assert measured.results[0].launches is None
 
 
+def interrupt_at(monkeypatch, call):
+    """Ctrl-C within one of the timed steps, counted over all entries and the copy."""
+    calls, timed = itertools.count(), CpuClock.time
+
+    def time_step(self, step):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return timed(self, step)
+
+    monkeypatch.setattr(CpuClock, "time", time_step)
+
+
+def test_ctrl_c_keeps_the_rounds_that_all_entries_have_completed(monkeypatch):
+    # A round times the copy, then each of two entries twice (alone, and after a product).
+    interrupt_at(monkeypatch, (2 + 3) * 5 + 2)
+    measured = measure([entry("base"), entry("a")], SHAPES, CPU, 10)
+    assert measured.interrupted
+    assert measured.failures == {}
+    assert len(measured.copy_rates) == 3
+    for each in measured.results:
+        assert [len(each.seconds), len(each.ratios), len(each.host_seconds)] == [3, 3, 3]
+        assert len(each.seconds_after_product) == 3
+
+
+def test_ctrl_c_keeps_earlier_groups_and_names_what_had_no_turn(monkeypatch):
+    interrupt_at(monkeypatch, (2 + 2) * 5 + (2 + 1) * 5 + 1)
+    entries = [entry(each) for each in ("base", "a", "b", "c")]
+    measured = measure(entries, SHAPES, CPU, 2, most=2)
+    assert [each.entry.name for each in measured.results] == ["base", "a", "b"]
+    assert measured.failures == {"c": "the run was interrupted before its turn"}
+
+
+def test_ctrl_c_before_the_first_complete_round_ends_the_run(monkeypatch):
+    interrupt_at(monkeypatch, 11)
+    with pytest.raises(KeyboardInterrupt):
+        measure([entry("base"), entry("a")], SHAPES, CPU, 10)
+
+
 def test_launches_are_counted_after_all_groups_were_timed(monkeypatch):
     log = []
 

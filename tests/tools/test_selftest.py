@@ -228,7 +228,7 @@ def on_a_gpu(monkeypatch, fault, mode):
     monkeypatch.setattr(command, "_environment", lambda device: place)
     tried = Certificate("adamw_x", "triton", fault, 0.1)
     monkeypatch.setattr(command, "certify", lambda _, n, say: processes.append(n) or [tried])
-    monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}})
+    monkeypatch.setattr(command, "speed", lambda *_: {"failed": {}, "interrupted": False})
     return command._examine(torch.device("cuda", 0), ["selftest"]), processes[0]
 
 
@@ -253,6 +253,20 @@ def test_what_breaks_while_it_is_timed_takes_nothing_along(quick, monkeypatch):
     found = command._examine(CPU, ["selftest"])
     assert found["certificates"]
     assert found["verdict"] == "failed: tiny was not timed: 'a key'"
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_ctrl_c_while_it_is_timed_keeps_what_was_found_before(quick, monkeypatch, began):
+    def speed(*_):
+        if not began:
+            raise KeyboardInterrupt
+        return {"failed": {}, "interrupted": True}
+
+    monkeypatch.setattr(command, "speed", speed)
+    found = command._examine(CPU, ["selftest"])
+    assert found["certificates"]
+    when = "while tiny was" if began else "before tiny was"
+    assert found["verdict"] == f"failed: interrupted {when} timed"
 
 
 def test_checks_after_one_that_lost_the_device_are_not_made(quick, monkeypatch):

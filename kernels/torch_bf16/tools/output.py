@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from torch_bf16.errors import BackendUnavailableError, CheckpointError
 
 __all__ = [
+    "INTERRUPTED",
     "STANDARD_OUTPUT",
     "command_line",
     "date",
@@ -30,7 +31,10 @@ __all__ = [
 STANDARD_OUTPUT = "-"
 """The name that stands for standard output in place of a file to write."""
 
-_FAILED, _INTERRUPTED = 2, 130
+_FAILED = 2
+INTERRUPTED = 130
+"""The exit status of a command that Ctrl-C has ended."""
+
 _USER_ERRORS = (
     *(BackendUnavailableError, CheckpointError, NotImplementedError, ValueError),
     *(ImportError, OSError, MemoryError),
@@ -68,7 +72,7 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         return run()
     except KeyboardInterrupt:
         say(f"python -m torch_bf16 {command}: interrupted")
-        return _INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         # As with `| head`: what is still buffered has nowhere to go.
         sys.stdout = None

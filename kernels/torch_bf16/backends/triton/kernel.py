@@ -218,13 +218,13 @@ def options(variant: Variant, n_scalars: int, architecture: int | str) -> dict[s
     in_blocks = any(each.block > 1 for each in variant.formats)
     # Eight elements of each number take registers, most if planes have two sizes; from sm_100 on
     # the assembler uses more of them.
-    numbers = len(variant.formats) + (architecture >= 100)
-    mixed = numbers if {2, 4} <= sizes else 0
+    numbers, packs = len(variant.formats), architecture >= 100
+    mixed = {2, 4} <= sizes and numbers > 2
     # With 80 registers six programs share a multiprocessor. Variants that pack bytes or hold much
     # at once would spill: with more registers five, four or, with blocks, three programs share it.
     holds_more = n_scalars > 9 or variant.rule.statistic is not None
-    large = 1 in sizes or mixed > 3 or numbers > 4 or holds_more
-    registers = 160 if in_blocks else 128 if mixed > 4 else 96 if large else 80
+    large = mixed or 1 in sizes or numbers + packs > 4 or holds_more
+    registers = 160 if in_blocks else 128 if mixed and packs else 96 if large else 80
     return {**exact, "num_warps": 4, "maxnreg": registers}
 
 

@@ -22,7 +22,7 @@ from torch_bf16.tools.arguments import (
     refuse,
 )
 from torch_bf16.tools.machine import device_state, versions_line
-from torch_bf16.tools.output import command_line, say, write_json
+from torch_bf16.tools.output import INTERRUPTED, command_line, say, write_json
 
 from .clock import clock_for
 from .entries import OURS, Entry, ours
@@ -162,7 +162,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         arguments: the command's arguments, for the record.
 
     Returns:
-        The exit status.
+        The exit status: 130 if Ctrl-C ended the rounds early.
 
     Raises:
         BackendUnavailableError, MemoryError, ValueError: an option would have no effect, or what it
@@ -185,7 +185,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         say("no plot: whole training steps have none; --json FILE keeps the figures")
     elif options.plot and can_plot():
         plot([found], options.plot)
-    return 0
+    return INTERRUPTED if found.get("interrupted") and options.record is None else 0
 
 
 def _settle(options: argparse.Namespace) -> None:
@@ -244,7 +244,8 @@ def _measure_steps(options: argparse.Namespace, arguments: Sequence[str]) -> dic
         "device_state": {"before": before, "after": device_state(device)},
     }
     # With a hundred entries, the bytes that they hold say enough.
-    peaks = {} if options.rules or device.type != "cpu" else _peaks(measured, shapes, options)
+    no_peaks = options.rules or measured.interrupted or device.type != "cpu"
+    peaks = {} if no_peaks else _peaks(measured, shapes, options)
     cache = clock_for(device).cache_bytes()
     return record(measured, setting, device, peaks, missing, cache)
 

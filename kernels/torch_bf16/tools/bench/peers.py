@@ -259,6 +259,7 @@ PEERS: dict[str, Peer] = {
                 "torch_bf16.tools.bench.offload:TorchaoOffload",
                 estimate=6,
                 only_on="cuda",
+                needs=("torchao", "torchao"),
             ),
             *(
                 Entry(

@@ -52,6 +52,7 @@ def record(
         "cache_bytes": cache,
         "copy_gb_per_second": copy,
         "groups": measured.groups,
+        "interrupted": measured.interrupted,
         "results": rows,
         "failed": measured.failures,
         "missing": dict(missing),
@@ -95,6 +96,9 @@ def spread(values: np.ndarray) -> dict[str, float]:
 
 def _notes(measured: Measured, baseline: str, cache: int | None) -> list[str]:
     notes = []
+    if measured.interrupted:
+        rounds = min(len(result.seconds) for result in measured.results)
+        notes.append(f"interrupted after {rounds} rounds")
     together = [result for result in measured.results if result.interleaved]
     if len(measured.groups) > 1:
         notes.append(

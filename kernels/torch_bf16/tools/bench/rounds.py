@@ -72,12 +72,14 @@ class Measured:
         failures: why entries failed, by their names.
         copy_rates: bytes per second, read and written, of a copy of one large tensor.
         groups: names of the entries that were in memory together.
+        interrupted: whether Ctrl-C ended the run; what was measured before counts.
     """
 
     results: list[Result] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     copy_rates: list[float] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
+    interrupted: bool = False
 
 
 def measure(
@@ -96,7 +98,8 @@ def measure(
     them alike. If they do not fit, they run in groups, each with the baseline in it; an entry that
     does not even fit beside the baseline runs alone, and its ratio is to the baseline's median.
 
-    An entry that fails is left out, with its error; the others go on.
+    An entry that fails is left out, with its error; the others go on. Ctrl-C ends the run after the
+    last complete round.
 
     Args:
         entries: the baseline first.
@@ -112,6 +115,7 @@ def measure(
     Raises:
         MemoryError: the baseline does not fit.
         ValueError: the baseline failed.
+        KeyboardInterrupt: Ctrl-C came before the first round was complete.
     """
     clock = clock_for(device)
     if available is None and (free := available_bytes(device)) is not None:
@@ -124,9 +128,15 @@ def measure(
         group = waiting.pop(0)
         if waiting or measured.groups:
             progress("in memory together: " + ", ".join(each.name for each in group))
-        running = _start(group, shapes, clock, first_seconds, measured, waiting, progress)
+        try:
+            running = _start(group, shapes, clock, first_seconds, measured, waiting, progress)
+        except KeyboardInterrupt:
+            if not finished:
+                raise
+            measured.interrupted = True
+            break
         copy = Copy(_COPY_BYTES[device.type], clock)
-        _rounds(running, copy, clock, rounds, measured.failures)
+        measured.interrupted = not _rounds(running, copy, clock, rounds, measured.failures)
         for each in running:
             each.close()
         measured.copy_rates += copy.rates
@@ -150,8 +160,15 @@ def measure(
             # The baseline is in several groups; its figures are those of the first group.
             result = _result(each, references, beside is not None)
             finished.setdefault(each.entry.name, result)
+        if measured.interrupted:
+            break
     measured.results = [finished[each.name] for each in entries if each.name in finished]
-    if clock.counts_launches:
+    if measured.interrupted:
+        progress("interrupted: what was measured so far is kept")
+        for each in entries:
+            if each.name not in finished:
+                measured.failures.setdefault(each.name, "the run was interrupted before its turn")
+    elif clock.counts_launches:
         # Last, because a profiler that has run may leave launches slower.
         progress("counting launches")
         for result in measured.results:
@@ -224,9 +241,11 @@ def _start(
 
 def _rounds(
     running: list[Running], copy: Copy, clock: Clock, rounds: int, failures: dict[str, str]
-) -> None:
+) -> bool:
+    """Take all rounds; False if Ctrl-C ended them and only complete ones were kept."""
     gc.collect()
     gc.disable()
+    complete = 0
     try:
         with quiet():
             for number in range(-_UNTIMED_ROUNDS, rounds):
@@ -234,6 +253,14 @@ def _rounds(
                 # Another entry goes first in every round, when caches are full of the copy.
                 first = number % max(len(running), 1)
                 _each(running, methodcaller("run", clock, number >= 0), failures, first)
+                complete += number >= 0
+        return True
+    except KeyboardInterrupt:
+        if not complete:
+            raise
+        for each in (copy, *running):
+            each.keep(complete)
+        return False
     finally:
         gc.enable()
 

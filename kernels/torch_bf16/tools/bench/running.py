@@ -72,6 +72,11 @@ class Running:
             if after_product is not None:
                 self.seconds_after_product.append(after_product)
 
+    def keep(self, rounds: int) -> None:
+        """Drop the times of all but the first ``rounds`` timed rounds."""
+        for times in (self.seconds, self.host_seconds, self.seconds_after_product):
+            del times[rounds:]
+
     def count_launches(self, clock: Clock) -> dict[str, int] | None:
         """Take one more step, and count the kernels, copies and fills that it launches."""
         return clock.launches(self._step)
@@ -98,3 +103,7 @@ class Copy:
         seconds, _ = clock.time(lambda: self._target.copy_(self._source))
         if timed:
             self.rates.append(2 * self._source.nbytes / seconds)
+
+    def keep(self, rounds: int) -> None:
+        """Drop the rates of all but the first ``rounds`` timed rounds."""
+        del self.rates[rounds:]

@@ -93,12 +93,19 @@ def _examine(device: torch.device, arguments: Sequence[str]) -> dict[str, Any]:
     for model, shapes in models.items():
         say(f"timing {model}")
         try:
-            measured.append(speed(device, model, shapes, say))
+            measured.append(speed(device, model, shapes, arguments, say))
+        except KeyboardInterrupt:
+            broken.append(f"interrupted before {model} was timed")
+            break
         except Exception as error:
             # No error here may discard the results so far.
             why = f"{model} was not timed: {error}"
             too_large = isinstance(error, MemoryError | torch.OutOfMemoryError)
             (notes if too_large else broken).append(why)
+            continue
+        if measured[-1]["interrupted"]:
+            broken.append(f"interrupted while {model} was timed")
+            break
     wrong = [f"{each.backend}, {each.variant}" for each in certificates if each.fault]
     wrong += [each.name for each in outcomes if each.fault]
     wrong += [f"the {fast} backend: {reason}"] if reason else []

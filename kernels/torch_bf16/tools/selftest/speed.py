@@ -42,6 +42,7 @@ def speed(
     device: torch.device,
     model: str,
     shapes: Sequence[tuple[int, ...]],
+    arguments: Sequence[str],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """The record of a benchmark: each recipe and torch fused, plain, moved, and in a CUDA graph.
@@ -50,6 +51,7 @@ def speed(
         device: the device to measure on.
         model: the name of the shapes.
         shapes: the shapes of the parameters.
+        arguments: of the command, for the record.
         progress: called with lines of text about the progress.
 
     Raises:
@@ -63,7 +65,7 @@ def speed(
     rounds = _ROUNDS[device.type]
     measured = measure([*plain, *in_ways(plain, ways)], list(shapes), device, rounds, progress)
     setting = {
-        "command": command_line(["selftest"]),
+        "command": command_line(arguments),
         "model": model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),
