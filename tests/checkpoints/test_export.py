@@ -210,7 +210,7 @@ def test_a_checkpoint_is_not_written_over(tmp_path, capsys):
     link.symlink_to(path)
     for output in (path, link):
         assert cli.main(["export", str(path), str(output)]) == 2
-        assert "give another name to write" in capsys.readouterr().err
+        assert "give another name for the output" in capsys.readouterr().err
     assert path.read_bytes() == content
 
 

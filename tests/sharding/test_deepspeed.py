@@ -110,7 +110,7 @@ def test_each_flat_tensor_is_planned_for_once(found):
         ("schedule-free", "AdamWScheduleFree cannot be evaluated under DeepSpeed"),
         ("no engine", "engine, *_ = deepspeed.initialize(...)"),
         ("told", "gradient_clipping"),
-        ("graphed", "DeepSpeed takes its steps"),
+        ("graphed", "DeepSpeed takes each of its steps"),
         ("release", "gradients cannot be released: DeepSpeed"),
         ("sums", "cannot be accumulated in 'fp32': DeepSpeed"),
         ("recipe", "Resume with the recipe that was saved"),

@@ -74,7 +74,7 @@ def test_the_schedule_is_followed_to_its_end(capsys, here):
             capsys, "mine_to_train:scheduled", "-n", "6", "--total-steps", str(total)
         )
         distance[total] = found["recipes"][1]["distance"]
-        assert not any("the last learning rate is taken" in note for note in found["notes"])
+        assert not any("the last learning rate is assumed" in note for note in found["notes"])
     # Down to 0 in 500 steps: half of them have three quarters of the sum, and then nothing comes.
     assert distance[250] == pytest.approx(0.75 * distance[500], rel=0.02)
     assert distance[1000] == pytest.approx(distance[500], rel=0.02)
