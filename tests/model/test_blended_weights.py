@@ -129,6 +129,31 @@ def test_writes_that_lose_nothing_are_not_named(blend):
     train(model, optimizer, model.online, model.target, blend, 2 * STEPS)
 
 
+def test_two_copies_that_are_copied_in_turn_are_not_named():
+    model, optimizer = prepared(nn.Linear(32, 32))
+    copies, turns = [copy.deepcopy(model), copy.deepcopy(model)], iter(range(STEPS))
+    for _ in range(STEPS):
+        target = copies[next(turns) % 8 > 0]
+        train(model, optimizer, model, target, copy_each_time, 1)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_weights_are_left_alone(layout):
+    model = nn.Linear(32, 32)
+    weight = torch.eye(4, dtype=torch.bfloat16).to_sparse(layout=layout)
+    model.mask = nn.Parameter(weight, requires_grad=False)
+    model, optimizer = prepared(model)
+    for _ in range(STEPS):
+        optimizer.step()
+
+
+def test_a_weight_is_not_compared_with_one_whose_numbers_are_not_at_hand():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    sharded = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16, device="meta"))
+    assert blended_weights._loses_nothing(weight, blended_weights._bits(weight), sharded)
+
+
 def test_weights_that_another_optimizer_trains_are_not_named():
     generator, critic = prepared(nn.Linear(32, 32)), prepared(nn.Linear(32, 32))
     for _ in range(STEPS):

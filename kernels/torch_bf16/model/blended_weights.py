@@ -39,7 +39,7 @@ _LOSSY_WRITES = 2
 _original: Any = nn.Parameter.__deepcopy__
 
 
-@dataclass
+@dataclass(eq=False)
 class _Weight:
     """A bf16 weight that no optimizer trains.
 
@@ -181,7 +181,9 @@ def _trained() -> Iterator[Tensor]:
 def _is_comparable(weight: Tensor) -> bool:
     # Numbers of vectors are often alike: all scales of a norm begin as 1.
     plain = type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
-    return plain and weight.dtype == torch.bfloat16 and weight.dim() > 1 and weight.numel() > 0
+    # Sparse weights have no address.
+    dense = plain and weight.layout == torch.strided and not weight.is_nested
+    return dense and weight.dtype == torch.bfloat16 and weight.dim() > 1 and weight.numel() > 0
 
 
 def _parameter_of(
@@ -223,8 +225,12 @@ def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
     """Whether a weight is trained itself by now, or was made equal to one that is trained."""
     if weight is trained:
         return True
-    alike = (trained.shape, trained.dtype) == (weight.shape, weight.dtype)
-    return alike and trained.device == weight.device and torch.equal(_bits(trained), bits)
+    if (trained.shape, trained.dtype) != (weight.shape, weight.dtype):
+        return False
+    # To compare a sharded weight, its ranks would have to talk to each other.
+    if not _is_comparable(trained):
+        return True
+    return torch.equal(_bits(trained).to(bits.device), bits)
 
 
 def _warn(watched: _Weight) -> None:
