@@ -98,7 +98,7 @@ def test_a_target_network_in_bf16_is_named_once(blend, recipe, in_a_group):
     parameters = model.parameters() if in_a_group else model.online.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     torch_bf16.prepare(model, optimizer, recipe)
-    with pytest.warns(UserWarning, match=r"'target.0.weight' .*\['target\*'\]") as caught:
+    with pytest.warns(UserWarning, match=r"'target.\d.weight' .*\['target\*'\]") as caught:
         train(model, optimizer, model.online, model.target, blend)
     assert len(caught) == 1
 
@@ -152,6 +152,38 @@ def test_a_weight_is_not_compared_with_one_whose_numbers_are_not_at_hand():
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     sharded = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16, device="meta"))
     assert blended_weights._loses_nothing(weight, blended_weights._bits(weight), sharded)
+
+
+def test_numbers_that_are_replaced_by_others_are_not_named():
+    model, optimizer = prepared(Siamese())
+    generator = torch.Generator().manual_seed(0)
+
+    def enqueue(target, weight):
+        row = torch.randint(len(target), (1,), generator=generator)
+        target[row] = torch.randn(target[row].shape, generator=generator).to(target.dtype)
+
+    train(model, optimizer, model.online, model.target, enqueue, 2 * STEPS)
+
+
+def test_weights_of_an_optimizer_that_releases_gradients_are_not_named():
+    model = nn.ModuleDict({"generator": nn.Linear(32, 32), "critic": nn.Linear(32, 32)})
+    optimizers = {
+        name: torch.optim.AdamW(each.parameters(), lr=1e-5) for name, each in model.items()
+    }
+    for each in optimizers.values():
+        torch_bf16.prepare(model, each, "bf16-stochastic")
+    torch_bf16.release_gradients(model["critic"], optimizers["critic"])
+    for _ in range(2 * STEPS):
+        for name in ("critic", "generator"):
+            train(model[name], optimizers[name], model[name], model[name], lambda *_: None, 1)
+
+
+def test_a_copy_that_is_made_after_the_warning_brings_no_second_one():
+    model, optimizer = prepared(Siamese())
+    with pytest.warns(UserWarning, match=r"'target.0.weight'"):
+        train(model, optimizer, model.online, model.target, mul_add)
+    copy.deepcopy(model)
+    train(model, optimizer, model.online, model.target, mul_add, 2 * STEPS)
 
 
 def test_weights_that_another_optimizer_trains_are_not_named():

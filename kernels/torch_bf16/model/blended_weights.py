@@ -34,7 +34,9 @@ _WINDOWS = (8, 1000)
 # Steps until weights that were not written are left out, and until a window ends.
 _WRITTEN_WITHIN, _LENGTH = 16, 64
 _SAMPLED, _ELEMENTS = 4, 4096
-_LOSSY_WRITES = 2
+# If updates are lost, most numbers stay and the others move by a few bf16 spacings, by more only near
+# zero. A memory bank or a pruning mask replaces numbers by unrelated ones.
+_LOSSY_WRITES, _SMALL_MOVE = 2, 16
 
 _original: Any = nn.Parameter.__deepcopy__
 
@@ -73,6 +75,7 @@ class _Weight:
 _steps = 0
 # The step with which the present window begins, or the next one; None after the last.
 _begin: int | None = None
+_warned = False
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 # Copies of parameters, each with the id of what it copied.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -81,6 +84,8 @@ _weights: list[_Weight] = []
 
 def watch_blends() -> None:
     """Watch what is cast from now on, and copies of it; see :func:`look`."""
+    global _warned
+    _warned = False
     _begin_anew()
     if nn.Parameter.__deepcopy__ is _original and is_enabled("parameter_deepcopy"):
         nn.Parameter.__deepcopy__ = functools.wraps(_original)(_deepcopy)
@@ -97,9 +102,16 @@ def look(optimizer: torch.optim.Optimizer) -> None:
 
     Called at the start of each step, when trained weights are still those that a program may just
     have copied. Waits for the device only if such a weight was written.
+
+    Args:
+        optimizer: the one that steps. If it releases gradients, its weights have moved already, so
+            only that it trains them is noted.
     """
-    global _steps, _begin
+    global _steps, _begin, _warned
     if _begin is None:
+        return
+    if optimizer._engine.release is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        _optimizers.add(optimizer)
         return
     _steps += 1
     if _steps < _begin:
@@ -116,6 +128,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         for each in [each for each in _weights if each.is_written()]:
             if _loses_writes(each):
                 _end()
+                _warned = True
                 _warn(each)
                 return
     if _steps == _begin + _LENGTH:
@@ -153,7 +166,7 @@ def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
     copy = _original(self, memo)
     # swap_tensors, which float() may be told to use, refuses a tensor with weak references.
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    if is_new and not swaps and _is_comparable(copy):
+    if is_new and not (swaps or _warned) and _is_comparable(copy):
         _copies[copy] = id(self)
         _begin_anew()
     return copy
@@ -181,9 +194,15 @@ def _trained() -> Iterator[Tensor]:
 def _is_comparable(weight: Tensor) -> bool:
     # Numbers of vectors are often alike: all scales of a norm begin as 1.
     plain = type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
-    # Sparse weights have no address.
+    # Sparse weights have no address, nor has memory that was freed.
     dense = plain and weight.layout == torch.strided and not weight.is_nested
-    return dense and weight.dtype == torch.bfloat16 and weight.dim() > 1 and weight.numel() > 0
+    return (
+        dense
+        and weight.data_ptr() != 0
+        and weight.dtype == torch.bfloat16
+        and weight.dim() > 1
+        and weight.numel() > 0
+    )
 
 
 def _parameter_of(
@@ -210,9 +229,11 @@ def _loses_writes(watched: _Weight) -> bool:
     before, watched.bits = watched.bits, _bits(weight)
     if before is None or before.shape != watched.bits.shape:
         return False
-    watched.changed = int((before != watched.bits.to(before.device)).sum())
+    moves = (watched.bits.to(before.device).int() - before.int()).abs()
+    moves = moves[moves > 0].cpu()
+    watched.changed = len(moves)
     # A write that does nothing leaves all of them.
-    if not 0 < watched.changed < before.numel() // 2:
+    if not 0 < watched.changed < before.numel() // 2 or moves.median() > _SMALL_MOVE:
         return False
     if is_named(weight) or any(_loses_nothing(weight, watched.bits, each) for each in _trained()):
         _weights.remove(watched)

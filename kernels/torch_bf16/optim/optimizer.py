@@ -154,12 +154,12 @@ class BF16Optimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.select(self.param_groups)
         self._check_step()
+        blended_weights.look(self)
         setting, inputs = self._setting(), StepInputs()
         if engine.release is not None:
             if not engine.release.finish(with_gradients(setting.parameters)):
                 check_in_model(self)
         else:
-            blended_weights.look(self)
             inputs = engine.pending.inputs(self, setting.parameters)
             engine.plan = self._update(setting.parameters, engine.plan, setting, inputs)
         self._count(inputs)
