@@ -34,7 +34,7 @@ _WINDOWS = (8, 1000)
 # Steps until weights that were not written are left out, and until a window ends.
 _WRITTEN_WITHIN, _LENGTH = 16, 64
 _SAMPLED, _ELEMENTS = 4, 4096
-# If updates are lost, most numbers stay, and the others move by a few bf16 spacings, or by more near
+# If updates are lost, most numbers stay, and the others move by a few bf16 spacings, by more near
 # zero. A memory bank or a pruning mask replaces numbers by unrelated ones.
 _LOSSY_WRITES, _SMALL_MOVE = 2, 16
 
