@@ -6,7 +6,7 @@ from all such records. After an interruption or a failure, the same command cont
 stopped. Without a GPU the same parts run on the CPU, smaller, into build/gpu-rehearsal/, and the
 README stays as it is.
 
-For a GPU that is lent for minutes, `--minutes 9` ends in time, `--only selftest,tests` runs these
+For a GPU that is rented for minutes, `--minutes 9` ends in time, `--only selftest,tests` runs these
 two parts, and `--archive FILE` packs the record after each part, to be unpacked in the root of
 another copy of the tree.
 """
