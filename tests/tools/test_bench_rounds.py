@@ -138,12 +138,18 @@ def test_ctrl_c_keeps_the_rounds_that_all_entries_have_completed(monkeypatch):
         assert len(each.seconds_after_product) == 3
 
 
-def test_ctrl_c_keeps_earlier_groups_and_names_what_had_no_turn(monkeypatch):
-    interrupt_at(monkeypatch, (2 + 2) * 5 + (2 + 1) * 5 + 1)
-    entries = [entry(each) for each in ("base", "a", "b", "c")]
-    measured = measure(entries, SHAPES, CPU, 2, most=2)
-    assert [each.entry.name for each in measured.results] == ["base", "a", "b"]
-    assert measured.failures == {"c": "the run was interrupted before its turn"}
+@pytest.mark.parametrize(
+    ("rounds_of_second", "kept"), [(1, ["base", "a"]), (2 + 1, ["base", "a", "b"])]
+)
+def test_ctrl_c_keeps_earlier_groups_and_names_what_had_no_turn(
+    monkeypatch, rounds_of_second, kept
+):
+    interrupt_at(monkeypatch, (2 + 2 + rounds_of_second) * 5 + 1)
+    names = ("base", "a", "b", "c")
+    measured = measure([entry(each) for each in names], SHAPES, CPU, 2, most=2)
+    assert [each.entry.name for each in measured.results] == kept
+    why = "the run was interrupted before its turn"
+    assert measured.failures == {each: why for each in names if each not in kept}
 
 
 def test_ctrl_c_before_the_first_complete_round_ends_the_run(monkeypatch):

@@ -130,13 +130,13 @@ def measure(
             progress("in memory together: " + ", ".join(each.name for each in group))
         try:
             running = _start(group, shapes, clock, first_seconds, measured, waiting, progress)
+            copy = Copy(_COPY_BYTES[device.type], clock)
+            measured.interrupted = not _rounds(running, copy, clock, rounds, measured.failures)
         except KeyboardInterrupt:
             if not finished:
                 raise
             measured.interrupted = True
             break
-        copy = Copy(_COPY_BYTES[device.type], clock)
-        measured.interrupted = not _rounds(running, copy, clock, rounds, measured.failures)
         for each in running:
             each.close()
         measured.copy_rates += copy.rates
