@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,31 +95,15 @@ def make_plan(
             parameters that alternate are planned only once.
     """
     optimizer.recipe = get_recipe(optimizer.recipe)
-    engine, members, changes = optimizer._engine, [], Changes()
+    engine, changes = optimizer._engine, Changes()
     kept = {} if last is None else last.intact(setting, optimizer.state)
     for each in parameters:
         kept.pop(each, None)
     steps = _steps_on_host(optimizer.state, [*parameters, *kept])
-    for shard, number, label in collect(optimizer, parameters):
-        group, parameter = optimizer.param_groups[number], shard.parameter
-        rule = optimizer.rule_of_parameter(group, parameter)
-        state = dict.get(optimizer.state, parameter, {})
-        if parameter in steps:
-            state = {**state, "step": steps[parameter]}
-        has_master = any(isinstance(state.get(key), Tensor) for key in MASTERS)
-        state = optimizer._complete(state, shard, group, label, changes)
-        snapshot = engine.snapshots.get(parameter) or Snapshot.of(shard)
-        if not has_master:
-            # The state had no part of the weight that an earlier write could have made void.
-            snapshot.version = shard.version()
-        formats = formats_of(shard, rule, optimizer.recipe)
-        dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
-        keys = tuple(key for key in state if key in keys_of(rule))
-        member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
-        if rule.stage_states:
-            with prefix_errors(label):
-                member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
-        members.append(member)
+    members = [
+        _make_member(optimizer, shard, number, label, steps, changes)
+        for shard, number, label in collect(optimizer, parameters)
+    ]
     if engine.release is None:
         _check_cast(optimizer, members)
     if kept:
@@ -138,6 +122,45 @@ def make_plan(
     keep_states(optimizer, members, changes)
     plan.watch(optimizer.state)
     return plan
+
+
+def _make_member(
+    optimizer: BF16Optimizer,
+    shard: Shard,
+    number: int,
+    label: Label,
+    steps: Mapping[Tensor, Tensor],
+    changes: Changes,
+) -> Member:
+    """Make the member of a parameter with a gradient; its state is complete, but not stored yet.
+
+    Args:
+        optimizer: the optimizer that steps.
+        shard: the parameter's shard.
+        number: number of its group.
+        label: of the parameter, for errors.
+        steps: step numbers on the host, of parameters whose device counts them.
+        changes: collects what completing the state has changed.
+    """
+    parameter, group = shard.parameter, optimizer.param_groups[number]
+    rule = optimizer.rule_of_parameter(group, parameter)
+    state = dict.get(optimizer.state, parameter, {})
+    if parameter in steps:
+        state = {**state, "step": steps[parameter]}
+    had_master = any(isinstance(state.get(key), Tensor) for key in MASTERS)
+    state = optimizer._complete(state, shard, group, label, changes)
+    snapshot = optimizer._engine.snapshots.get(parameter) or Snapshot.of(shard)
+    if not had_master:
+        # The state had no part of the weight that an earlier write could have made void.
+        snapshot.version = shard.version()
+    formats = formats_of(shard, rule, optimizer.recipe)
+    dtype = parameter.grad.dtype  # pyright: ignore[reportOptionalMemberAccess]
+    keys = tuple(key for key in state if key in keys_of(rule))
+    member = Member(shard, number, rule, formats, state, keys, dtype, snapshot)
+    if rule.stage_states:
+        with prefix_errors(label):
+            member.direction, member.steps = optimizer.direction_of(member), int(state["step"])
+    return member
 
 
 def _rounds(optimizer: BF16Optimizer) -> list[Round]:
