@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import torch_bf16
 
 from ._patches import patches
-from .fp32_parts import fp32_adapters, fp32_parts
+from .fp32_adapters import fp32_adapters
 from .models import is_wrapped, unwrap_model
 from .optimizers import converted_optimizers, trains, unwrap_optimizer
 from .recipe_options import BF16RecipeKwargs
@@ -116,9 +116,7 @@ class Preparation:
         """
         fp32: dict[str, Any] = {}
         for model in new_models:
-            keep = (*self._recipe.keep_fp32, *fp32_parts(model))
-            recipe = torch_bf16.get_recipe(self._recipe, keep_fp32=keep)
-            fp32 |= torch_bf16.fp32_parameters(model, recipe)
+            fp32 |= torch_bf16.fp32_parameters(model, self._recipe)
         refuse_under_deepspeed(self.mode, fp32, self._options.release_gradients)
         for optimizer in self._optimizers:
             if optimizer.recipe.vectors == "exact":
@@ -221,13 +219,13 @@ class Preparation:
         return nn.ModuleDict({f"model_{number}": each for number, each in owned.items()})
 
     def _recipe_for(self, model: nn.Module) -> torch_bf16.Recipe:
-        """Return a model's recipe with everything that stays fp32, looked up before sharding."""
+        """Return a model's recipe with the adapters that stay fp32, looked up before sharding."""
         if id(model) not in self._recipes:
             # An optimizer that the user created as ours keeps its recipe, and the model follows it.
             recipes = (each.recipe for each in converted_optimizers(self.optimizers_of(model)))
             recipe = next(recipes, self._recipe)
             adapters = fp32_adapters(model)
-            keep = (*recipe.keep_fp32, *fp32_parts(model), *adapters)
+            keep = (*recipe.keep_fp32, *adapters)
             self._recipes[id(model)] = torch_bf16.get_recipe(recipe, keep_fp32=keep)
             if adapters:
                 self._with_fp32_adapters.append(model)

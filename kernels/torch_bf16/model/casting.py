@@ -30,6 +30,7 @@ from .autocast import fill_gaps, widen
 from .averaged_models import watch_averages
 from .blended_weights import watch_blends
 from .carried_autocast import CarriedForward, carry_autocast
+from .declared_fp32 import declared_fp32
 from .lerped_averages import watch_lerps
 from .loading import watch_loading
 from .mixed_dtypes import name_weights_in_errors
@@ -38,7 +39,7 @@ from .slow_products import warn_slow_products
 __all__ = ["cast_model", "fp32_parameters", "is_kept_fp32"]
 
 _kept_fp32: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that ``keep_fp32`` of a recipe named."""
+"""Parameters that ``keep_fp32`` of a recipe named, or their model itself."""
 
 
 def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn.Module:
@@ -48,8 +49,9 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     Left as they are: all buffers, metrics of torchmetrics, modules with running statistics (batch
     norm; torch cannot mix bf16 gains with fp32 statistics on CPUs), every ``SyncBatchNorm``, and
     parameters that are not plain tensors (quantised weights) or are frozen in a dtype other than
-    fp32. Modules named by ``recipe.keep_fp32`` are fp32 afterwards, even if they were bf16 or fp16,
-    and compute in fp32, with their inputs upcast.
+    fp32. Modules named by ``recipe.keep_fp32``, or by a model of transformers in its
+    ``_keep_in_fp32_modules_strict``, are fp32 afterwards, even if they were bf16 or fp16, and
+    compute in fp32, with their inputs upcast.
 
     Call it before DDP or FSDP1 wraps the model, and before or after ``fully_shard`` or tensor
     parallelism, but before the first forward; on the meta device too.
@@ -78,7 +80,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     """
     recipe = get_recipe(recipe)
     check_module("cast_model", model)
-    in_fp32, asked = _named_by(recipe.keep_fp32, model)
+    in_fp32, asked = _kept(recipe, model)
     staying = _staying(model, asked)
     to_fp32 = {id(p): p for p in asked if _is_narrow(p)}
     to_bf16, in_bf16 = {}, set()
@@ -157,7 +159,7 @@ def fp32_parameters(
         >>> sorted(fp32_parameters(net))
         ['1.bias', '1.weight']
     """
-    asked = _named_by(get_recipe(recipe).keep_fp32, model)[1]
+    asked = _kept(get_recipe(recipe), model)[1]
     staying, to_fp32 = _staying(model, asked), {id(p) for p in asked if _is_narrow(p)}
     return {
         name: p
@@ -221,9 +223,10 @@ def _check_groups(module: nn.Module, to_fp32: set[int], to_bf16: set[int]) -> No
             held = " and ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
             raise ValueError(
                 f"one group of fully_shard would hold {held}, and FSDP reduces the gradients of a "
-                "group in one dtype (norms with running statistics and modules in keep_fp32 stay "
-                "in float32). Give each module that stays a group of its own: fully_shard(norm) "
-                "before the module around it. Nothing was changed"
+                "group in one dtype (norms with running statistics, and modules in keep_fp32 or in "
+                "a model's own _keep_in_fp32_modules_strict, stay in float32). Give each module "
+                "that stays a group of its own: fully_shard(norm) before the module around it. "
+                "Nothing was changed"
             )
 
 
@@ -245,19 +248,17 @@ def _is_narrow(parameter: Tensor) -> bool:
 
 
 def is_kept_fp32(parameter: Tensor) -> bool:
-    """Whether a recipe's ``keep_fp32`` named this parameter or its module."""
+    """Whether a recipe's ``keep_fp32``, or the model itself, named this parameter or its module."""
     return parameter in _kept_fp32
 
 
-def _named_by(
-    keep_fp32: Iterable[str | type], module: nn.Module
-) -> tuple[list[nn.Module], list[nn.Parameter]]:
+def _kept(recipe: Recipe, module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The modules that compute in fp32, and all parameters, theirs included, that stay in fp32."""
     in_fp32: list[nn.Module] = []
     asked: list[nn.Parameter] = []
     modules = [(without_wrappers(name), sub) for name, sub in module.named_modules()]
     named = [(without_wrappers(name), p) for name, p in module.named_parameters()]
-    for key in keep_fp32:
+    for key in (*recipe.keep_fp32, *declared_fp32(module)):
         if isinstance(key, type):
             matches, parameters = [sub for _, sub in modules if isinstance(sub, key)], []
         else:
