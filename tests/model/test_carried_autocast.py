@@ -176,6 +176,35 @@ def test_a_compiled_model_whose_graph_breaks_computes_the_same():
     assert expected.dtype == torch.float32
 
 
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_after_float_a_model_is_compiled_and_exported_in_fp32(compute):
+    expected = carried().float()(X)["out"][0]
+    with torch.no_grad():
+        compiled: Any = torch.compile(carried(compute=compute).float(), backend="eager")
+        assert torch.equal(compiled(X)["out"][0], expected)
+        exported = torch.export.export(carried(compute=compute).float(), (X,))
+        assert torch.equal(exported.module()(X)["out"][0], expected)
+
+
+def test_an_export_of_bf16_weights_that_compute_in_fp32_is_refused():
+    with pytest.raises(RuntimeError, match=r"cannot be exported .*deepcopy\(model\).float\(\)"):
+        torch.export.export(carried(compute="fp32"), (X,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_or_part_takes_and_returns_fp32():
+    whole: Any = torch.jit.script(Net().body)
+    parts: Any = nn.Sequential(torch.jit.script(Net().body), Net().head)
+    for each in (whole, parts):
+        torch_bf16.carry_autocast(torch_bf16.cast_model(each))
+    expected = carried().body(X)
+    for scripted in (whole, parts[0]):  # TorchScript rounds at other points
+        assert scripted(X).dtype == torch.float32
+        assert torch.allclose(scripted(X), expected, atol=0.02)
+    parts(X).sum().backward()
+    assert {p.grad.dtype for p in parts.parameters()} == {torch.bfloat16}
+
+
 def test_what_is_no_model_or_no_way_to_compute_is_refused():
     with pytest.raises(ValueError, match=r"given a list and takes a torch.nn.Module"):
         torch_bf16.carry_autocast([])  # pyright: ignore

@@ -39,6 +39,12 @@ class _Calls(threading.local):
 # Older versions of torch.compile trace the function of what looks like a method, not its call.
 _TRACED_AS_METHODS = version_numbers(torch.__version__) < (2, 13)
 
+_NO_EXPORT = (
+    "a model with compute='fp32' cannot be exported over its bfloat16 weights: torch.autocast, "
+    "which the program would enter, takes no fp32. Export a copy in fp32, which computes the same: "
+    "torch.export.export(copy.deepcopy(model).float(), ...)"
+)
+
 _calls = _Calls()
 
 
@@ -104,22 +110,32 @@ def carry_autocast(
     """
     check_module("carry_autocast", model)
     check_compute(compute)
+    scripted = _called_by_scripts(model)
     for each in model.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
             carried.map_tensors, carried.compute, carried.autocast = map_tensors, compute, autocast
-        elif _is_called(each) and _is_bf16(each):
+        elif id(each) not in scripted and _is_called(each, compute) and _is_bf16(each):
             each.__dict__["forward"] = CarriedForward(
                 each, each is model, map_tensors, compute, autocast
             )
     return model
 
 
-def _is_called(module: nn.Module) -> bool:
+def _is_called(module: nn.Module, compute: str) -> bool:
     # A compiled module calls the module inside it, which is one of the parts, too.
-    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+    if "_orig_mod" in module._modules:
         return False
+    if isinstance(module, torch.jit.ScriptModule):
+        # TorchScript's own autocast rounds to bf16 inside autocast to fp32, too.
+        return compute != "fp32"
     return type(module).forward is not nn.Module.forward
+
+
+def _called_by_scripts(model: nn.Module) -> set[int]:
+    # TorchScript calls the parts of a scripted module without Python.
+    scripts = (each for each in model.modules() if isinstance(each, torch.jit.ScriptModule))
+    return {id(part) for each in scripts for part in each.modules() if part is not each}
 
 
 def _is_bf16(module: nn.Module) -> bool:
@@ -148,7 +164,9 @@ class CarriedForward:
         self.compute = compute
         self.autocast = autocast
         self._whole = whole
-        self.own = module.__dict__.get("forward")  # compiled, or another library's
+        scripted = isinstance(module, torch.jit.ScriptModule)  # has no forward in its class
+        # Otherwise compiled, or another library's.
+        self.own = module.forward if scripted else module.__dict__.get("forward")
         self._module = weakref.ref(module)
 
     @property
@@ -184,9 +202,11 @@ class CarriedForward:
             forward, first = type(module).forward, (module,)
         device, fp32 = _device(module), self._whole and self.compute != "bf16"
         if torch.compiler.is_compiling():
-            if not fp32:
+            if not fp32 or not _is_bf16(module):
                 return forward(*first, *args, **kwargs)
             if self.compute == "fp32":
+                if torch.compiler.is_exporting():
+                    raise RuntimeError(_NO_EXPORT)
                 return _compiled_inside(self, args, kwargs)
             with arithmetic(device, self.compute, **self.autocast):
                 return self.map_tensors(_to_fp32, forward(*first, *args, **kwargs))
