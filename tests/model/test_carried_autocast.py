@@ -205,6 +205,18 @@ def test_a_scripted_model_or_part_takes_and_returns_fp32():
     assert {p.grad.dtype for p in parts.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_of_a_model_that_computes_in_fp32_is_refused():
+    parts: Any = nn.Sequential(torch.jit.script(Net().body), Net().head)
+    with pytest.raises(
+        NotImplementedError, match=r"not reach into '0', a ScriptModule: .*autocast"
+    ):
+        torch_bf16.cast_model(parts, torch_bf16.get_recipe("bf16-stochastic", compute="fp32"))
+    assert {p.dtype for p in parts.parameters()} == {torch.float32}
+    with pytest.raises(NotImplementedError, match="not reach into 'the model', a ScriptModule"):
+        torch_bf16.carry_autocast(torch_bf16.cast_model(parts[0]), compute="fp32")
+
+
 def test_what_is_no_model_or_no_way_to_compute_is_refused():
     with pytest.raises(ValueError, match=r"given a list and takes a torch.nn.Module"):
         torch_bf16.carry_autocast([])  # pyright: ignore

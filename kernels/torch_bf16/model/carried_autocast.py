@@ -102,6 +102,7 @@ def carry_autocast(
 
     Raises:
         ValueError: ``compute`` is unknown.
+        NotImplementedError: ``compute`` is ``"fp32"`` and a part is a ``ScriptModule``.
 
     Example:
         >>> net = torch_bf16.cast_model(torch.nn.Linear(4, 4))
@@ -110,26 +111,42 @@ def carry_autocast(
     """
     check_module("carry_autocast", model)
     check_compute(compute)
+    check_scripted(model, compute)
     scripted = _called_by_scripts(model)
     for each in model.modules():
         carried = each.__dict__.get("forward")
         if isinstance(carried, CarriedForward):
             carried.map_tensors, carried.compute, carried.autocast = map_tensors, compute, autocast
-        elif id(each) not in scripted and _is_called(each, compute) and _is_bf16(each):
+        elif id(each) not in scripted and _is_called(each) and _is_bf16(each):
             each.__dict__["forward"] = CarriedForward(
                 each, each is model, map_tensors, compute, autocast
             )
     return model
 
 
-def _is_called(module: nn.Module, compute: str) -> bool:
+def check_scripted(model: nn.Module, compute: str) -> None:
+    """Refuse scripted parts in a model that is to compute in fp32.
+
+    Raises:
+        NotImplementedError: there is a part that has parameters and is a ``ScriptModule``.
+    """
+    for name, each in model.named_modules() if compute == "fp32" else ():
+        if isinstance(each, torch.jit.ScriptModule) and any(True for _ in each.parameters()):
+            raise NotImplementedError(
+                f"compute='fp32' does not reach into {name or 'the model'!r}, a ScriptModule: what "
+                "torch.jit.script compiles rounds to bf16 within, and its backward pass would mix "
+                "two dtypes. Leave the module as it is and script copy.deepcopy(model).float() "
+                "once it is trained, or leave compute at 'autocast'"
+            )
+
+
+def _is_called(module: nn.Module) -> bool:
     # A compiled module calls the module inside it, which is one of the parts, too.
     if "_orig_mod" in module._modules:
         return False
-    if isinstance(module, torch.jit.ScriptModule):
-        # TorchScript's own autocast rounds to bf16 inside autocast to fp32, too.
-        return compute != "fp32"
-    return type(module).forward is not nn.Module.forward
+    return isinstance(module, torch.jit.ScriptModule) or (
+        type(module).forward is not nn.Module.forward
+    )
 
 
 def _called_by_scripts(model: nn.Module) -> set[int]:

@@ -29,7 +29,7 @@ from . import cast_modules
 from .autocast import fill_gaps, widen
 from .averaged_models import watch_averages
 from .blended_weights import watch_blends
-from .carried_autocast import CarriedForward, carry_autocast
+from .carried_autocast import CarriedForward, carry_autocast, check_scripted
 from .declared_fp32 import declared_fp32
 from .lerped_averages import watch_lerps
 from .loading import watch_loading
@@ -72,6 +72,8 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
             DDP, FSDP1 or DataParallel over several GPUs, or has run under FSDP2, a group of FSDP2
             would have two dtypes, or a pattern of ``keep_fp32`` matches nothing; nothing has been
             changed then.
+        NotImplementedError: the recipe computes in fp32 and a part is a ``ScriptModule``; nothing
+            has been changed.
 
     Example:
         >>> model = cast_model(torch.nn.Linear(4, 4), "bf16-fp32-master")
@@ -80,6 +82,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
     """
     recipe = get_recipe(recipe)
     check_module("cast_model", model)
+    check_scripted(model, recipe.compute)
     in_fp32, asked = _kept(recipe, model)
     staying = _staying(model, asked)
     to_fp32 = {id(p): p for p in asked if _is_narrow(p)}
