@@ -56,14 +56,14 @@ class ScalarSource(Protocol):
         self,
         groups: Sequence[Mapping[str, Any]],
         inputs: StepInputs,
-        taking_part: np.ndarray | None = None,
+        is_active: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """Compute the scalars of the next step, for each bucket.
 
         Args:
             groups: the optimizer's parameter groups; only hyperparameters are read.
             inputs: the other inputs of this step.
-            taking_part: bool, for each tensor, bucket after bucket, whether it takes the step. The
+            is_active: bool, for each tensor, bucket after bucket, whether it takes the step. The
                 step of other tensors is not counted, and their rows mean nothing. None for all
                 tensors.
 
@@ -77,7 +77,7 @@ class ScalarSource(Protocol):
 
         Args:
             updated: if the step broke off, bool, for each tensor, whether it was updated by then:
-                the step of other tensors does not count. None for all that take part.
+                the step of other tensors does not count. None for all active ones.
         """
         ...
 

@@ -45,13 +45,13 @@ class HostScalars:
         # Views of the steps: adding to a 0-d tensor takes torch a microsecond.
         self._counters = [each.detach().numpy() for each in steps]
         self._numbers = np.empty(0, np.int64)
-        self._taking_part: Any = slice(None)
+        self._is_active: Any = slice(None)
 
     def set(
         self,
         groups: Sequence[Mapping[str, Any]],
         inputs: StepInputs,
-        taking_part: np.ndarray | None = None,
+        is_active: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """Compute the scalars of the next step, for each bucket.
 
@@ -64,8 +64,8 @@ class HostScalars:
         n = len(groups)
         steps = self._numbers = np.array([int(each.item()) for each in self._counters], np.int64)
         steps += 1
-        which: Any = slice(None) if taking_part is None else taking_part
-        self._taking_part = which
+        which: Any = slice(None) if is_active is None else is_active
+        self._is_active = which
         pairs = (steps * n + self._groups)[which]
         rows = np.zeros(len(steps), np.int64)
         # Sorting a single one, as with released gradients, takes longer than all the rest.
@@ -83,7 +83,7 @@ class HostScalars:
     def count(self, updated: np.ndarray | None = None) -> None:
         """Count the step, once its tensors are updated; see :class:`.backend.ScalarSource`."""
         counted = np.zeros(len(self._numbers), bool)
-        which = self._taking_part
+        which = self._is_active
         counted[which] = True if updated is None else updated[which]
         numbers = zip(self._counters, self._numbers.tolist(), counted.tolist(), strict=True)
         for counter, number, flag in numbers:

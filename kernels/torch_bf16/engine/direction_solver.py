@@ -95,12 +95,12 @@ class DirectionSolver:
             )
 
     def run(
-        self, taking_part: Sequence[bool], gradients: Sequence[Tensor | None], inputs: StepInputs
+        self, is_active: Sequence[bool], gradients: Sequence[Tensor | None], inputs: StepInputs
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each participating member's number and its direction, which is fp32, contiguous.
+        """Yield each active member's number and its direction, which is fp32, contiguous.
 
         Args:
-            taking_part: for each member, whether it participates.
+            is_active: for each member, whether it is active.
             gradients: this rank's part of each gradient.
             inputs: inputs of this step, on the host.
         """
@@ -110,7 +110,7 @@ class DirectionSolver:
             requests = []
             for n, units in held:
                 member, gradient = self._members[n], gradients[n]
-                if not taking_part[n] or gradient is None or member.direction is None:
+                if not is_active[n] or gradient is None or member.direction is None:
                     continue
                 gradient = gradient.resolve_neg().contiguous()
                 if skipped:

@@ -61,7 +61,7 @@ class Guard:
         dtypes: of the gradients, one for each parameter.
 
     Attributes:
-        taking_part: for each parameter whether it has a gradient in this step. A different set of
+        is_active: for each parameter whether it has a gradient in this step. A different set of
             gradients gets a new list.
     """
 
@@ -89,7 +89,7 @@ class Guard:
                 for here in [slice(first, first + _BLOCK)]
                 for some in [self._parameters[here]]
             ]
-            self.taking_part = [each.grad is not None for each in self._parameters]
+            self.is_active = [each.grad is not None for each in self._parameters]
         # Found by the last check; kept only until the step that follows it.
         self._gradients: StepGradients | None = None
         # The address arrays of the blocks, and their concatenation.
@@ -101,7 +101,7 @@ class Guard:
 
         Args:
             parameters: all that may have a gradient. Those that have one now are the new
-                :attr:`taking_part`.
+                :attr:`is_active`.
             states: the optimizer's state.
         """
         with no_torch_function():
@@ -116,11 +116,11 @@ class Guard:
         """This rank's part of each gradient, for the step that follows; may communicate."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
-            pairs = zip(self._shards, self.taking_part, strict=True)
+            pairs = zip(self._shards, self.is_active, strict=True)
             tensors = [shard.gradient() if flag else None for shard, flag in pairs]
-            present, addresses = [*compress(tensors, self.taking_part)], None
+            present, addresses = [*compress(tensors, self.is_active)], None
             if _readable(present):
-                addresses = _spread(Addresses.of(present), present, self.taking_part)
+                addresses = _spread(Addresses.of(present), present, self.is_active)
             gradients = StepGradients(tensors, addresses)
         return gradients
 
@@ -163,8 +163,8 @@ class Guard:
         present = [each.present for each in blocks]
         if not all_same(present, self._present):
             self._present, flags = present, [*chain.from_iterable(present)]
-            if flags != self.taking_part:
-                self.taking_part = flags
+            if flags != self.is_active:
+                self.is_active = flags
         if all(each.usable for each in blocks):
             tensors = [*chain.from_iterable([each.tensors for each in blocks])]
             addresses = self._join([each.addresses for each in blocks])

@@ -163,14 +163,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Active:
-    """The work of a step in which some of the members participate.
+    """The work of a step for its active members.
 
     Attributes:
         parameters: the parameters of these members.
         with_master: those that have a master, as positions in the list of all members with one.
         launches: the launches in which one of them has a row.
         sources: the sources of scalars that these launches need; with each, all of its launches,
-            and a mask of their rows that participate, None for all.
+            and a mask of their active rows, None for all.
         has_directions: whether one of the launches follows a direction.
     """
 
@@ -183,22 +183,22 @@ class Active:
     @classmethod
     def of(
         cls,
-        taking_part: list[bool],
+        is_active: list[bool],
         parameters: Sequence[Tensor],
         with_master: np.ndarray,
         launches: Sequence[Launch],
         sources: Sequence[tuple[list[Launch], ScalarSource]],
     ) -> Active:
-        """Select the work for the members that participate.
+        """Select the work for the active members.
 
         Args:
-            taking_part: for each member, whether it participates.
+            is_active: for each member, whether it is active.
             parameters: the parameters of all members.
             with_master: int64, numbers of the members that have a master.
             launches: the launches of all members.
             sources: all sources of scalars, each with its launches.
         """
-        mask = np.array(taking_part, bool)
+        mask = np.array(is_active, bool)
         rows = {launch: mask[launch.numbers] for launch in launches}
         active_sources = []
         for of_source, source in sources:
@@ -208,7 +208,7 @@ class Active:
                 active_sources.append((of_source, source, mask_of_rows))
         active = [launch for launch in launches if rows[launch].any()]
         return cls(
-            [*compress(parameters, taking_part)],
+            [*compress(parameters, is_active)],
             np.flatnonzero(mask[with_master]).tolist(),
             active,
             active_sources,

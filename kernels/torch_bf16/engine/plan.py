@@ -33,17 +33,17 @@ from .versions import Versions
 
 __all__ = ["Plan"]
 
-# How many sets of participating members are cached.
+# How many sets of active members are cached.
 _SETS = 8
 
 
 class Plan:
-    """Batches and scalars for the parameters that participate in a step, or did before.
+    """Batches and scalars for the parameters that are active in a step, or were before.
 
-    A member participates in a step if it has a gradient.
+    A member is active in a step if it has a gradient then.
 
     Args:
-        members: in a fixed order; all that participate now, and possibly others.
+        members: in a fixed order; all that are active now, and possibly others.
         seed: seed of the noise.
         backend: name of the backend, None for the best that works on each device.
         setting: what the members depend on besides memory; :meth:`fits` compares it.
@@ -113,7 +113,7 @@ class Plan:
     def watch(self, states: dict[Tensor, Any]) -> None:
         """Record where all tensors are, once ``optimizer.state`` has the members' states.
 
-        Members with a gradient participate in the next step.
+        Members with a gradient are active in the next step.
         """
         shards = [member.shard for member in self.members]
         keys = [member.keys for member in self.members]
@@ -128,7 +128,7 @@ class Plan:
     ) -> bool:
         """Check that the plan is still valid for exactly these tensors, and needs no other check.
 
-        Members with a gradient participate from now on.
+        Members with a gradient are active from now on.
 
         Args:
             setting: the current one; compared with the constructor's by identity.
@@ -145,13 +145,13 @@ class Plan:
         return {member.parameter: member for member, same in pairs if same}
 
     @property
-    def taking_part(self) -> list[bool]:
-        """For each member, whether it participates; a new list object whenever this changes."""
-        return self._guard.taking_part
+    def is_active(self) -> list[bool]:
+        """For each member, whether it is active; a new list object whenever this changes."""
+        return self._guard.is_active
 
     def active_members(self) -> Sequence[Member]:
-        """The members that participate in the step."""
-        return [*compress(self.members, self._guard.taking_part)]
+        """The active members."""
+        return [*compress(self.members, self._guard.is_active)]
 
     def active_parameters(self) -> Sequence[Tensor]:
         """The parameters of :meth:`active_members`."""
@@ -166,7 +166,7 @@ class Plan:
         if not changed:
             return []
         numbers = [self._with_master[n] for n in changed]
-        return [self.members[n] for n in numbers if self.taking_part[n]]
+        return [self.members[n] for n in numbers if self.is_active[n]]
 
     def note_versions(self) -> None:
         """Record the current versions of the active members."""
@@ -177,8 +177,7 @@ class Plan:
         active = self._active()
         self._versions.note_step(active.with_master, active.parameters)
         self._guard.forget_gradients()
-        taking_part = compress(self.members, self._guard.taking_part)
-        data_writes.note_step(member.snapshot.data for member in taking_part)
+        data_writes.note_step(member.snapshot.data for member in self.active_members())
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None if it can."""
@@ -233,8 +232,8 @@ class Plan:
         active, rows, skipped = self._active(), {}, False
         started: list[ScalarSource] = []
         try:
-            for launches, source, taking_part in active.sources:
-                rows.update(zip(launches, source.set(groups, inputs, taking_part), strict=True))
+            for launches, source, is_active in active.sources:
+                rows.update(zip(launches, source.set(groups, inputs, is_active), strict=True))
                 started.append(source)
                 skipped |= source.skipped
         except BaseException:
@@ -298,7 +297,7 @@ class Plan:
             else:
                 _carry_out(launch, done, launch.run, gradients, rows)
         if waiting:
-            directions = self._solver.run(self.taking_part, gradients.tensors, inputs)
+            directions = self._solver.run(self.is_active, gradients.tensors, inputs)
             for number, direction in directions:
                 launch, rows = waiting[number]
                 _carry_out(launch, done, launch.follow, direction, rows)
@@ -318,24 +317,24 @@ class Plan:
         return recording.reads(self._guard.gradients())
 
     def _active(self) -> Active:
-        """The work of a step for the members that participate, cached by the set of them."""
-        taking_part, active = self._selected
-        if taking_part is not self._guard.taking_part:
-            taking_part = self._guard.taking_part
-            key = bytes(taking_part)
+        """The work of a step for the active members, cached by the set of them."""
+        is_active, active = self._selected
+        if is_active is not self._guard.is_active:
+            is_active = self._guard.is_active
+            key = bytes(is_active)
             if key not in self._sets:
                 # Experts, dropped layers and alternating freezes reuse a few sets.
                 if len(self._sets) == _SETS:
                     self._sets.clear()
                 self._sets[key] = Active.of(
-                    taking_part,
+                    is_active,
                     self._parameters,
                     self._with_master,
                     self._launches,
                     self._sources,
                 )
             active = self._sets[key]
-            self._selected = taking_part, active
+            self._selected = is_active, active
         return active
 
 

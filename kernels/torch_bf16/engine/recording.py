@@ -80,9 +80,9 @@ class Recording:
             graph()
 
     def _bring(self, groups: Sequence[Mapping[str, Any]], inputs: StepInputs) -> None:
-        for launches, source, taking_part in self._sources:
+        for launches, source, is_active in self._sources:
             capturable: Any = source
-            rows = capturable.bring(groups, inputs, taking_part)
+            rows = capturable.bring(groups, inputs, is_active)
             for launch, scalars in zip(launches, rows, strict=True):
                 if launch in self._launches:
                     launch.batch.bring(self._gradients, scalars, launch.addresses(self._addresses))

@@ -85,7 +85,7 @@ class GraphedStep:
             self._recording = plan.record(optimizer.param_groups)
         except RuntimeError as error:
             raise self._refusal(str(error)) from error
-        self._plan, self._taking_part, self._count = plan, plan.taking_part, 0
+        self._plan, self._is_active, self._count = plan, plan.is_active, 0
 
     def __call__(self) -> None:
         """Take a step with the gradients that are in memory now.
@@ -99,7 +99,7 @@ class GraphedStep:
         optimizer._check_step()
         self._refuse_unsupported()
         # An ordinary step in between may have had another set of gradients.
-        checks = self._count % self._check_every == 0 or plan.taking_part is not self._taking_part
+        checks = self._count % self._check_every == 0 or plan.is_active is not self._is_active
         setting = optimizer._setting() if checks else optimizer._engine.setting
         if optimizer._engine.plan is not plan or setting is not self._setting:
             raise self._refusal(
@@ -143,7 +143,7 @@ class GraphedStep:
             raise self._refusal(self._describe(gradients) + late)
         plan, setting, states = self._plan, self._setting, self._optimizer.state
         # Comparing addresses takes longer than comparing identities.
-        due = self._count % _EVERY < self._check_every or plan.taking_part is not self._taking_part
+        due = self._count % _EVERY < self._check_every or plan.is_active is not self._is_active
         fits = not due or (
             plan.fits(setting, setting.parameters, states) and plan.suits(self._recording)
         )
@@ -153,7 +153,7 @@ class GraphedStep:
                 f"{_EVERY + self._check_every - 1} replays, which updated the old memory. Move "
                 "tensors before graphed(), or call it again afterwards"
             )
-        self._taking_part = plan.taking_part
+        self._is_active = plan.is_active
 
     def _describe(self, gradients: list[Any]) -> str:
         pairs = zip(gradients, self._gradients, strict=True)

@@ -137,7 +137,7 @@ class DeviceScalars:
             [group_of[row] for row in range(len(rows))], return_inverse=True
         )
         self._groups: list[int] = used.tolist()
-        self._groups_taking_part = self._groups
+        self._active_groups = self._groups
         self._values_on_device, self._first_values_on_device = Table(device), Table(device)
         self._inputs: list[Any] = []
         self._encoded: list[tuple[int, float]] = []
@@ -145,7 +145,7 @@ class DeviceScalars:
         self._converted: list[Tensor] = []
         self._made: tuple[Tensor, Callable[..., None], list[ScalarRows]] | None = None
         self._tables: tuple[Tensor, ...] = ()
-        self._taking_part: np.ndarray | None = None
+        self._is_active: np.ndarray | None = None
         self._counted = np.ones(len(rows), bool)
         self._first_values: np.ndarray | None = None
 
@@ -153,14 +153,14 @@ class DeviceScalars:
         self,
         groups: Sequence[Mapping[str, Any]],
         inputs: StepInputs,
-        taking_part: np.ndarray | None = None,
+        is_active: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """Compute the scalars of the next step for each bucket; the launch also counts the step.
 
         Raises:
             ValueError: no step can be computed from a group's options; nothing has been updated.
         """
-        scalars = self.bring(groups, inputs, taking_part)
+        scalars = self.bring(groups, inputs, is_active)
         self.launch()
         return scalars
 
@@ -168,19 +168,19 @@ class DeviceScalars:
         self,
         groups: Sequence[Mapping[str, Any]],
         inputs: StepInputs,
-        taking_part: np.ndarray | None = None,
+        is_active: np.ndarray | None = None,
     ) -> list[ScalarRows]:
         """Upload the inputs of the next :meth:`launch`; otherwise as :meth:`set`.
 
         A CUDA graph that holds only the launch uses, at each replay, the inputs uploaded last.
         """
-        self._select(taking_part)
+        self._select(is_active)
         values: list[Any] = [inputs.coefficient, inputs.grad_scale, inputs.found_inf]
-        for number in self._groups_taking_part:
+        for number in self._active_groups:
             group = groups[number]
             with naming_group(group, number):
                 values += (*self._rule.options(group), sign_of(group))
-        width = (len(values) - _OF_STEP) // len(self._groups_taking_part)
+        width = (len(values) - _OF_STEP) // len(self._active_groups)
         # The same Python numbers have the same values; tensors and arrays may have been written to.
         if not all_same(values, self._inputs):
             self._encode(groups, values, width)
@@ -214,16 +214,16 @@ class DeviceScalars:
         raised = 1.0 - self._made[0][:, -1]
         self._counters.sub_(raised * upload(undone, self._device))
 
-    def _select(self, taking_part: np.ndarray | None) -> None:
+    def _select(self, is_active: np.ndarray | None) -> None:
         """Choose the tensors whose counters are part of the next steps."""
-        if taking_part is not self._taking_part:
-            self._taking_part = taking_part
+        if is_active is not self._is_active:
+            self._is_active = is_active
             of_tensor = self._counter_of_tensor
-            counted = of_tensor if taking_part is None else of_tensor[taking_part]
+            counted = of_tensor if is_active is None else of_tensor[is_active]
             self._counted = np.zeros(len(self._counted), bool)
             self._counted[counted] = True
             places = np.unique(self._group_of_counter[self._counted])
-            self._groups_taking_part = [self._groups[place] for place in places]
+            self._active_groups = [self._groups[place] for place in places]
             self._first_values = None
 
     def _encode(
@@ -243,7 +243,7 @@ class DeviceScalars:
         of_step = zip(values[:_OF_STEP], (1.0, 1.0, 0.0), strict=True)
         encoded = [self._encode_value(value, default) for value, default in of_step]
         options: dict[int, list[tuple[int, float]]] = {}
-        for place, number in enumerate(self._groups_taking_part):
+        for place, number in enumerate(self._active_groups):
             first = _OF_STEP + place * width
             with naming_group(groups[number], number):
                 options[number] = [*map(self._encode_value, values[first : first + width])]
