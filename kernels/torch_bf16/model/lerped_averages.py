@@ -36,6 +36,8 @@ _lookups = _LOOKUPS
 # As of the latest lookup, by address: the trained bf16 weights, and all those of cast models.
 _names: dict[int, str] = {}
 _inside: set[int] = set()
+# Averages of these that are moved one by one; the warning has named the first.
+_followed: set[int] = set()
 
 
 def watch_lerps() -> None:
@@ -43,10 +45,7 @@ def watch_lerps() -> None:
 
     For the whole process, until :func:`restore`.
     """
-    global _lookups
-    _lookups = _LOOKUPS
-    _names.clear()
-    _inside.clear()
+    _forget_lookups()
     if _torch._foreach_lerp_ is _original and is_enabled("foreach_lerp"):
         _torch._foreach_lerp_ = functools.wraps(_original)(_foreach_lerp_)
     if Tensor.lerp_ is _original_single and is_enabled("tensor_lerp"):
@@ -58,8 +57,7 @@ def restore() -> None:
     _torch._foreach_lerp_ = _original
     Tensor.lerp_ = _original_single
     _named.clear()
-    _names.clear()
-    _inside.clear()
+    _forget_lookups()
 
 
 def forget_warning(average: Tensor) -> None:
@@ -69,7 +67,8 @@ def forget_warning(average: Tensor) -> None:
 
 def is_named(average: Tensor) -> bool:
     """Whether a warning has named an average, or must not."""
-    return local(average).data_ptr() in _named
+    address = local(average).data_ptr()
+    return address in _named or address in _followed
 
 
 def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,9 +101,8 @@ def _warn_of_one(average: Tensor, value: Tensor) -> None:
     if not _has_address(average) or not _has_address(value):
         return
     address, source = average.data_ptr(), value.data_ptr()
-    if address in _named:
+    if address in _followed:
         return
-    is_first = not _names
     if source not in _names:
         if _lookups == 0:
             return
@@ -117,14 +115,22 @@ def _warn_of_one(average: Tensor, value: Tensor) -> None:
     # A target network inside the model is watched by blended_weights, which knows what helps.
     if address in _inside:
         return
-    _named.add(address)
+    is_first = not _followed
+    _followed.add(address)
     if is_first:
         _warn(_names[source], "Tensor.lerp_", stacklevel=4)
 
 
+def _forget_lookups() -> None:
+    global _lookups
+    _lookups = _LOOKUPS
+    for each in (_names, _inside, _followed):
+        each.clear()
+
+
 def _has_address(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return plain and not _torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _addresses_of_trained() -> dict[int, str]:
