@@ -85,6 +85,15 @@ PATCHES: dict[str, TorchPatch] = {
         "goes unnoticed",
         "torch_bf16.model.lerped_averages",
     ),
+    "tensor_lerp": TorchPatch(
+        "torch.Tensor.lerp_",
+        "cast_model",
+        "the same for averages that are moved one tensor after the other (ema-pytorch's, timm's "
+        "with foreach=False)",
+        "an fp32 average raises an error about two dtypes, and a bf16 one, which hardly moves, "
+        "goes unnoticed for some steps",
+        "torch_bf16.model.lerped_averages",
+    ),
     "load_from_state_dict": TorchPatch(
         "torch.nn.Module._load_from_state_dict",
         "cast_model",

@@ -115,6 +115,42 @@ def test_a_learned_quantisation_step_meets_its_zero_point_in_fp32(channels):
     assert layer.step.grad.any()
 
 
+def test_fake_quantisation_per_channel_rounds_to_the_levels_of_fp32():
+    layer = cast_model(nn.Linear(64, 8, bias=False))
+    scale = layer.weight.detach().float().abs().amax(1) / 127
+
+    def quantised(weight):
+        zero_point = torch.zeros(8, dtype=torch.int32)
+        return torch.fake_quantize_per_channel_affine(weight, scale, zero_point, 0, -128, 127)
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = quantised(layer.weight)
+    assert torch.equal(y, quantised(layer.weight.detach().float()))
+    y.square().sum().backward()
+    assert layer.weight.grad.any()
+
+
+def test_fake_quantisation_fused_with_its_observer_takes_bf16_weights():
+    layer = cast_model(nn.Linear(8, 8, bias=False))
+
+    def quantised(weight):
+        on, low, high = torch.ones(1, dtype=torch.long), torch.zeros(1), torch.zeros(1)
+        scale, zero_point = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+        options = (0.01, -128, 127, 0, False, True)
+        y = torch.fused_moving_avg_obs_fake_quant(
+            weight, on, on, low, high, scale, zero_point, *options
+        )
+        return y, high
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y, high = quantised(layer.weight)
+    expected, expected_high = quantised(layer.weight.detach().float())
+    assert torch.equal(y, expected)
+    assert torch.equal(high, expected_high)
+    y.square().sum().backward()
+    assert layer.weight.grad.any()
+
+
 def test_an_orthogonal_weight_stays_orthogonal_in_a_cast_model():
     torch.manual_seed(0)
     layer = cast_model(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)))

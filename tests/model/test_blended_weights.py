@@ -46,12 +46,20 @@ def assign_data(target, weight):
     target.data = target.data * 0.99 + weight.data * 0.01
 
 
+def write_through_data(target, weight):
+    target.data.copy_(target.data * 0.99 + weight.data * 0.01)
+
+
 def lerp(target, weight):
     target.lerp_(weight.to(target.dtype), 0.01)
 
 
 def copy_each_time(target, weight):
     target.copy_(weight)
+
+
+def copy_through_data(target, weight):
+    target.data.copy_(weight.data)
 
 
 def copy_now_and_then(target, weight):
@@ -89,7 +97,7 @@ def prepared(model, recipe="bf16-stochastic", **options):
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
-@pytest.mark.parametrize("blend", [mul_add, assign_data, lerp])
+@pytest.mark.parametrize("blend", [mul_add, assign_data, write_through_data, lerp])
 @pytest.mark.parametrize("in_a_group", [False, True])
 def test_a_target_network_in_bf16_is_named_once(blend, recipe, in_a_group):
     model = Siamese()
@@ -123,7 +131,9 @@ def test_a_copy_of_a_cast_model_that_follows_it_is_named_once_and_float_repairs_
     train(model, optimizer, model, average, mul_add, 2 * STEPS)
 
 
-@pytest.mark.parametrize("blend", [copy_each_time, copy_now_and_then, write_the_same])
+@pytest.mark.parametrize(
+    "blend", [copy_each_time, copy_through_data, copy_now_and_then, write_the_same]
+)
 def test_writes_that_lose_nothing_are_not_named(blend):
     model, optimizer = prepared(Siamese())
     train(model, optimizer, model.online, model.target, blend, 2 * STEPS)

@@ -149,6 +149,16 @@ def test_copies_and_pickles_keep_it_and_float_takes_it_off():
         assert not any("forward" in each.__dict__ for each in again.modules())
 
 
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_what_has_no_parameters_any_more_runs_as_it_is(compute):
+    net = carried(compute=compute).float()
+    for each in net.modules():  # as a conversion to int8 does
+        for name, p in [*each.named_parameters(recurse=False)]:
+            delattr(each, name)
+            each.register_buffer(name, p.detach())
+    assert net(X)["out"][0].dtype == torch.float32
+
+
 def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
     net: Any = torch_bf16.cast_model(Net())
     net.head.forward = lambda x, scale=2.0: scale * nn.functional.linear(x, net.head.weight)

@@ -1,4 +1,4 @@
-"""Averages that torch._foreach_lerp_ moves, as timm's, follow bf16 weights in fp32 or are named."""
+"""Averages that ``lerp_`` moves, as timm's and ema-pytorch's, follow bf16 weights or are named."""
 
 import copy
 
@@ -26,23 +26,33 @@ class Ema:
         torch._foreach_lerp_(list(mine), list(theirs), weight=1.0 - decay)
 
 
-def before() -> tuple[Ema, nn.Module]:
+class OneByOne(Ema):
+    """As ema_pytorch.EMA does it."""
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float = DECAY) -> None:
+        for mine, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 1.0 - decay)
+
+
+def before(kind: type[Ema]) -> tuple[Ema, nn.Module]:
     model = network()
-    return Ema(model), cast_model(model)
+    return kind(model), cast_model(model)
 
 
-def made_fp32() -> tuple[Ema, nn.Module]:
+def made_fp32(kind: type[Ema]) -> tuple[Ema, nn.Module]:
     model = cast_model(network())
-    ema = Ema(model)
+    ema = kind(model)
     ema.module.float()
     return ema, model
 
 
+@pytest.mark.parametrize("kind", [Ema, OneByOne])
 @pytest.mark.parametrize("how", [before, made_fp32])
-def test_an_fp32_average_follows_the_bf16_weights(how):
-    ema, model = how()
+def test_an_fp32_average_follows_the_bf16_weights(how, kind):
+    ema, model = how(kind)
     fp32 = copy.deepcopy(model).float()
-    expected = Ema(fp32)
+    expected = kind(fp32)
     expected.module.load_state_dict(ema.module.state_dict())
     for _ in range(3):
         move(model)
@@ -54,10 +64,11 @@ def test_an_fp32_average_follows_the_bf16_weights(how):
         assert ema.module.state_dict()[name].dtype == each.dtype
 
 
-def test_a_bf16_average_is_named_once_with_what_works():
+@pytest.mark.parametrize("kind", [Ema, OneByOne])
+def test_a_bf16_average_is_named_once_with_what_works(kind):
     model = nn.ModuleDict({"net": network()})
     cast_model(model)
-    ema = Ema(model["net"])
+    ema = kind(model["net"])
     match = r"average of 'net\.0\.weight' is bfloat16, .* works: make the average before"
     with pytest.warns(UserWarning, match=match) as caught:
         ema.update(model["net"])
@@ -66,15 +77,17 @@ def test_a_bf16_average_is_named_once_with_what_works():
     assert caught[0].filename == __file__
 
 
-def test_what_loses_nothing_is_not_named():
+@pytest.mark.parametrize("kind", [Ema, OneByOne])
+def test_what_loses_nothing_is_not_named(kind):
     model = cast_model(network())
-    ema = Ema(model)
+    ema = kind(model)
     ema.update(model, decay=0.0)  # a copy
-    Ema(model.requires_grad_(False)).update(model)
+    kind(model.requires_grad_(False)).update(model)
     other = network().bfloat16()  # not cast by us
-    Ema(other).update(other)
+    kind(other).update(other)
     gradients = [torch.ones_like(p) for p in model.parameters()]  # as stock optimizers
     torch._foreach_lerp_([torch.zeros_like(g) for g in gradients], gradients, 0.1)
+    [torch.zeros_like(g).lerp_(g, 0.1) for g in gradients * 200]
 
 
 def test_an_averaged_model_that_was_named_is_not_named_again():
@@ -100,7 +113,8 @@ def test_a_compiled_lerp_computes_the_same():
     @torch.compile(backend="eager", fullgraph=True)
     def lerp(mine, theirs):
         torch._foreach_lerp_([mine], [theirs], 0.5)
+        mine.lerp_(theirs, 0.5)
 
     mine = torch.zeros(2)
     lerp(mine, torch.ones(2))
-    assert mine.tolist() == [0.5, 0.5]
+    assert mine.tolist() == [0.75, 0.75]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_bf16 import cast_model, get_recipe
-from torch_bf16.model import autocast, mixed_dtypes
+from torch_bf16.model import autocast, lerped_averages, mixed_dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 
@@ -112,11 +112,13 @@ def test_without_this_package_torch_refuses_it(name):
     function, shape = OPERATIONS[name]
     weight, _ = weights(shape)
     autocast.restore()
+    lerped_averages.restore()
     try:
         with pytest.raises(RuntimeError, match=r"(?i)type|not implemented|both inputs"):
             compute(function, weight)
     finally:
         autocast.fill_gaps()
+        lerped_averages.watch_lerps()
 
 
 def test_what_is_written_in_place_keeps_its_dtype():

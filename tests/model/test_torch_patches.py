@@ -47,6 +47,7 @@ def applied() -> set[str]:
             "autocast_exit": hasattr(torch.autocast.__exit__, "__wrapped__"),
             "averaged_model": hasattr(AveragedModel.update_parameters, "__wrapped__"),
             "foreach_lerp": hasattr(torch._foreach_lerp_, "__wrapped__"),
+            "tensor_lerp": hasattr(torch.Tensor.lerp_, "__wrapped__"),
             "load_from_state_dict": hasattr(nn.Module._load_from_state_dict, "__wrapped__"),
             "parameter_deepcopy": hasattr(nn.Parameter.__deepcopy__, "__wrapped__"),
             "parameter_data": "data" in vars(nn.Parameter),

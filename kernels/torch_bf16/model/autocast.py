@@ -41,6 +41,8 @@ _FP32_ONLY = (
     *("linalg_ldl_factor_ex", "linalg_solve_ex", "linalg_vander", "pdist"),
     *("special_ndtri", "special_log_ndtr", "special_zeta", "_standard_gamma", "binomial"),
     *("complex", "polar"),
+    # In bf16 the first rounds to other levels; the second is fused with observers, which are fp32.
+    *("fake_quantize_per_channel_affine", "fused_moving_avg_obs_fake_quant"),
 )
 
 _FLOATS = (torch.float32, torch.bfloat16)

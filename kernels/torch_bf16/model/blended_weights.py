@@ -49,8 +49,8 @@ class _Weight:
         name: its name in the model that was cast, or that it was copied from.
         is_copy: whether ``copy.deepcopy`` of a cast model made it.
         get: returns the weight, or None if it is gone.
-        place: its address and version when it was last checked.
-        bits: the bits of its first elements when they were last compared; None before that.
+        place: its address and version when the window began.
+        bits: the bits of its first elements then, or when they were last compared.
         changed: how many of these elements the last write changed.
         lossy: how many writes changed only a few of them.
     """
@@ -64,12 +64,13 @@ class _Weight:
     lossy: int = 0
 
     def is_written(self) -> bool:
-        """Whether it was written since the last call."""
+        """Whether it was written since the window began."""
         weight = self.get()
-        if weight is None or not _is_comparable(weight):
+        if weight is None or not _is_readable(weight):
             return False
-        before, self.place = self.place, _place(weight)
-        return before != self.place
+        # A write through weight.data changes neither its address nor its version.
+        written = self.place != _place(weight)
+        return written or not (self.bits is None or torch.equal(self.bits, _bits(weight)))
 
 
 _steps = 0
@@ -101,7 +102,8 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     """Warn of a weight that is blended in bf16, if the present step is in one of the windows.
 
     Called at the start of each step, when trained weights are still those that a program may just
-    have copied. Waits for the device only if such a weight was written.
+    have copied. Waits for the device once in each window, and more often only if such a weight was
+    written.
 
     Args:
         optimizer: the one that steps. If it releases gradients, its weights have moved already, so
@@ -124,8 +126,10 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         trained = {id(each) for each in _trained()}
         written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
         _weights[:] = written[:_SAMPLED]
+        for each in _weights:
+            each.bits = None
     elif _steps > _begin + _WRITTEN_WITHIN:
-        for each in [each for each in _weights if each.is_written()]:
+        for each in list(_weights):
             if _loses_writes(each):
                 _end()
                 _warned = True
@@ -179,10 +183,11 @@ def _untrained() -> Iterator[_Weight]:
         names[id(weight)] = name
         if id(weight) not in trained and _is_comparable(weight):
             get = functools.partial(_parameter_of, weakref.ref(owner), own_name, id(weight))
-            yield _Weight(name, False, get, _place(weight))
+            yield _Weight(name, False, get, _place(weight), _bits_if_readable(weight))
     for copy, source in list(_copies.items()):
         if source in names and id(copy) not in trained and _is_comparable(copy):
-            yield _Weight(names[source], True, weakref.ref(copy), _place(copy))
+            source_name, bits = names[source], _bits_if_readable(copy)
+            yield _Weight(source_name, True, weakref.ref(copy), _place(copy), bits)
 
 
 def _trained() -> Iterator[Tensor]:
@@ -221,10 +226,19 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.detach().reshape(-1)[:_ELEMENTS].view(torch.int16).clone()
 
 
+def _is_readable(weight: Tensor) -> bool:
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    return _is_comparable(weight) and not capturing
+
+
+def _bits_if_readable(weight: Tensor) -> Tensor | None:
+    return _bits(weight) if _is_readable(weight) else None
+
+
 def _loses_writes(watched: _Weight) -> bool:
     """Count a write that has changed only a few numbers: whether it is the second one."""
     weight = watched.get()
-    if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if weight is None or not _is_readable(weight):
         return False
     before, watched.bits = watched.bits, _bits(weight)
     if before is None or before.shape != watched.bits.shape:

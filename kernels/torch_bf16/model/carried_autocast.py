@@ -251,7 +251,8 @@ def _compiled_inside(carried: CarriedForward, args: Any, kwargs: Any) -> Any:
 
 # Not methods: torch.compile would guard on the identity of bound ones, which are new each time.
 def _device(module: Any) -> str:
-    return next(module.parameters()).device.type
+    # A network that was quantised has buffers alone.
+    return next((p.device.type for p in module.parameters()), "cpu")
 
 
 def _is_inside(carried: CarriedForward, device: str) -> bool:

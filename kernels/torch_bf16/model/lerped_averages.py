@@ -1,7 +1,8 @@
-"""Averages of other libraries, which ``torch._foreach_lerp_`` moves towards a cast model.
+"""Averages of other libraries, which ``lerp_`` moves towards the weights of a cast model.
 
-timm's ``ModelEmaV3`` and ultralytics' ``ModelEMA`` call it, on copies of the weights. It takes one
-dtype only, so an fp32 average could not follow bf16 weights; a bf16 one hardly moves.
+timm's ``ModelEmaV3`` and ultralytics' ``ModelEMA`` call ``torch._foreach_lerp_`` on copies of the
+weights, ema-pytorch's ``EMA`` calls ``Tensor.lerp_`` on one after the other. Both take one dtype
+only, so an fp32 average could not follow bf16 weights; a bf16 one hardly moves.
 """
 
 from __future__ import annotations
@@ -12,36 +13,51 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_bf16.sharding import local
 from torch_bf16.torch_patches import is_enabled
 
-from .cast_modules import trained_weights
+from .cast_modules import bf16_weights, trained_weights
 
 __all__ = ["forget_warning", "is_named", "restore", "watch_lerps"]
 
 _torch: Any = torch  # whose private names a type checker does not know
 
 _original: Any = _torch._foreach_lerp_
+_original_single: Any = Tensor.lerp_
 
 _named: set[int] = set()
 """Addresses of averages that a warning has named."""
 
+# A bf16 tensor may be anything; after so many that were no weights, none is looked up any more.
+_LOOKUPS = 100
+_lookups = _LOOKUPS
+# As of the latest lookup, by address: the trained bf16 weights, and all those of cast models.
+_names: dict[int, str] = {}
+_inside: set[int] = set()
+# Averages of these that are moved one by one; the warning has named the first.
+_followed: set[int] = set()
+
 
 def watch_lerps() -> None:
-    """Let ``torch._foreach_lerp_`` move each tensor in its own dtype, and warn of bf16 averages.
+    """Let both functions move each tensor in its own dtype, and warn of bf16 averages.
 
     For the whole process, until :func:`restore`.
     """
+    _forget_lookups()
     if _torch._foreach_lerp_ is _original and is_enabled("foreach_lerp"):
         _torch._foreach_lerp_ = functools.wraps(_original)(_foreach_lerp_)
+    if Tensor.lerp_ is _original_single and is_enabled("tensor_lerp"):
+        Tensor.lerp_ = functools.wraps(_original_single)(_lerp_)
 
 
 def restore() -> None:
-    """Restore ``torch._foreach_lerp_``, until the next :func:`cast_model`."""
+    """Restore both functions, until the next :func:`cast_model`."""
     _torch._foreach_lerp_ = _original
+    Tensor.lerp_ = _original_single
     _named.clear()
+    _forget_lookups()
 
 
 def forget_warning(average: Tensor) -> None:
@@ -51,7 +67,8 @@ def forget_warning(average: Tensor) -> None:
 
 def is_named(average: Tensor) -> bool:
     """Whether a warning has named an average, or must not."""
-    return local(average).data_ptr() in _named
+    address = local(average).data_ptr()
+    return address in _named or address in _followed
 
 
 def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +83,61 @@ def _foreach_lerp_(self: Any, tensors1: Any, *args: Any, **kwargs: Any) -> Any:
     return _original(self, tensors1, *args, **kwargs)
 
 
+def _lerp_(self: Any, end: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not isinstance(end, Tensor):
+        return _original_single(self, end, *args, **kwargs)
+    if (self.dtype, end.dtype) == (torch.float32, torch.bfloat16):
+        end = end.float()
+    weight = kwargs.get("weight", args[0] if args else None)
+    if self.dtype == torch.bfloat16 and isinstance(weight, float) and 0 < weight < 1:
+        _warn_of_one(self, end)
+    return _original_single(self, end, *args, **kwargs)
+
+
+def _warn_of_one(average: Tensor, value: Tensor) -> None:
+    """Warn of the first of the averages that are moved one by one, and note the others."""
+    global _lookups
+    # Only plain memory has an address, and functions of torch.func have none to give.
+    if not _has_address(average) or not _has_address(value):
+        return
+    address, source = average.data_ptr(), value.data_ptr()
+    if address in _followed:
+        return
+    if source not in _names:
+        if _lookups == 0:
+            return
+        _lookups -= 1
+        found = _addresses_of_trained()
+        if source not in found:
+            return
+        _names.update(found)
+        _inside.update(local(p).data_ptr() for _, _, _, p in bf16_weights())
+    # A target network inside the model is watched by blended_weights, which knows what helps.
+    if address in _inside:
+        return
+    is_first = not _followed
+    _followed.add(address)
+    if is_first:
+        _warn(_names[source], "Tensor.lerp_", stacklevel=4)
+
+
+def _forget_lookups() -> None:
+    global _lookups
+    _lookups = _LOOKUPS
+    for each in (_names, _inside, _followed):
+        each.clear()
+
+
+def _has_address(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return plain and not _torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _addresses_of_trained() -> dict[int, str]:
+    # By address, because values from a state dict are views of the weights.
+    return {local(p).data_ptr(): name for name, p in trained_weights()}
+
+
 def _warn_of_bf16(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     narrow = [
         (local(average).data_ptr(), local(value).data_ptr())
@@ -74,17 +146,20 @@ def _warn_of_bf16(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     ]
     if not narrow or not _named.isdisjoint(average for average, _ in narrow):
         return
-    # By address, because values from a state dict are views of the weights.
-    names = {local(p).data_ptr(): name for name, p in trained_weights()}
+    names = _addresses_of_trained()
     for _, value in narrow:
         if name := names.get(value):
             _named.update(average for average, _ in narrow)
-            warnings.warn(
-                f"an average of {name!r} is bfloat16, as in the cast model that it copied, and "
-                "torch._foreach_lerp_ rounds it to nearest: an update that moves it by less than "
-                "half a bf16 spacing (0.2 to 0.4 %) is lost, at decays above 0.99 most of them. "
-                "What works: make the average before the model is cast, or call float() on its "
-                "module once it is made; it then follows the bf16 weights in fp32",
-                stacklevel=3,
-            )
+            _warn(name, "torch._foreach_lerp_", stacklevel=4)
             return
+
+
+def _warn(name: str, function: str, stacklevel: int) -> None:
+    warnings.warn(
+        f"an average of {name!r} is bfloat16, as in the cast model that it copied, and "
+        f"{function} rounds it to nearest: an update that moves it by less than half a bf16 "
+        "spacing (0.2 to 0.4 %) is lost, at decays above 0.99 most of them. "
+        "What works: make the average before the model is cast, or call float() on its "
+        "module once it is made; it then follows the bf16 weights in fp32",
+        stacklevel=stacklevel,
+    )

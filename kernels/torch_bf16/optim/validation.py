@@ -187,8 +187,8 @@ def check_gradient(shard: Shard) -> None:
     if gradient.layout != torch.strided:
         raise ValueError(
             f"has a sparse gradient ({gradient.layout}), which the fused update cannot read; make "
-            "it dense (Embedding(sparse=False)), or train this parameter with "
-            "torch.optim.SparseAdam"
+            "it dense (Embedding(sparse=False)), or keep its module in fp32 by keep_fp32 and train "
+            "it with torch.optim.SparseAdam, which is left out of prepare"
         )
     if gradient.dtype not in _TRAINABLE:
         raise ValueError(
