@@ -46,6 +46,14 @@ def assign_data(target, weight):
     target.data = target.data * 0.99 + weight.data * 0.01
 
 
+def copy_through_data(target, weight):
+    target.data.copy_(0.99 * target.data + 0.01 * weight.data)
+
+
+def mul_add_through_data(target, weight):
+    target.data.mul_(0.99).add_(weight.detach().data, alpha=0.01)
+
+
 def lerp(target, weight):
     target.lerp_(weight.to(target.dtype), 0.01)
 
@@ -88,8 +96,11 @@ def prepared(model, recipe="bf16-stochastic", **options):
     return torch_bf16.prepare(model, torch.optim.AdamW(trained, lr=1e-3), recipe)
 
 
+BLENDS = [mul_add, assign_data, mul_add_through_data, copy_through_data, lerp]
+
+
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
-@pytest.mark.parametrize("blend", [mul_add, assign_data, lerp])
+@pytest.mark.parametrize("blend", BLENDS)
 @pytest.mark.parametrize("in_a_group", [False, True])
 def test_a_target_network_in_bf16_is_named_once(blend, recipe, in_a_group):
     model = Siamese()

@@ -49,8 +49,8 @@ class _Weight:
         name: its name in the model that was cast, or that it was copied from.
         is_copy: whether ``copy.deepcopy`` of a cast model made it.
         get: returns the weight, or None if it is gone.
-        place: its address and version when it was last checked.
-        bits: the bits of its first elements when they were last compared; None before that.
+        place: its address and version when its window began.
+        bits: the bits of its first elements then, or when they were last compared.
         changed: how many of these elements the last write changed.
         lossy: how many writes changed only a few of them.
     """
@@ -64,12 +64,17 @@ class _Weight:
     lossy: int = 0
 
     def is_written(self) -> bool:
-        """Whether it was written since the last call."""
+        """Whether it was written since its window began."""
         weight = self.get()
         if weight is None or not _is_comparable(weight):
             return False
-        before, self.place = self.place, _place(weight)
-        return before != self.place
+        if self.place != _place(weight):
+            return True
+        # A write through weight.data leaves the version of the weight as it was.
+        bits = _bits(weight)
+        if bits is None or self.bits is None or bits.device != self.bits.device:
+            return False
+        return not torch.equal(bits, self.bits)
 
 
 _steps = 0
@@ -101,7 +106,8 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     """Warn of a weight that is blended in bf16, if the present step is in one of the windows.
 
     Called at the start of each step, when trained weights are still those that a program may just
-    have copied. Waits for the device only if such a weight was written.
+    have copied. Waits for the device in one step of each window, and in those after it only if
+    such a weight was written.
 
     Args:
         optimizer: the one that steps. If it releases gradients, its weights have moved already, so
@@ -125,7 +131,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         written = [each for each in _weights if each.is_written() and id(each.get()) not in trained]
         _weights[:] = written[:_SAMPLED]
     elif _steps > _begin + _WRITTEN_WITHIN:
-        for each in [each for each in _weights if each.is_written()]:
+        for each in [*_weights]:
             if _loses_writes(each):
                 _end()
                 _warned = True
@@ -179,10 +185,10 @@ def _untrained() -> Iterator[_Weight]:
         names[id(weight)] = name
         if id(weight) not in trained and _is_comparable(weight):
             get = functools.partial(_parameter_of, weakref.ref(owner), own_name, id(weight))
-            yield _Weight(name, False, get, _place(weight))
+            yield _Weight(name, False, get, _place(weight), _bits(weight))
     for copy, source in list(_copies.items()):
         if source in names and id(copy) not in trained and _is_comparable(copy):
-            yield _Weight(names[source], True, weakref.ref(copy), _place(copy))
+            yield _Weight(names[source], True, weakref.ref(copy), _place(copy), _bits(copy))
 
 
 def _trained() -> Iterator[Tensor]:
@@ -217,25 +223,29 @@ def _place(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), weight._version
 
 
-def _bits(weight: Tensor) -> Tensor:
+def _bits(weight: Tensor) -> Tensor | None:
+    """The bits of its first elements; None while a CUDA graph is captured."""
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
     return weight.detach().reshape(-1)[:_ELEMENTS].view(torch.int16).clone()
 
 
 def _loses_writes(watched: _Weight) -> bool:
     """Count a write that has changed only a few numbers: whether it is the second one."""
     weight = watched.get()
-    if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+    bits = None if weight is None or not _is_comparable(weight) else _bits(weight)
+    if weight is None or bits is None:
         return False
-    before, watched.bits = watched.bits, _bits(weight)
-    if before is None or before.shape != watched.bits.shape:
+    before, watched.bits = watched.bits, bits
+    if before is None or before.shape != bits.shape:
         return False
-    moves = (watched.bits.to(before.device).int() - before.int()).abs()
+    moves = (bits.to(before.device).int() - before.int()).abs()
     moves = moves[moves > 0].cpu()
     watched.changed = len(moves)
     # A write that does nothing leaves all of them.
     if not 0 < watched.changed < before.numel() // 2 or moves.median() > _SMALL_MOVE:
         return False
-    if is_named(weight) or any(_loses_nothing(weight, watched.bits, each) for each in _trained()):
+    if is_named(weight) or any(_loses_nothing(weight, bits, each) for each in _trained()):
         _weights.remove(watched)
         return False
     watched.lossy += 1
@@ -251,7 +261,8 @@ def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
     # To compare a sharded weight, its ranks would have to talk to each other.
     if not _is_comparable(trained):
         return True
-    return torch.equal(_bits(trained).to(bits.device), bits)
+    others = _bits(trained)
+    return others is None or torch.equal(others.to(bits.device), bits)
 
 
 def _warn(watched: _Weight) -> None:
