@@ -139,6 +139,36 @@ def test_integers_and_doubles_are_left_to_torch():
             torch.zeros(4, 3, dtype=torch.int64)[MASK] = weight
 
 
+LOWEST = torch.finfo(torch.float32).min
+FILLS = {
+    "masked_fill": lambda y: y.masked_fill(MASK, LOWEST),
+    "masked_fill_": lambda y: y.clone().masked_fill_(MASK, LOWEST),
+    "where other": lambda y: torch.where(~MASK, y, LOWEST),
+    "where self": lambda y: torch.where(MASK, LOWEST, y),
+    "index_fill": lambda y: y.index_fill(0, SOME, LOWEST),
+    "index_fill_": lambda y: y.clone().index_fill_(0, SOME, LOWEST),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_the_lowest_number_of_fp32_fills_a_bf16_mask_with_that_of_bf16(name):
+    weight, widened = weights((4,))
+    with torch.autocast("cpu", BF16):
+        y = FILLS[name](weight)
+        assert torch.equal(FILLS[name](widened).isfinite(), torch.ones_like(y, dtype=torch.bool))
+    assert y.dtype == BF16
+    assert y[0] == torch.finfo(BF16).min
+
+
+def test_numbers_that_fp32_cannot_hold_either_are_left_to_torch():
+    weight, widened = weights((4,))
+    with torch.autocast("cpu", BF16):
+        assert weight.masked_fill(MASK, -torch.inf)[0] == -torch.inf
+        assert widened.masked_fill(MASK, LOWEST)[0] == LOWEST
+        with pytest.raises(RuntimeError, match="overflow"):
+            weight.masked_fill(MASK, 1e39)
+
+
 class Masked(nn.Module):
     """A masked autoencoder's first layers."""
 

@@ -5,11 +5,13 @@ wider one. With bf16 weights, more operations get tensors of both dtypes, which 
 ("Index put requires the source and destination dtypes match"): masks filled with a learned token,
 scatters, cross products, norms. On CPUs autocast leaves norms and products with a vector alone,
 too, and some functions have no kernel for bf16, or one that returns garbage (the matrix exponential
-of ``parametrizations.orthogonal``).
+of ``parametrizations.orthogonal``). A mask is often filled with the lowest number of another
+tensor's dtype, and that of fp32 is too low for bf16.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,8 +46,14 @@ _FP32_ONLY = (
     # In bf16 the first rounds to other levels; the second is fused with observers, which are fp32.
     *("fake_quantize_per_channel_affine", "fused_moving_avg_obs_fake_quant"),
 )
+# Not fill_, which full() and ones() call: each goes through Python here, for ten microseconds.
+_FILLING = (
+    *("masked_fill.Scalar", "masked_fill_.Scalar", "index_fill.int_Scalar"),
+    *("index_fill_.int_Scalar", "where.ScalarOther", "where.ScalarSelf"),
+)
 
 _FLOATS = (torch.float32, torch.bfloat16)
+_FP32_MAX, _BF16_MAX = (torch.finfo(each).max for each in _FLOATS)
 
 # The registrations last as long as these objects.
 _library: Library | None = None
@@ -124,8 +132,10 @@ def widen(argument: Any) -> Any:
 
 def _overloads(name: str) -> list[Any]:
     """The overloads that users can call, without those for ``out=`` or named dimensions."""
+    name, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, name, None)
-    operators = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    names = ([overload] if overload else packet.overloads()) if packet else []
+    operators = [getattr(packet, each) for each in names]
     left_out = {"out", "dimname"}
     return [
         operator
@@ -195,6 +205,18 @@ def _follow_target(arguments: Sequence[Any]) -> Sequence[Any]:
     ]
 
 
+def _saturate(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Numbers that fp32 can hold and bf16 cannot become the largest or the lowest of bf16."""
+    if not any(isinstance(each, Tensor) and each.dtype == torch.bfloat16 for each in arguments):
+        return arguments
+    return [
+        math.copysign(_BF16_MAX, each)
+        if isinstance(each, float) and _BF16_MAX < abs(each) <= _FP32_MAX
+        else each
+        for each in arguments
+    ]
+
+
 def _is_fp32(argument: Any) -> bool:
     return isinstance(argument, Tensor) and argument.dtype == torch.float32
 
@@ -207,6 +229,7 @@ _ANYWHERE: dict[_Convert, tuple[str, ...]] = {
     _follow_target: _IN_PLACE,
     _widen_all: _FP32_ONLY,
     _promote_gain: ("batch_norm",),
+    _saturate: _FILLING,
 }
 
 GAPS: dict[str, dict[_Convert, tuple[str, ...]]] = {
