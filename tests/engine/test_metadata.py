@@ -51,6 +51,15 @@ def test_another_tensor_is_noticed(what):
     assert not known.holds([OTHERS[what], *rest])
 
 
+def test_shapes_can_be_left_out_and_strides_are_still_compared():
+    known = Metadata(shapes=False)
+    known.note([torch.ones(2, 3), torch.ones(())])
+    assert known.holds([torch.ones(5, 3), torch.ones(())])
+    assert not known.holds([torch.ones(2, 4), torch.ones(())])
+    assert not known.holds([torch.ones(3, 2).t(), torch.ones(())])
+    assert not known.holds([torch.ones(2, 3), torch.ones(1)])
+
+
 def test_nothing_is_kept_alive_or_noted_in_vain(monkeypatch):
     known = noted(tensors())
     calls = []

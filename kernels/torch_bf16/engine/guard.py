@@ -226,7 +226,8 @@ class _Block:
         self._memory_addresses = Addresses.of(self._many.memory)
         self._planned_metadata = self._memory_metadata()
         self._state_addresses = Addresses.of(self._many.state_memory)
-        self._metadata, self._gradient_metadata = Metadata(), Metadata()
+        # torch has compared the shape of each gradient with its parameter's.
+        self._metadata, self._gradient_metadata = Metadata(), Metadata(shapes=False)
         # Of the last gradients: their addresses, which parameters had one, and the same addresses
         # with a 0 for each parameter that had none.
         self._last: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None

@@ -119,14 +119,15 @@ class Launch:
         self._take(gradients, scalars)
 
     def _take(self, gradients: StepGradients, scalars: ScalarRows, reads: bool = False) -> None:
-        taken: Sequence[Tensor | None] = _Picked(gradients.tensors, self._places)
+        picked = _Picked(gradients.tensors, self._places)
         if gradients.addresses is None:
-            taken = [g if g is None else g.resolve_neg().contiguous() for g in taken]
+            copies = [g if g is None else g.resolve_neg().contiguous() for g in picked]
+            self._run(copies, scalars, reads)
         elif self.reads_in_place:
             work = self.batch.measure if reads else self.batch.run
-            work(taken, scalars, addresses=self.addresses(gradients.addresses))
-            return
-        self._run(taken, scalars, reads)
+            work(picked, scalars, addresses=self.addresses(gradients.addresses))
+        else:
+            self._run(picked, scalars, reads)
 
     def follow(self, direction: Tensor, scalars: ScalarRows) -> None:
         """Update the rows, all of one member, along its direction."""

@@ -177,7 +177,8 @@ class Plan:
         active = self._active()
         self._versions.note_step(active.with_master, active.parameters)
         self._guard.forget_gradients()
-        data_writes.note_step(member.snapshot.data for member in self.active_members())
+        written = compress(self.members, self.is_active)
+        data_writes.note_step(member.snapshot.data for member in written)
 
     def obstacle_to_capture(self) -> str | None:
         """Why a CUDA graph cannot record a step of this plan, or None if it can."""

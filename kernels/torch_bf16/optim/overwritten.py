@@ -60,6 +60,8 @@ def drop_remainders(
     """
     _drop_number_by_number(optimizer, parameters)
     members = written()
+    if not members:
+        return False
     for each in members:
         planes = each.weights.plane_names("")[1:]
         loaded = [_replace(local(each.state[key]), each.shard, key) for key in planes]
@@ -71,7 +73,7 @@ def drop_remainders(
             # The bytes that it saved belong to the old numbers.
             watch.note_step()
     remainders.forget(*(each.shard for each in members))
-    return bool(members)
+    return True
 
 
 def without_remainders(

@@ -49,7 +49,10 @@ def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             # The hosts' warning about unconverted optimizers is such a hook.
-            or any(not hasattr(each, FOR_OTHERS) for each in _global_optimizer_pre_hooks.values())
+            or (
+                _global_optimizer_pre_hooks
+                and not all(hasattr(h, FOR_OTHERS) for h in _global_optimizer_pre_hooks.values())
+            )
             or _global_optimizer_post_hooks
         ):
             return by_torch(self, *args, **kwargs)
