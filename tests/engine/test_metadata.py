@@ -1,5 +1,7 @@
 """One question about many tensors: what it says is what a look at each of them says."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -51,15 +53,6 @@ def test_another_tensor_is_noticed(what):
     assert not known.holds([OTHERS[what], *rest])
 
 
-def test_shapes_can_be_left_out_and_strides_are_still_compared():
-    known = Metadata(shapes=False)
-    known.note([torch.ones(2, 3), torch.ones(())])
-    assert known.holds([torch.ones(5, 3), torch.ones(())])
-    assert not known.holds([torch.ones(2, 4), torch.ones(())])
-    assert not known.holds([torch.ones(3, 2).t(), torch.ones(())])
-    assert not known.holds([torch.ones(2, 3), torch.ones(1)])
-
-
 def test_nothing_is_kept_alive_or_noted_in_vain(monkeypatch):
     known = noted(tensors())
     calls = []
@@ -71,16 +64,20 @@ def test_nothing_is_kept_alive_or_noted_in_vain(monkeypatch):
     assert len(calls) == 1
 
 
-def attacked(attack, steps=3):
-    """What a step makes of parameters of which something was changed in memory before it."""
+def attacked(attack, steps=3, missing=()):
+    """What a step makes of parameters of which something was changed in memory before it.
+
+    Some of them may have no gradient in the steps before.
+    """
     generator = torch.Generator().manual_seed(0)
     parameters = [
         torch.nn.Parameter(torch.randn(4, 4, generator=generator).bfloat16()) for _ in range(3)
     ]
     optimizer = AdamW(parameters, lr=0.1)
     for _ in range(steps):
-        for each in parameters:
-            each.grad = torch.randn(4, 4, generator=generator).bfloat16()
+        for number, each in enumerate(parameters):
+            gradient = torch.randn(4, 4, generator=generator).bfloat16()
+            each.grad = None if number in missing else gradient
         optimizer.step()
     try:
         attack(parameters[1])
@@ -88,6 +85,11 @@ def attacked(attack, steps=3):
     except (ValueError, RuntimeError) as error:
         return str(error)
     return [each.detach().clone() for each in parameters]
+
+
+def _give_a_gradient(parameter, then):
+    parameter.grad = torch.ones_like(parameter)
+    then(parameter)
 
 
 def _transpose(parameter):
@@ -112,24 +114,38 @@ def _share_a_gradient(parameter):
     parameter.grad = torch.ones(4, 4, dtype=torch.bfloat16).expand(4, 4)
 
 
+def _shorten_the_gradient(parameter):
+    parameter.grad.data = torch.ones(2, 4, dtype=torch.bfloat16)
+
+
 def _recast(parameter):
     parameter.data = parameter.data.view(torch.float16)
 
 
+@pytest.mark.parametrize("missing", [(), (0,), (1,)], ids=["none", "first", "attacked"])
 @pytest.mark.parametrize(
     "attack",
     [
         *(_transpose, _transpose_in_place, _transpose_the_gradient, _negate_the_gradient),
-        *(_share_a_gradient, _recast, lambda parameter: None),
+        *(_share_a_gradient, _shorten_the_gradient, _recast, lambda parameter: None),
     ],
 )
-def test_a_step_notices_what_a_look_at_each_notices(attack, monkeypatch):
-    found = attacked(attack)
+def test_a_step_notices_what_a_look_at_each_notices(attack, missing, monkeypatch):
+    if 1 in missing and "gradient" in attack.__name__:
+        attack = partial(_give_a_gradient, then=attack)
+    found = attacked(attack, missing=missing)
     # The first step has nothing noted.
     monkeypatch.setattr(metadata, "TensorGuards", None)
-    want = attacked(attack)
+    want = attacked(attack, missing=missing)
     assert type(found) is type(want)
     assert found == want if isinstance(want, str) else all(map(torch.equal, found, want))
+
+
+def test_a_gradient_that_ends_early_is_refused_in_any_step():
+    for steps in range(4):
+        assert "has a gradient of shape (2, 4)" in attacked(
+            partial(_give_a_gradient, then=_shorten_the_gradient), steps=steps
+        )
 
 
 def test_steps_note_what_they_have_looked_at():
@@ -143,3 +159,18 @@ def test_steps_note_what_they_have_looked_at():
     with torch.no_grad():
         assert block._metadata.holds(parameters)
         assert block._gradient_metadata.holds([each.grad for each in parameters])
+
+
+def test_other_sets_of_gradients_are_looked_at_once():
+    parameters = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = AdamW(parameters)
+    for step in range(4):
+        for number, each in enumerate(parameters):
+            each.grad = torch.ones_like(each) if step == 0 or number == step % 3 else None
+        optimizer.step()
+    (block,) = optimizer._engine.plan._guard._blocks
+    with torch.no_grad():
+        assert block._gradient_metadata.holds(block._fill_gaps([each.grad for each in parameters]))
+        parameters[0].grad.data = torch.ones(4, 2, dtype=torch.bfloat16)
+        gradients = [each.grad for each in parameters]
+        assert not block._gradient_metadata.holds(block._fill_gaps(gradients))

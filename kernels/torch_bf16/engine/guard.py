@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress, islice, repeat
-from operator import attrgetter, eq, is_, is_not
-from types import NoneType
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,25 +12,22 @@ import torch
 from torch import Tensor
 
 from torch_bf16.sharding import (
-    Parameters,
     Shard,
     all_same,
     no_torch_function,
-    unlike_memory,
 )
 
 from .addresses import Addresses
-from .metadata import Metadata
+from .block import Block, BlockGradients, readable, spread
 from .states import States
 
 __all__ = ["Guard", "StepGradients"]
 
-_DTYPE, _SHAPE, _GRADIENT = attrgetter("dtype"), attrgetter("shape"), attrgetter("grad")
+_GRADIENT = attrgetter("grad")
 
-# Parameters that are checked together: all checks of a block run while its tensors are still in the
+# Parameters in a block: few enough that all checks of it run while its tensors are still in the
 # processor's cache.
 _BLOCK = 256
-_END = object()
 
 
 class StepGradients(NamedTuple):
@@ -51,8 +47,8 @@ class StepGradients(NamedTuple):
 class Guard:
     """Records parameters, gradients and states as they are now, to compare with them later.
 
-    Shapes and devices of gradients are not compared with those of their parameters: torch refuses
-    to assign a gradient that differs.
+    Devices of gradients are not compared with those of their parameters: torch refuses to assign a
+    gradient that differs.
 
     Args:
         shards: one for each parameter; most have gradients.
@@ -79,7 +75,7 @@ class Guard:
         self._strangers: list[Tensor] = []
         with no_torch_function():
             self._blocks = [
-                _Block(
+                Block(
                     some,
                     [dict.__getitem__(states, each) for each in some],
                     keys[here],
@@ -119,8 +115,8 @@ class Guard:
             pairs = zip(self._shards, self.is_active, strict=True)
             tensors = [shard.gradient() if flag else None for shard, flag in pairs]
             present, addresses = [*compress(tensors, self.is_active)], None
-            if _readable(present):
-                addresses = _spread(Addresses.of(present), present, self.is_active)
+            if readable(present):
+                addresses = spread(Addresses.of(present), present, self.is_active)
             gradients = StepGradients(tensors, addresses)
         return gradients
 
@@ -142,7 +138,7 @@ class Guard:
         return all(map(is_, map(_GRADIENT, self._strangers), repeat(None)))
 
     def _look(self, states: dict[Tensor, Any]) -> bool:
-        blocks: list[_BlockGradients] = []
+        blocks: list[BlockGradients] = []
         self._gradients = None
         # States that were never handed out cannot have been moved, except by another plan.
         plans = getattr(states, "plans", None)
@@ -184,191 +180,3 @@ class Guard:
         if len(states) == len(self._parameters) and all(map(is_, states, self._parameters)):
             return iter(dict.values(states))
         return (dict.get(states, each) for each in self._parameters)
-
-
-class _BlockGradients(NamedTuple):
-    """The gradients of one block; see :class:`StepGradients`.
-
-    Attributes:
-        usable: whether they can be read as they are: no collective still has to fill one, and none
-            is wrapped by another library.
-        present: for each parameter whether it has a gradient.
-    """
-
-    tensors: list[Any]
-    addresses: np.ndarray | None
-    usable: bool
-    present: list[bool]
-
-
-class _Block:
-    """Parameters that are checked together; arguments as for :class:`Guard`."""
-
-    def __init__(
-        self,
-        parameters: list[Tensor],
-        states: Sequence[Mapping[str, Any]],
-        keys: Sequence[tuple[str, ...]],
-        dtypes: Sequence[torch.dtype],
-    ) -> None:
-        self.parameters, self._dtypes, self._keys = parameters, list(dtypes), keys
-        pairs = zip(states, keys, strict=True)
-        self._planned_values = [state[key] for state, some in pairs for key in some]
-        # Everything in the states, including what the step does not use, in the order of the dicts.
-        self._values = [*_values(states), _END]
-        tensors = [isinstance(each, Tensor) for each in self._planned_values]
-        # For each tensor in the states, the place of its parameter.
-        owners = chain.from_iterable(repeat(n, len(each)) for n, each in enumerate(keys))
-        self._owners = [*compress(owners, tensors)]
-        self._many = Parameters(parameters, [*compress(self._planned_values, tensors)])
-        contiguous = map(Tensor.is_contiguous, self._many.memory)
-        self._scattered = [n for n, flag in enumerate(contiguous) if not flag]
-        self._memory_addresses = Addresses.of(self._many.memory)
-        self._planned_metadata = self._memory_metadata()
-        self._state_addresses = Addresses.of(self._many.state_memory)
-        # torch has compared the shape of each gradient with its parameter's.
-        self._metadata, self._gradient_metadata = Metadata(), Metadata(shapes=False)
-        # Of the last gradients: their addresses, which parameters had one, and the same addresses
-        # with a 0 for each parameter that had none.
-        self._last: tuple[Addresses, list[bool], np.ndarray | None] = Addresses(), [], None
-        self._all_present = [True] * len(parameters)
-        # Wrapper classes of gradients that planning has accepted; any other must be checked first.
-        self._wrappers = unlike_memory({*map(type, self._many.gradients()[0])})[1]
-
-    def look(self, states: list[Mapping[str, Any]] | None) -> _BlockGradients | None:
-        """Return the gradients, or None if a parameter or a state has changed or moved.
-
-        Also None if a gradient is of a kind that was not planned for.
-
-        Args:
-            states: one for each parameter; None if they cannot have changed.
-        """
-        if not self._memory_unchanged() or not (states is None or self._states_unchanged(states)):
-            return None
-        try:
-            gradients, fitting = self._many.gradients()
-            if fitting and self._gradient_metadata.holds(gradients):
-                addresses = self._gradient_addresses(gradients, self._all_present)
-                return _BlockGradients(gradients, addresses, True, self._all_present)
-            return self._unusual_gradients(gradients, fitting)
-        except (AttributeError, RuntimeError):
-            # The gradient of a sharded parameter is a plain tensor, or a gradient is sparse.
-            return None
-
-    def intact(self, states: dict[Tensor, Any]) -> list[bool]:
-        """For each parameter whether neither it nor its states have changed or moved."""
-        if not self._many.in_place():
-            return [False] * len(self.parameters)
-        *memory, strides = zip(self._memory_metadata(), self._planned_metadata, strict=True)
-        memory.append((Addresses.of(self._many.memory).numbers, self._memory_addresses.numbers))
-        states_at = Addresses.of(self._many.state_memory).numbers, self._state_addresses.numbers
-        flags = [*map(all, zip(*(map(eq, *each) for each in memory), strict=True))]
-        for owners, (now, then) in ((self._scattered, strides), (self._owners, states_at)):
-            for owner, one, other in zip(owners, now, then, strict=False):
-                flags[owner] &= one == other
-        planned = iter(self._planned_values)
-        for n, (parameter, keys) in enumerate(zip(self.parameters, self._keys, strict=True)):
-            state = dict.get(states, parameter, {})
-            same = [state.get(key) is next(planned) for key in keys]
-            flags[n] &= all(same)
-        return flags
-
-    def _memory_unchanged(self) -> bool:
-        """Whether no parameter has moved or changed its dtype, shape or strides."""
-        planned = self._memory_addresses
-        if not self._many.in_place() or planned.now(self._many.memory) is not planned:
-            return False
-        if not self._metadata.holds(self._many.memory):
-            if self._memory_metadata() != self._planned_metadata:
-                return False
-            self._metadata.note(self._many.memory)
-        return True
-
-    def _unusual_gradients(self, gradients: list[Any], fitting: bool) -> _BlockGradients | None:
-        """Check gradients one by one; returns None as :meth:`look` does."""
-        kinds = {*map(type, gradients)}
-        present, tensors, dtypes = self._all_present, gradients, self._dtypes
-        if NoneType in kinds:
-            present = [*map(is_not, gradients, repeat(None))]
-            tensors, dtypes = [*compress(gradients, present)], [*compress(dtypes, present)]
-        unsettled, wrappers = unlike_memory(kinds - {NoneType})
-        usable = fitting and not unsettled and not wrappers
-        if [*map(_DTYPE, tensors)] != dtypes or not wrappers <= self._wrappers:
-            return None
-        addresses = None
-        if usable and _readable(tensors):
-            addresses = self._gradient_addresses(tensors, present)
-            if present is self._all_present:
-                self._gradient_metadata.note(gradients)
-        return _BlockGradients(gradients, addresses, usable, present)
-
-    def _gradient_addresses(self, tensors: list[Any], present: list[bool]) -> np.ndarray | None:
-        """The result of :func:`_spread`: the same array if no address has changed."""
-        last, of_whom, addresses = self._last
-        now = last.now(tensors)
-        if now is not last or present != of_whom:
-            addresses = _spread(now, tensors, present)
-            self._last = now, present, addresses
-        return addresses
-
-    def _states_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
-        """Whether the states hold the same tensors, in the same memory."""
-        if not self._values_unchanged(states):
-            return False
-        # `state["exp_avg"].data = ...` keeps the tensor but frees the memory that kernels write.
-        return self._state_addresses.now(self._many.state_memory) is self._state_addresses
-
-    def _values_unchanged(self, states: list[Mapping[str, Any]]) -> bool:
-        try:
-            now = chain(chain.from_iterable(map(dict.values, states)), (_END,))  # pyright: ignore
-            if all(map(is_, now, self._values)):
-                return True
-        except TypeError:
-            # A parameter without a state, or whose state is not a dict.
-            if None in states:
-                return False
-        # Entries may have been added, or the same tensors put into another dict.
-        pairs = zip(states, self._keys, strict=True)
-        now = (state.get(key) for state, keys in pairs for key in keys)
-        if not all(map(is_, now, self._planned_values)):
-            return False
-        self._values = [*_values(states), _END]
-        return True
-
-    def _memory_metadata(self) -> tuple[list[Any], ...]:
-        """Dtypes, shapes and contiguity; strides of those that were not contiguous when planned."""
-        memory = self._many.memory
-        return (
-            [*map(_DTYPE, memory)],
-            [*map(_SHAPE, memory)],
-            [*map(Tensor.is_contiguous, memory)],
-            [memory[n].stride() for n in self._scattered],
-        )
-
-
-def _readable(gradients: Sequence[Any]) -> bool:
-    """Whether a kernel can read all of them in place."""
-    # A lazily negated view can be contiguous, but its memory has the opposite sign.
-    return all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
-
-
-def _spread(where: Addresses, tensors: Sequence[Any], present: Sequence[bool]) -> np.ndarray | None:
-    """The addresses of gradients, with a 0 for each parameter whose ``present`` is False.
-
-    None if a gradient has no memory of its own.
-    """
-    pointers = np.array(where.numbers, np.int64)
-    # An empty tensor has address 0; any other tensor at 0 is a wrapper without memory of its own.
-    if np.count_nonzero(pointers) < len(pointers) and any(
-        tensors[n].numel() for n in np.flatnonzero(pointers == 0).tolist()
-    ):
-        return None
-    if len(pointers) < len(present):
-        addresses = np.zeros(len(present), np.int64)
-        addresses[present] = pointers
-        return addresses
-    return pointers
-
-
-def _values(states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [*chain.from_iterable([each.values() for each in states])]

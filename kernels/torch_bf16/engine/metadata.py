@@ -20,13 +20,9 @@ class Metadata:
     """Metadata of tensors that were checked one by one, to check them all at once from then on.
 
     That takes a fraction of the time. No tensor is kept, so others may take their places.
-
-    Args:
-        shapes: whether to check the size of each dimension, not only how many there are.
     """
 
-    def __init__(self, shapes: bool = True) -> None:
-        self._shapes = shapes
+    def __init__(self) -> None:
         self._guards: Any = None
         self._useful = TensorGuards is not None
 
@@ -42,9 +38,8 @@ class Metadata:
                 ]
                 for shape, each in zip(shapes, tensors, strict=True)
             ]
-            sizes = shapes if self._shapes else [[None] * len(each) for each in shapes]
             guards: Any = TensorGuards
-            self._guards = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self._guards = guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
             self._useful = False
 
     def holds(self, tensors: Sequence[Any]) -> bool:
