@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .advice import refusal
 from .contents import within
-from .runner import own_attributes
+from .runner import looks_up, own_attributes
 
 __all__ = [
     "ELEMENTWISE",
@@ -98,7 +98,8 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     if by_parameter or type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, each in own_attributes(optimizer).items():
+    attributes = own_attributes(optimizer)
+    for name, each in attributes.items():
         for inner in within(each) if name != "defaults" else ():
             if isinstance(inner, torch.optim.Optimizer):
                 if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
@@ -112,4 +113,4 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"it keeps the model's own tensors in its attribute {name}"
             if isinstance(inner, Tensor) and inner.numel() > 1:
                 return f"it keeps tensors in its attribute {name}, outside `state`"
-    return None
+    return looks_up(attributes, optimizer.param_groups, parameters)
