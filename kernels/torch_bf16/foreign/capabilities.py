@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .advice import refusal
 from .contents import within
+from .eight_bit import eight_bit, overridden
 from .runner import looks_up, own_attributes
 
 __all__ = [
@@ -72,7 +73,7 @@ def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:
         NotImplementedError: it cannot; the message says why, and what to use.
     """
     if why := _obstacle(optimizer):
-        raise NotImplementedError(refusal(type(optimizer), why))
+        raise NotImplementedError(refusal(type(optimizer), why, eight_bit(optimizer)))
 
 
 def is_elementwise(
@@ -97,6 +98,11 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     by_parameter = isinstance(getattr(optimizer, "optimizer_dict", None), Mapping)
     if by_parameter or type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
+    if others := overridden(optimizer):
+        return (
+            f"its GlobalOptimManager overrides {', '.join(others)} of single parameters, which "
+            "options of parameter groups can do in its place"
+        )
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     attributes = own_attributes(optimizer)
     for name, each in attributes.items():
