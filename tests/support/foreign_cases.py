@@ -1,5 +1,7 @@
 """Optimizers whose classes torch_bf16 does not know, those it must refuse, and a small run."""
 
+import copy
+
 import torch
 
 import torch_bf16
@@ -127,6 +129,38 @@ class KeepsInGroups(torch.optim.SGD):
             for p in group["params"]:
                 speed = group.setdefault("speeds", {}).setdefault(p, torch.zeros_like(p))
                 p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class LoadsByItself(torch.optim.Optimizer):
+    """Wraps states in its state dicts, and loads without torch's hooks, as bitsandbytes does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                speed = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+    def state_dict(self):
+        content = super().state_dict()
+        for key, state in content["state"].items():
+            wrapped = {"momentum_buffer": state["momentum_buffer"]}
+            rest = {k: each for k, each in state.items() if k not in wrapped}
+            content["state"][key] = {**rest, "wrapped": wrapped}
+        return content
+
+    def load_state_dict(self, state_dict):
+        content = copy.deepcopy(state_dict)
+        groups, state = content["param_groups"], {}
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                state[p] = content["state"][key]
+                state[p] |= {k: v.to(p.dtype) for k, v in state[p].pop("wrapped").items()}
+            saved["params"] = group["params"]
+        self.__setstate__({"state": state, "param_groups": groups})
 
 
 class RatesById(torch.optim.SGD):
