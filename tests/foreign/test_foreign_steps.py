@@ -12,6 +12,7 @@ from foreign_cases import (
     REFUSED,
     REFUSED_AT_STEP,
     CountsInState,
+    LoadsByItself,
     exact_weights,
     make_run,
     train,
@@ -87,6 +88,38 @@ def test_a_resumed_run_and_a_copy_repeat_the_uninterrupted_one(name, tmp_path):
         assert all(map(torch.equal, first, other))
     states = [snapshot(run) for run in runs]
     assert states.count(states[0]) == len(states)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-fp32-master", "bf16-stochastic"])
+@pytest.mark.parametrize("anew", [True, False], ids=["new", "goes back"])
+def test_a_class_that_loads_without_torchs_hooks_resumes_bit_for_bit(recipe, anew):
+    model, optimizer = make_run(LoadsByItself, recipe)
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(3, 6))
+    expected = [bits(p) for p in model.parameters()]
+    if anew:
+        model, optimizer = make_run(LoadsByItself, recipe, seed=1)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, range(3, 6))
+    assert all(map(torch.equal, map(bits, model.parameters()), expected))
+
+
+def test_a_class_that_loads_without_torchs_hooks_is_told_what_does_not_fit(caplog):
+    model, optimizer = make_run(LoadsByItself, "bf16-fp32-master")
+    train(model, optimizer, range(3))
+    _, other = make_run(LoadsByItself, "bf16-stochastic")
+    other.load_state_dict(optimizer.state_dict())
+    assert "weights bf16+16 -> bf16_stochastic" in caplog.text
+    broken = copy.deepcopy(optimizer.state_dict())
+    broken["state"][0]["wrapped"]["momentum_buffer"] = torch.zeros(7)
+    broken["state"][0]["remainder16"] = torch.zeros(7)
+    states, groups = optimizer.state, optimizer.param_groups
+    with pytest.raises(torch_bf16.StateMismatchError, match=r"Nothing was changed"):
+        optimizer.load_state_dict(broken)
+    assert optimizer.state is states
+    assert optimizer.param_groups is groups
 
 
 def snapshot(run):

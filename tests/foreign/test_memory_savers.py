@@ -106,6 +106,34 @@ class AdamW8bit(torch.optim.Optimizer):
         """Take the step on a GPU."""
 
 
+class Manager:
+    """The outside of its ``GlobalOptimManager``, of which a process has one."""
+
+    def __init__(self):
+        self.pid2config = {}
+        self.module_weight_config_triple = []
+        Manager._instance = self
+
+
+class AdamW(AdamW8bit):
+    """Its class that has moments in as many bits as ``optim_bits`` says; this one steps in 32."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+    def __init__(self, params, optim_bits, manager=None):
+        super().__init__(params, lr=1e-2, optim_bits=optim_bits)
+        self.mng = manager
+        if optim_bits == 32:
+            self.name2qmap = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Take a step of SGD."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
 def groups(model):
     first, *others = model.named_parameters()
     return [{"params": [first], "lr": 3e-3, "weight_decay": 0.0}, {"params": others}]
@@ -130,6 +158,38 @@ def test_8_bit_moments_become_ours_where_the_recipe_asks_for_them():
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.int8
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert not hasattr(optimizer, "name2qmap")
+
+
+def test_8_bits_may_be_an_option_as_the_trainer_writes_them():
+    model = nn.Linear(64, 64)
+    manager = Manager()
+    # The Trainer wants the embeddings' moments in 32 bits.
+    manager.module_weight_config_triple.append((model, "weight", {"optim_bits": 32}))
+    optimizer = AdamW(model.parameters(), 8, manager)
+    with pytest.raises(NotImplementedError, match="is what it becomes with exp_avg='int8', exp_a"):
+        torch_bf16.prepare(model, optimizer)
+    torch_bf16.prepare(model, optimizer, INT8)
+    assert type(optimizer) is torch_bf16.AdamW
+    # The advice for other 8-bit classes is one with 32 bits, also for the same model.
+    model = model.float()
+    _, optimizer = torch_bf16.prepare(model, AdamW(model.parameters(), 32, manager))
+    before = model.weight.clone()
+    train(model, optimizer, range(2))
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("bits", "recipe"), [(8, INT8), (32, "bf16-stochastic")])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_options_of_single_parameters_in_its_manager_are_refused(bits, recipe, by_id):
+    model, manager = nn.Linear(64, 64), Manager()
+    if by_id:
+        manager.pid2config[id(model.weight)] = {"lr": 0.1}
+    else:
+        manager.module_weight_config_triple.append((model, "weight", {"lr": 0.1}))
+    with pytest.raises(NotImplementedError, match=r"overrides lr of single|options lr\."):
+        torch_bf16.prepare(model, AdamW(model.parameters(), bits, manager), recipe)
+    other = nn.Linear(64, 64)
+    torch_bf16.prepare(other, AdamW(other.parameters(), bits, manager), recipe)
 
 
 @pytest.mark.parametrize("recipe", ["bf16-stochastic", Recipe("half", exp_avg="int8")], ids=str)

@@ -134,13 +134,20 @@ def test_low_rank_moments_are_carried(name, options):
     assert all(map(torch.equal, map(bits, exact_weights(model, optimizer)), expected))
 
 
-@pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit", "Adam8bit", "Lion8bit"])
-def test_8_bit_moments_become_ours_where_the_recipe_asks_for_them(kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((name, {}) for name in ("AdamW8bit", "PagedAdamW8bit", "Adam8bit", "Lion8bit")),
+        ("AdamW", {"optim_bits": 8}),
+        ("Lion", {"optim_bits": 8, "is_paged": True}),
+    ],
+)
+def test_8_bit_moments_become_ours_where_the_recipe_asks_for_them(kind, options):
     bnb = pytest.importorskip("bitsandbytes")
     int8 = Recipe("int8", exp_avg="int8", exp_avg_sq="int8")
     ours = getattr(torch_bf16, kind.replace("8bit", "").replace("Paged", ""))
     runs = [
-        make_run(lambda p: getattr(bnb.optim, kind)(p, lr=1e-2), int8),
+        make_run(lambda p: getattr(bnb.optim, kind)(p, lr=1e-2, **options), int8),
         make_run(lambda p: ours(p, lr=1e-2, recipe=int8), int8, convert_it=False),
     ]
     for run in runs:
@@ -148,7 +155,7 @@ def test_8_bit_moments_become_ours_where_the_recipe_asks_for_them(kind):
     assert type(runs[0][1]) is ours
     assert all(map(torch.equal, *(model.parameters() for model, _ in runs)))
     with pytest.raises(NotImplementedError, match=rf"torch_bf16.{ours.__name__} keeps its.*BF16_"):
-        make_run(lambda p: getattr(bnb.optim, kind)(p, lr=1e-2), "bf16-stochastic")
+        make_run(lambda p: getattr(bnb.optim, kind)(p, lr=1e-2, **options), "bf16-stochastic")
 
 
 def test_lomo_is_told_of_released_gradients():

@@ -1,5 +1,7 @@
 """Optimizers whose classes torch_bf16 does not know, those it must refuse, and a small run."""
 
+import copy
+
 import torch
 
 import torch_bf16
@@ -101,6 +103,72 @@ class KeepsTensors(torch.optim.SGD):
 
     def step(self, closure=None):
         self.buffers = {**self.buffers, "last": torch.ones(3)}
+
+
+class KeepsByParameter(torch.optim.SGD):
+    """Momentum outside ``state``, in a dict that is there before the first step."""
+
+    def __init__(self, params, key=lambda p: p):
+        super().__init__(params, lr=0.1)
+        self.key, self.speeds = key, {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                speed = self.speeds.setdefault(self.key(p), torch.zeros_like(p))
+                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class KeepsInGroups(torch.optim.SGD):
+    """The same, in the groups' options, as GrokAdamW keeps its states."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                speed = group.setdefault("speeds", {}).setdefault(p, torch.zeros_like(p))
+                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+class LoadsByItself(torch.optim.Optimizer):
+    """Wraps states in its state dicts, and loads without torch's hooks, as bitsandbytes does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                speed = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+    def state_dict(self):
+        content = super().state_dict()
+        for key, state in content["state"].items():
+            wrapped = {"momentum_buffer": state["momentum_buffer"]}
+            rest = {k: each for k, each in state.items() if k not in wrapped}
+            content["state"][key] = {**rest, "wrapped": wrapped}
+        return content
+
+    def load_state_dict(self, state_dict):
+        content = copy.deepcopy(state_dict)
+        groups, state = content["param_groups"], {}
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                state[p] = content["state"][key]
+                state[p] |= {k: v.to(p.dtype) for k, v in state[p].pop("wrapped").items()}
+            saved["params"] = group["params"]
+        self.__setstate__({"state": state, "param_groups": groups})
+
+
+class RatesById(torch.optim.SGD):
+    """A learning rate for each parameter, looked up by its id."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.rates = {id(p): 0.1 for group in self.param_groups for p in group["params"]}
 
 
 class NeedsClosure(torch.optim.SGD):
@@ -229,12 +297,16 @@ REFUSED = {
     "layer-wise by parameter": (DummyOptimizer, "its step does nothing"),
     "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),
     "parameters": (Holds, "keeps the model's own tensors in its attribute mine"),
+    "rates by id": (RatesById, r"looks up parameters, or their id\(\), in its attribute rates"),
     "lbfgs": (torch.optim.LBFGS, "closure several times per step.* in float32, or in these modes"),
     "sparse": (torch.optim.SparseAdam, "sparse gradients .*sparse=False and give it to Adam"),
 }
 REFUSED_AT_STEP = {
     "tensors outside state": (KeepsTensors, "keeps tensors in its attribute buffers, outside"),
     "tensors in state": (KeepsTensorsByName, "keeps tensors under the key 'start' of its state"),
+    "tensors by parameter": (KeepsByParameter, "looks up parameters, .* in its attribute speeds"),
+    "tensors by id": (unknown(KeepsByParameter, key=id), r"or their id\(\), in its attribute spe"),
+    "tensors in groups": (KeepsInGroups, "in the option speeds of its groups, and each step would"),
     "closure twice": (CallsTwice, "evaluates the closure with other weights, or several times"),
     "closure afterwards": (CallsAfterwards, "evaluates the closure with other weights"),
     "closure at run time": (CallsClosure, "a closure is needed"),

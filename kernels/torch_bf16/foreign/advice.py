@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EIGHT_BIT", "SCHEDULE_FREE", "advice", "refusal"]
-
-EIGHT_BIT = {
-    "bitsandbytes.optim.adam.Adam8bit": "Adam",
-    "bitsandbytes.optim.adam.PagedAdam8bit": "Adam",
-    "bitsandbytes.optim.adamw.AdamW8bit": "AdamW",
-    "bitsandbytes.optim.adamw.PagedAdamW8bit": "AdamW",
-    "bitsandbytes.optim.lion.Lion8bit": "Lion",
-    "bitsandbytes.optim.lion.PagedLion8bit": "Lion",
-}
-"""Classes with 8-bit moments, and our class that replaces each in recipes with ``int8`` moments."""
+__all__ = ["SCHEDULE_FREE", "advice", "refusal"]
 
 SCHEDULE_FREE = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": "AdamWScheduleFree",
@@ -51,17 +41,23 @@ _ADVICE = {
 _OTHERS = "Keep this optimizer and train in float32, or use one that torch_bf16 has"
 
 
-def advice(kind: type) -> str:
-    """What to use instead of a class that is refused."""
+def advice(kind: type, eight_bit: str | None = None) -> str:
+    """What to use instead of a class that is refused.
+
+    Args:
+        kind: the class.
+        eight_bit: the name of our class with the same arithmetic if its moments have 8 bits.
+    """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name in EIGHT_BIT:
+    if eight_bit is not None:
         return (
-            f"torch_bf16.{EIGHT_BIT[name]} keeps its moments in 8 bits, too (6.2 bytes per "
+            f"torch_bf16.{eight_bit} keeps its moments in 8 bits, too (6.2 bytes per "
             f"parameter for AdamW, gradient included), and is what it becomes with {_INT8}"
         )
     return next((text for start, text in _ADVICE.items() if name.startswith(start)), _OTHERS)
 
 
-def refusal(kind: type, why: str) -> str:
-    """The message for a class that cannot be converted."""
-    return f"{kind.__module__}.{kind.__qualname__} cannot be converted: {why}. {advice(kind)}"
+def refusal(kind: type, why: str, eight_bit: str | None = None) -> str:
+    """The message for a class that cannot be converted; arguments as of :func:`advice`."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name} cannot be converted: {why}. {advice(kind, eight_bit)}"

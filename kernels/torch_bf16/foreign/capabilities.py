@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .advice import refusal
 from .contents import within
-from .runner import own_attributes
+from .eight_bit import eight_bit, overridden
+from .runner import looks_up, own_attributes
 
 __all__ = [
     "ELEMENTWISE",
@@ -72,7 +73,7 @@ def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:
         NotImplementedError: it cannot; the message says why, and what to use.
     """
     if why := _obstacle(optimizer):
-        raise NotImplementedError(refusal(type(optimizer), why))
+        raise NotImplementedError(refusal(type(optimizer), why, eight_bit(optimizer)))
 
 
 def is_elementwise(
@@ -97,8 +98,14 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     by_parameter = isinstance(getattr(optimizer, "optimizer_dict", None), Mapping)
     if by_parameter or type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         return "its step does nothing, and one optimizer for each parameter steps in backward()"
+    if others := overridden(optimizer):
+        return (
+            f"its GlobalOptimManager overrides {', '.join(others)} of single parameters, which "
+            "options of parameter groups can do in its place"
+        )
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, each in own_attributes(optimizer).items():
+    attributes = own_attributes(optimizer)
+    for name, each in attributes.items():
         for inner in within(each) if name != "defaults" else ():
             if isinstance(inner, torch.optim.Optimizer):
                 if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
@@ -112,4 +119,4 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"it keeps the model's own tensors in its attribute {name}"
             if isinstance(inner, Tensor) and inner.numel() > 1:
                 return f"it keeps tensors in its attribute {name}, outside `state`"
-    return None
+    return looks_up(attributes, optimizer.param_groups, parameters)

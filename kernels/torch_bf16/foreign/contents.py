@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["plain", "within"]
+__all__ = ["names_any", "plain", "within"]
 
 
-def within(value: Any, depth: int = 4) -> Iterator[Any]:
+def within(value: Any) -> Iterator[Any]:
     """The tensors, modules and optimizers in a value."""
-    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for each in (*value.keys(), *value.values()):
-            yield from within(each, depth - 1)
-    elif depth and isinstance(value, (list, tuple, set)):
-        for each in value:
-            yield from within(each, depth - 1)
-    elif depth and _has_attributes(value):
-        yield from within(vars(value), depth - 1)
+    for each in _leaves(value):
+        if isinstance(each, (Tensor, nn.Module, torch.optim.Optimizer)):
+            yield each
+
+
+def names_any(value: Any, ids: Collection[int]) -> bool:
+    """Whether a value holds one of the objects with these ids, or such an id, as keys often are."""
+    return any(id(each) in ids or (type(each) is int and each in ids) for each in _leaves(value))
 
 
 def plain(value: Any, depth: int = 6) -> Any:
@@ -37,6 +35,23 @@ def plain(value: Any, depth: int = 6) -> Any:
     if depth and isinstance(value, (list, tuple, set)):
         return [plain(each, depth - 1) for each in value]
     return plain(vars(value), depth - 1) if depth and _has_attributes(value) else None
+
+
+def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)) or not depth:
+        yield value
+    elif isinstance(value, Mapping):
+        for each in (*value.keys(), *value.values()):
+            yield from _leaves(each, depth - 1)
+    elif isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _leaves(each, depth - 1)
+    elif _has_attributes(value):
+        # A singleton holds what other models and optimizers of the process have left there.
+        if getattr(type(value), "_instance", None) is not value:
+            yield from _leaves(vars(value), depth - 1)
+    else:
+        yield value
 
 
 def _has_attributes(value: Any) -> bool:

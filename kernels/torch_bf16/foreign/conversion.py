@@ -20,8 +20,9 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding.zero import is_zero
 
-from .advice import EIGHT_BIT, SCHEDULE_FREE
+from .advice import SCHEDULE_FREE
 from .capabilities import check_steps_on_copies
+from .eight_bit import eight_bit, overridden
 from .optimizer import foreign_class
 
 __all__ = [
@@ -171,7 +172,7 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
     name = f"{kind.__module__}.{kind.__qualname__}"
     if (free := SCHEDULE_FREE.get(name)) is not None:
         return {each.__name__: each for each in (AdamWScheduleFree, SGDScheduleFree)}[free]
-    ours, named = CONVERTIBLE.get(kind), EIGHT_BIT.get(name)
+    ours, named = CONVERTIBLE.get(kind), eight_bit(optimizer)
     if ours is not None or named is None:
         return ours
     target: Any = {"Adam": Adam, "AdamW": AdamW, "Lion": Lion}[named]
@@ -182,6 +183,7 @@ def fused_class(optimizer: torch.optim.Optimizer, recipe: Recipe) -> type[BF16Op
     others = [name for name in ("max_unorm", "skip_zeros") if getattr(args, name, None)]
     if getattr(args, "percentile_clipping", 100) != 100:
         others.append("percentile_clipping")
+    others += overridden(optimizer)
     if others or optimizer.state:
         what = f"its options {', '.join(others)}" if others else "the 8-bit states that it has"
         raise NotImplementedError(

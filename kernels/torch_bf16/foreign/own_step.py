@@ -100,7 +100,7 @@ class OwnStep:
                 self._runner = Runner(self._optimizer, self._kind)
                 buckets = [[*self._members]]
                 computed = self._compute(buckets[0], scale)
-        if why := self._runner.why_not():
+        if why := self._runner.why_not(computed[0]):
             self._runner.rewind()
             raise NotImplementedError(f"{refusal(self._kind, why)}. {UNTOUCHED}")
         return buckets, computed

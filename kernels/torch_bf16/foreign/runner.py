@@ -7,7 +7,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_bf16.errors import UNTOUCHED
 
 from .advice import refusal
-from .contents import within
+from .contents import names_any, within
 from .meetings import Meetings
 
 __all__ = ["Runner", "own_attributes", "shared_states"]
@@ -41,6 +41,26 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def shared_states(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """The entries of ``optimizer.state`` whose keys are not parameters, such as counters."""
     return {key: each for key, each in states.items() if not isinstance(key, Tensor)}
+
+
+def looks_up(
+    attributes: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], ids: Collection[int]
+) -> str | None:
+    """Say where something is kept by parameters, or their ids, outside ``state``; None if nowhere.
+
+    Each step gets other copies of the parameters, by which it would not be found again.
+    """
+    places = [(f"in its attribute {name}", each) for name, each in attributes.items()]
+    for group in groups:
+        options = ((name, each) for name, each in group.items() if name != "params")
+        places += [(f"in the option {name} of its groups", each) for name, each in options]
+    for place, each in places:
+        if names_any(each, ids):
+            return (
+                f"it looks up parameters, or their id(), {place}, and each step would get other "
+                "copies of them; `state` is the place for what belongs to a parameter"
+            )
+    return None
 
 
 class Runner:
@@ -133,8 +153,13 @@ class Runner:
         group = self._optimizer.param_groups[number]
         return {key: each for key, each in group.items() if key not in excluded}
 
-    def why_not(self) -> str | None:
-        """Why the class cannot step on copies, if its calls have shown that."""
+    def why_not(self, copies: Sequence[Tensor]) -> str | None:
+        """Why the class cannot step on copies, if its last call, with these, has shown that."""
+        ids = {id(each) for each in copies}
+        groups = range(len(self._optimizer.param_groups))
+        options = [{**self._options_of(n), **self._options.get(n, {})} for n in groups]
+        if why := looks_up({**self._before, **self.attributes}, options, ids):
+            return why
         for name, each in self.attributes.items():
             if any(isinstance(inner, Tensor) for inner in within(each)):
                 return f"it keeps tensors in its attribute {name}, outside `state`"

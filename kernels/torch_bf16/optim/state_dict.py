@@ -118,9 +118,11 @@ def load(
     loaded: dict[Tensor, dict[str, Any]] = {}
     changes, recipe, header = Changes(), optimizer.recipe, None
     was_seen = True
+    hooked = False
 
     def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        nonlocal recipe, header, was_seen
+        nonlocal recipe, header, was_seen, hooked
+        hooked = True
         was_seen = getattr(optimizer.state, "seen", True)
         schema.check_whole(state_dict)
         header = state_dict.get(schema.HEADER)
@@ -149,6 +151,7 @@ def load(
                 changes,
             )
 
+    before = optimizer.state, optimizer.param_groups
     # After the user's pre-hooks and before the user's post-hooks.
     hooks = [
         optimizer.register_load_state_dict_pre_hook(take),
@@ -159,9 +162,35 @@ def load(
             if not isinstance(state_dict, dict):
                 schema.check_whole(state_dict)
             load_state_dict(state_dict)
+            if not hooked:
+                read = take(None, _as_placed(optimizer, state_dict))
+                for group, saved in zip(optimizer.param_groups, read["param_groups"], strict=True):
+                    group.update({k: each for k, each in saved.items() if k != "params"})
+                put(None)
+    except Exception:
+        optimizer.state, optimizer.param_groups = before
+        raise
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _as_placed(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with the states that a class's own ``load_state_dict`` has placed.
+
+    One that runs none of torch's hooks, as bitsandbytes' does, may also have unwrapped what its
+    ``state_dict`` wraps, and cast tensors to the parameter's dtype: the saved ones count.
+    """
+    states = dict(state_dict["state"])
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    for group, saved_group in groups:
+        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+            saved: dict[str, Any] = states.get(key, {})
+            for each in [each for each in saved.values() if isinstance(each, Mapping)]:
+                saved = {**each, **saved}
+            placed = dict.get(optimizer.state, parameter, {})
+            states[key] = {name: saved.get(name, each) for name, each in placed.items()}
+    return {**state_dict, "state": states}
 
 
 def check(optimizer: BF16Optimizer, state_dict: dict[str, Any]) -> None:
