@@ -163,13 +163,14 @@ def load(
                 schema.check_whole(state_dict)
             load_state_dict(state_dict)
             if not hooked:
-                read = take(None, _as_placed(optimizer, state_dict))
+                try:
+                    read = take(None, _as_placed(optimizer, state_dict))
+                except Exception:
+                    optimizer.state, optimizer.param_groups = before
+                    raise
                 for group, saved in zip(optimizer.param_groups, read["param_groups"], strict=True):
                     group.update({k: each for k, each in saved.items() if k != "params"})
                 put(None)
-    except Exception:
-        optimizer.state, optimizer.param_groups = before
-        raise
     finally:
         for hook in hooks:
             hook.remove()
