@@ -198,6 +198,21 @@ def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
     assert torch.allclose(net.head(net.body(X)), expected, atol=0.05)
 
 
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_the_transforms_of_torch_func_differentiate_a_carried_model(compute):
+    net = carried(compute=compute)
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(net, weights, (x,))["out"][0].square().sum()
+
+    loss(dict(net.named_parameters()), X).backward()
+    for name, gradient in torch.func.grad(loss)(weights, X).items():
+        assert torch.equal(gradient, net.get_parameter(name).grad)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X[:, None])
+    assert torch.allclose(each["head.bias"].float().sum(0), net.head.bias.grad.float(), rtol=0.02)
+
+
 class Broken(Net):
     """In two graphs."""
 
