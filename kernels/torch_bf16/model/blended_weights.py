@@ -233,7 +233,9 @@ def _tensors_of_optimizers() -> Iterator[Tensor]:
     """What moves like a weight, and is no average: weights, their gradients and states."""
     for optimizer in _optimizers:
         for parameter, states in dict.items(optimizer.state):
-            for each in (parameter, getattr(parameter, "grad", None), *states.values()):
+            # Optimizers of other libraries also keep single values, under keys of their own.
+            values = states.values() if isinstance(states, dict) else (states,)
+            for each in (parameter, getattr(parameter, "grad", None), *values):
                 if isinstance(each, Tensor) and _is_plain(each):
                     yield each
 
