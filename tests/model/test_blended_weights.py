@@ -131,6 +131,48 @@ def test_a_copy_of_a_cast_model_that_follows_it_is_named_once_and_float_repairs_
     train(model, optimizer, model, average, mul_add, 2 * STEPS)
 
 
+def tensors_that_follow(model, blend, make, recipe="bf16-stochastic"):
+    """Messages about a list of tensors that is made after the cast and moved at each step."""
+    model, optimizer = prepared(model, recipe)
+    tensors = [make(p) for p in model.parameters()]
+    x = torch.randn(16, 32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(STEPS):
+            model(x.bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for tensor, p in zip(tensors, model.parameters(), strict=True):
+                    blend(tensor, p)
+    return [str(each.message) for each in caught]
+
+
+def subtract_difference(tensor, weight):
+    tensor.sub_(0.004 * (tensor - weight))
+
+
+@pytest.mark.parametrize("recipe", ["bf16-stochastic", "bf16-fp32-master"])
+def test_an_average_in_a_list_is_named_once(recipe):
+    make = lambda p: p.clone().detach()  # noqa: E731
+    (message,) = tensors_that_follow(nn.Linear(32, 32), subtract_difference, make, recipe)
+    assert message.startswith("a tensor outside of all modules follows 'weight' and is bfloat16")
+    assert "or of p.float()" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "blend"),
+    [
+        (lambda p: p.detach().float(), subtract_difference),
+        (lambda p: p.detach().clone(), copy_each_time),
+        (lambda p: torch.randn_like(p), lambda tensor, _: tensor[:2].mul_(1.01)),
+    ],
+    ids=["an average in fp32", "a copy", "other numbers"],
+)
+def test_other_tensors_of_a_weights_shape_are_not_named(make, blend):
+    assert tensors_that_follow(nn.Linear(32, 32), blend, make) == []
+
+
 @pytest.mark.parametrize(
     "blend", [copy_each_time, copy_through_data, copy_now_and_then, write_the_same]
 )

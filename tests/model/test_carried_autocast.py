@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import pickle
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -48,6 +50,33 @@ def test_a_model_and_its_parts_take_and_return_fp32():
     assert net(X)["out"][1] == 3
     assert {net(X)["out"][0].dtype, net.body(X).dtype, net.body[0](X).dtype} == {torch.float32}
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    more: dict
+
+
+class InContainers(Net):
+    def forward(self, x, cache=None):
+        y = self.head(self.body(x))
+        return Output(y, {"nested": [y, 3]}), UserDict(logits=y), cache
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dataclasses_and_mappings_are_returned_in_fp32_and_others_as_the_same_objects(compiled):
+    net: Any = torch_bf16.carry_autocast(torch_bf16.cast_model(InContainers()))
+    if compiled:
+        net = torch.compile(net, backend="eager")
+    cache = Output(torch.ones(2), {})
+    with torch.no_grad():  # torch.compile's own warnings about gradients are errors here
+        output, mapping, returned = net(X, cache)
+    assert (type(output), type(mapping)) == (Output, UserDict)
+    found = [output.logits, output.more["nested"][0], mapping["logits"]]
+    assert {each.dtype for each in found} == {torch.float32}
+    assert output.more["nested"][1] == 3
+    assert returned is cache
 
 
 @pytest.mark.parametrize(
@@ -167,6 +196,21 @@ def test_an_own_forward_of_an_instance_is_kept_and_described_as_it_is():
     assert list(inspect.signature(net.head.forward).parameters) == ["x", "scale"]
     expected = 2 * nn.functional.linear(net.body(X).bfloat16(), net.head.weight).float()
     assert torch.allclose(net.head(net.body(X)), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_the_transforms_of_torch_func_differentiate_a_carried_model(compute):
+    net = carried(compute=compute)
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(net, weights, (x,))["out"][0].square().sum()
+
+    loss(dict(net.named_parameters()), X).backward()
+    for name, gradient in torch.func.grad(loss)(weights, X).items():
+        assert torch.equal(gradient, net.get_parameter(name).grad)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X[:, None])
+    assert torch.allclose(each["head.bias"].float().sum(0), net.head.bias.grad.float(), rtol=0.02)
 
 
 class Broken(Net):

@@ -24,6 +24,7 @@ from .autocast import widen_lookups
 
 __all__ = ["arithmetic", "is_called_by_checkpoint", "is_in_backward", "restore"]
 
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _original: Any = None
 
 
@@ -99,8 +100,10 @@ class _ToFp32(torch.autocast):
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __enter__(self) -> Any:
-        # A checkpoint has hooks of its own, which must see every saved tensor.
-        self._saves = self._enabled and not is_called_by_checkpoint()
+        # A checkpoint has hooks of its own, which must see every saved tensor; the transforms of
+        # torch.func that differentiate allow none.
+        allowed = _autograd._saved_tensors_hooks_is_enabled()
+        self._saves = self._enabled and allowed and not is_called_by_checkpoint()
         if self._saves:
             self._saving.__enter__()
         return super().__enter__()

@@ -4,17 +4,19 @@ A target network (BYOL, DINO, SAC) or a plain average does ``target.mul_(0.996).
 alpha=0.004)``. In bf16 each such write is rounded to nearest, and most numbers never move. No
 function of torch that could be replaced stands in between, so within a few windows of steps the
 optimizers compare some of these weights with what they were before. A warning names one that is
-written again and again while only a few of its numbers change.
+written again and again while only a few of its numbers change. Averages in lists and dicts, which
+belong to no module, are found among the objects of the garbage collector.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -37,8 +39,15 @@ _SAMPLED, _ELEMENTS = 4, 4096
 # If updates are lost, most numbers stay, and the others move by a few bf16 spacings, by more near
 # zero. A memory bank or a pruning mask replaces numbers by unrelated ones.
 _LOSSY_WRITES, _SMALL_MOVE = 2, 16
+# An average is closer to its weight than this part of the weight's mean magnitude; weights that
+# have nothing to do with each other differ by more than all of it.
+_CLOSE = 0.5
+# How often all objects are searched after a cast, which takes a tenth of a second per million, and
+# how many tensors with the shape of a weight are compared each time.
+_SEARCHES, _COMPARED = 2, 64
 
 _original: Any = nn.Parameter.__deepcopy__
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(eq=False)
@@ -48,6 +57,7 @@ class _Weight:
     Attributes:
         name: its name in the model that was cast, or that it was copied from.
         is_copy: whether ``copy.deepcopy`` of a cast model made it.
+        is_loose: whether it is a tensor of no module that is close to the weight of this name.
         get: returns the weight, or None if it is gone.
         place: its address and version when the window began.
         bits: the bits of its first elements then, or when they were last compared.
@@ -62,6 +72,7 @@ class _Weight:
     bits: Tensor | None = None
     changed: int = 0
     lossy: int = 0
+    is_loose: bool = False
 
     def is_written(self) -> bool:
         """Whether it was written since the window began."""
@@ -77,6 +88,7 @@ _steps = 0
 # The step with which the present window begins, or the next one; None after the last.
 _begin: int | None = None
 _warned = False
+_searches = 0
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 # Copies of parameters, each with the id of what it copied.
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -85,8 +97,8 @@ _weights: list[_Weight] = []
 
 def watch_blends() -> None:
     """Watch what is cast from now on, and copies of it; see :func:`look`."""
-    global _warned
-    _warned = False
+    global _warned, _searches
+    _warned, _searches = False, _SEARCHES
     _begin_anew()
     if nn.Parameter.__deepcopy__ is _original and is_enabled("parameter_deepcopy"):
         nn.Parameter.__deepcopy__ = functools.wraps(_original)(_deepcopy)
@@ -109,7 +121,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
         optimizer: the one that steps. If it releases gradients, its weights have moved already, so
             only that it trains them is noted.
     """
-    global _steps, _begin, _warned
+    global _steps, _begin, _warned, _searches
     if _begin is None:
         return
     if optimizer._engine.release is not None:  # pyright: ignore[reportAttributeAccessIssue]
@@ -121,6 +133,9 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     _optimizers.add(optimizer)
     if _steps == _begin:
         _weights.extend(_untrained())
+        if _searches > 0:
+            _searches -= 1
+            _weights.extend(islice(_loose(), _SAMPLED))
     elif _steps == _begin + _WRITTEN_WITHIN:
         # By now every optimizer that takes turns with others is known.
         trained = {id(each) for each in _trained()}
@@ -190,6 +205,49 @@ def _untrained() -> Iterator[_Weight]:
             yield _Weight(source_name, True, weakref.ref(copy), _place(copy), bits)
 
 
+def _loose() -> Iterator[_Weight]:
+    """bf16 tensors of no module that are close to a trained weight, such as averages in a list."""
+    names = {id(weight): name for name, _, _, weight in bf16_weights()}
+    alike: dict[torch.Size, list[Tensor]] = {}
+    taken = {each.data_ptr() for each in _tensors_of_optimizers()}
+    for each in _trained():
+        if id(each) in names and _is_readable(each):
+            alike.setdefault(each.shape, []).append(each)
+    found: list[Any] = [each for each in gc.get_objects() if type(each) is Tensor] if alike else []
+    compared = 0
+    for tensor in found:
+        if not (tensor.dtype == torch.bfloat16 and _is_plain(tensor) and tensor.shape in alike):
+            continue
+        if not _is_readable(tensor) or tensor.data_ptr() in taken or is_named(tensor):
+            continue
+        weights = [each for each in alike[tensor.shape] if each.device == tensor.device]
+        if weights and compared < _COMPARED:
+            compared += 1
+            closest = _closest(tensor, weights)
+            if closest is not None:
+                name, get = names[id(closest)], weakref.ref(tensor)
+                yield _Weight(name, False, get, _place(tensor), _bits(tensor), is_loose=True)
+
+
+def _tensors_of_optimizers() -> Iterator[Tensor]:
+    """What moves like a weight, and is no average: weights, their gradients and states."""
+    for optimizer in _optimizers:
+        for parameter, states in dict.items(optimizer.state):
+            # Optimizers of other libraries also keep single values, under keys of their own.
+            values = states.values() if isinstance(states, dict) else (states,)
+            for each in (parameter, getattr(parameter, "grad", None), *values):
+                if isinstance(each, Tensor) and _is_plain(each):
+                    yield each
+
+
+def _closest(tensor: Tensor, weights: list[Tensor]) -> Tensor | None:
+    numbers = torch.stack([_bits(each).view(torch.bfloat16).float() for each in weights])
+    distances = (numbers - _bits(tensor).view(torch.bfloat16).float()).abs().mean(1)
+    ratios = distances / numbers.abs().mean(1)
+    ratio, place = min((ratio, n) for n, ratio in enumerate(ratios.tolist()))
+    return weights[place] if ratio < _CLOSE else None
+
+
 def _trained() -> Iterator[Tensor]:
     """The parameters that optimizers of ours have stepped; a target may be in their groups, too."""
     keys = chain.from_iterable(dict.keys(each.state) for each in _optimizers)
@@ -198,15 +256,22 @@ def _trained() -> Iterator[Tensor]:
 
 def _is_comparable(weight: Tensor) -> bool:
     # Numbers of vectors are often alike: all scales of a norm begin as 1.
-    plain = type(weight) is nn.Parameter and not weight.is_meta and not weight.is_inference()
-    # Sparse weights have no address, nor has memory that was freed.
-    dense = plain and weight.layout == torch.strided and not weight.is_nested
     return (
-        dense
+        _is_plain(weight)
         and weight.data_ptr() != 0
         and weight.dtype == torch.bfloat16
         and weight.dim() > 1
         and weight.numel() > 0
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has an address: sparse tensors and those of torch.func have none."""
+    return (
+        type(tensor) in (nn.Parameter, Tensor)
+        and not _functorch.is_functorch_wrapped_tensor(tensor)
+        and not (tensor.is_meta or tensor.is_inference() or tensor.is_nested)
+        and tensor.layout == torch.strided
     )
 
 
@@ -270,7 +335,14 @@ def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
 
 def _warn(watched: _Weight) -> None:
     compared = 0 if watched.bits is None else watched.bits.numel()
-    if watched.is_copy:
+    if watched.is_loose:
+        what = f"a tensor outside of all modules follows {watched.name!r} and is bfloat16, too"
+        remedy = (
+            "make the average before the model is cast, or of p.float(), or convert its tensors "
+            "with float() once it is made; it then follows the bf16 weights in fp32. "
+            "torch_bf16.EMA(model, decay) is such an average"
+        )
+    elif watched.is_copy:
         what = f"a copy of {watched.name!r} is bfloat16, as in the cast model that it copied"
         remedy = (
             "make the copy before the model is cast, or call float() on it once it is made; it "
