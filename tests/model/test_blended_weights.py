@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16.model import blended_weights, lerped_averages
+from torch_bf16.model import blended_weights, lerped_averages, watched_weight
+from torch_bf16.model.watched_weight import bits_of
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
 STEPS = 40
@@ -203,7 +204,7 @@ def test_sparse_weights_are_left_alone(layout):
 def test_a_weight_is_not_compared_with_one_whose_numbers_are_not_at_hand():
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     sharded = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16, device="meta"))
-    assert blended_weights._loses_nothing(weight, blended_weights._bits(weight), sharded)
+    assert watched_weight._loses_nothing(weight, bits_of(weight), sharded)
 
 
 def test_numbers_that_are_replaced_by_others_are_not_named():

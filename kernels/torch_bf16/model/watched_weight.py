@@ -1,0 +1,175 @@
+"""A bf16 weight that is compared with what it was some steps before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .lerped_averages import is_named
+
+__all__ = ["WatchedWeight", "bits_of", "is_comparable", "is_plain", "is_readable"]
+
+_ELEMENTS = 4096
+# If updates are lost, most numbers stay, and the others move by a few bf16 spacings, by more near
+# zero. A memory bank or a pruning mask replaces numbers by unrelated ones.
+_LOSSY_WRITES, _SMALL_MOVE = 2, 16
+_AVERAGE = "torch_bf16.EMA(model, decay) is such an average"
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(eq=False)
+class WatchedWeight:
+    """A bf16 weight that no optimizer trains.
+
+    Attributes:
+        name: its name in the model that was cast, or of the weight there that it follows.
+        kind: whether it is in the model, a ``copy.deepcopy`` of a part of it, or in no module.
+        get: returns the weight, or None if it is gone.
+        place: its address and version when it was first looked at.
+        bits: the bits of its first elements then, or when they were last compared.
+        changed: how many of these elements the last write changed.
+        lossy: how many writes changed only a few of them.
+        is_harmless: whether it turned out to lose nothing.
+    """
+
+    name: str
+    kind: Literal["in the model", "copy", "loose"]
+    get: Callable[[], Tensor | None]
+    place: tuple[int, int]
+    bits: Tensor | None
+    changed: int = 0
+    lossy: int = 0
+    is_harmless: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        name: str,
+        kind: Literal["in the model", "copy", "loose"],
+        get: Callable[[], Tensor | None],
+    ) -> WatchedWeight:
+        """Begin to watch a weight that is comparable."""
+        bits = bits_of(weight) if is_readable(weight) else None
+        return cls(name, kind, get, _place(weight), bits)
+
+    def is_written(self) -> bool:
+        """Whether it was written since it was first looked at."""
+        weight = self.get()
+        if weight is None or not is_readable(weight):
+            return False
+        # A write through weight.data changes neither its address nor its version.
+        written = self.place != _place(weight)
+        return written or not (self.bits is None or torch.equal(self.bits, bits_of(weight)))
+
+    def loses_writes(self, trained: Callable[[], Iterable[Tensor]]) -> bool:
+        """Count a write that has changed only a few numbers: whether it is the second one.
+
+        Args:
+            trained: returns the weights that optimizers train.
+        """
+        weight = self.get()
+        if weight is None or not is_readable(weight):
+            return False
+        before, self.bits = self.bits, bits_of(weight)
+        if before is None or before.shape != self.bits.shape:
+            return False
+        moves = (self.bits.to(before.device).int() - before.int()).abs()
+        moves = moves[moves > 0].cpu()
+        self.changed = len(moves)
+        # A write that does nothing leaves all of them.
+        if not 0 < self.changed < before.numel() // 2 or moves.median() > _SMALL_MOVE:
+            return False
+        self.is_harmless = is_named(weight) or any(
+            _loses_nothing(weight, self.bits, each) for each in trained()
+        )
+        self.lossy += not self.is_harmless
+        return not self.is_harmless and self.lossy == _LOSSY_WRITES
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of what its writes lose; ``stacklevel`` counts from the caller, which is 1."""
+        if self.kind == "loose":
+            what = f"a tensor outside of all modules follows {self.name!r} and is bfloat16, too"
+            remedy = (
+                "make the average before the model is cast, or of p.float(), or convert its "
+                "tensors with float() once it is made; it then follows the bf16 weights in fp32. "
+                f"{_AVERAGE}"
+            )
+        elif self.kind == "copy":
+            what = f"a copy of {self.name!r} is bfloat16, as in the cast model that it copied"
+            remedy = (
+                "make the copy before the model is cast, or call float() on it once it is made; "
+                f"it then follows the bf16 weights in fp32. {_AVERAGE}"
+            )
+        else:
+            what = f"{self.name!r} is bfloat16 and no optimizer of torch_bf16 trains it"
+            module = self.name.split(".")[0]
+            remedy = (
+                f"keep_fp32=[{module + '*'!r}] keeps it in fp32, where blending with bf16 weights "
+                "works; or an optimizer that was converted, if it is to be trained"
+            )
+        compared = 0 if self.bits is None else self.bits.numel()
+        warnings.warn(
+            f"{what}, and the program moves it between steps: of {compared} numbers the last write "
+            f"has changed {self.changed}. It is rounded to nearest, so what moves a number by less "
+            "than half a bf16 spacing (0.2 to 0.4 %) is lost, and an average or a target network "
+            f"hardly moves. What works: {remedy}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def is_comparable(weight: Tensor) -> bool:
+    """Whether it is a bf16 matrix in memory of its own.
+
+    Numbers of vectors are often alike: all scales of a norm begin as 1.
+    """
+    return (
+        is_plain(weight)
+        and weight.data_ptr() != 0
+        and weight.dtype == torch.bfloat16
+        and weight.dim() > 1
+        and weight.numel() > 0
+    )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it has an address: sparse tensors and those of torch.func have none."""
+    return (
+        type(tensor) in (nn.Parameter, Tensor)
+        and not _functorch.is_functorch_wrapped_tensor(tensor)
+        and not (tensor.is_meta or tensor.is_inference() or tensor.is_nested)
+        and tensor.layout == torch.strided
+    )
+
+
+def is_readable(weight: Tensor) -> bool:
+    """Whether it is comparable now: under capture of a CUDA graph nothing may be read."""
+    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_comparable(weight) and not capturing
+
+
+def bits_of(weight: Tensor) -> Tensor:
+    """int16, the bits of its first elements, 4,096 at most; a copy."""
+    return weight.detach().reshape(-1)[:_ELEMENTS].view(torch.int16).clone()
+
+
+def _place(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), weight._version
+
+
+def _loses_nothing(weight: Tensor, bits: Tensor, trained: Tensor) -> bool:
+    """Whether a weight is trained itself by now, or was made equal to one that is trained."""
+    if weight is trained:
+        return True
+    if (trained.shape, trained.dtype) != (weight.shape, weight.dtype):
+        return False
+    # To compare a sharded weight, its ranks would have to talk to each other.
+    if not is_comparable(trained):
+        return True
+    return torch.equal(bits_of(trained).to(bits.device), bits)
