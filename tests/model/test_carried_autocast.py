@@ -245,7 +245,7 @@ def test_an_export_of_bf16_weights_that_compute_in_fp32_is_refused():
         torch.export.export(carried(compute="fp32"), (X,))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated")
 def test_a_scripted_model_or_part_takes_and_returns_fp32():
     whole: Any = torch.jit.script(Net().body)
     parts: Any = nn.Sequential(torch.jit.script(Net().body), Net().head)
@@ -259,7 +259,7 @@ def test_a_scripted_model_or_part_takes_and_returns_fp32():
     assert {p.grad.dtype for p in parts.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated")
 def test_a_scripted_part_of_a_model_that_computes_in_fp32_is_refused():
     parts: Any = nn.Sequential(torch.jit.script(Net().body), Net().head)
     with pytest.raises(
