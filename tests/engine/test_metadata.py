@@ -148,6 +148,14 @@ def test_a_gradient_that_ends_early_is_refused_in_any_step():
         )
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_sparse_gradient_is_refused_by_name_in_any_step(steps):
+    def make_sparse(parameter):
+        parameter.grad = torch.ones_like(parameter).to_sparse()
+
+    assert "has a sparse gradient (torch.sparse_coo)" in attacked(make_sparse, steps=steps)
+
+
 def test_steps_note_what_they_have_looked_at():
     parameters = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = AdamW(parameters)

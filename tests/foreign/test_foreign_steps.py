@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from optimizer_cases import RECIPES, bits
 
 import torch_bf16
 from torch_bf16 import Recipe, convert
+from torch_bf16.foreign import contents
 
 NEAREST = Recipe("nearest", weights="bf16_nearest", exp_avg="fp32", exp_avg_sq="fp32")
 
@@ -196,6 +198,62 @@ def test_what_cannot_step_on_copies_is_refused_with_the_reason_and_stays_as_it_w
     assert type(optimizer) is kind
     assert vars(optimizer) == attributes
     assert (parameters[0] == 1).all()
+
+
+class Branch:
+    """One of many objects that refer to each other through the same list."""
+
+    def __init__(self, siblings):
+        self.siblings = siblings
+        siblings.append(self)
+
+
+class Closed:
+    """Tells nothing about itself."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class ClosedMapping(dict):
+    """A mapping whose keys cannot be listed."""
+
+    def keys(self):
+        raise RuntimeError("keys")
+
+
+def test_attributes_that_refer_to_each_other_or_raise_do_not_stop_an_optimizer():
+    def make(parameters):
+        optimizer = OWN["adagrad"](parameters)
+        optimizer.tree, optimizer.circle = [], {}
+        for _ in range(300):
+            Branch(optimizer.tree)
+        optimizer.circle["itself"] = optimizer.circle
+        optimizer.closed = [Closed(), ClosedMapping(a=1)]
+        optimizer.gone = weakref.proxy(Branch([]))
+        return optimizer
+
+    looked = 0
+    for _ in contents._leaves(make([torch.nn.Parameter(torch.ones(2))]).tree):
+        looked += 1
+    assert looked < 10
+    model, optimizer = make_run(make, "bf16-stochastic")
+    train(model, optimizer, range(2))
+
+
+def test_a_snapshot_of_objects_differs_when_one_changes():
+    tree = []
+    for _ in range(300):
+        Branch(tree)
+    before = contents.plain(tree)
+    assert len(before) < 2000
+    assert contents.plain(tree) == before
+    tree[7].siblings = tree[:]
+    assert contents.plain(tree) != before
+    first, second = [1], [1]
+    assert contents.plain([first, second, first]) != contents.plain([first, second, second])
 
 
 @pytest.mark.parametrize("name", REFUSED_AT_STEP)

@@ -183,10 +183,13 @@ def test_8_bits_may_be_an_option_as_the_trainer_writes_them():
 def test_options_of_single_parameters_in_its_manager_are_refused(bits, recipe, by_id):
     model, manager = nn.Linear(64, 64), Manager()
     if by_id:
-        manager.pid2config[id(model.weight)] = {"lr": 0.1}
+        manager.pid2config[id(model.weight)] = {"lr": 0.1, "betas": (0.9, 0.99)}
     else:
-        manager.module_weight_config_triple.append((model, "weight", {"lr": 0.1}))
-    with pytest.raises(NotImplementedError, match=r"overrides lr of single|options lr\."):
+        options = {"lr": 0.1, "betas": [0.9, 0.99]}
+        manager.module_weight_config_triple.append((model, "weight", options))
+    with pytest.raises(
+        NotImplementedError, match=r"overrides betas, lr of single|options betas, lr\."
+    ):
         torch_bf16.prepare(model, AdamW(model.parameters(), bits, manager), recipe)
     other = nn.Linear(64, 64)
     torch_bf16.prepare(other, AdamW(other.parameters(), bits, manager), recipe)

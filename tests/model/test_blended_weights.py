@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_bf16
-from torch_bf16.model import blended_weights, lerped_averages, watched_weight
+from torch_bf16.model import blended_weights, lerped_averages, loose_averages, watched_weight
 from torch_bf16.model.watched_weight import bits_of
 from torch_bf16.torch_patches import PATCHES, SWITCH
 
@@ -159,6 +159,27 @@ def test_an_average_in_a_list_is_named_once(recipe):
     (message,) = tensors_that_follow(nn.Linear(32, 32), subtract_difference, make, recipe)
     assert message.startswith("a tensor outside of all modules follows 'weight' and is bfloat16")
     assert "or of p.float()" in message
+
+
+def test_an_average_is_found_among_thousands_of_tensors_and_beside_a_weight_of_zeros():
+    others = torch.randn(5000, 32, 32).bfloat16().unbind()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    nn.init.zeros_(model[0].weight)
+    weights = [*torch_bf16.cast_model(model).parameters()]
+    averages = [each.detach() * 1.01 for each in weights]
+    (found,) = loose_averages.loose_averages(weights, [])
+    assert found.name == "1.weight"
+    assert found.get() is averages[2]
+    assert len(others) == 5000
+
+
+def test_tensors_without_memory_and_negated_ones_are_passed_over():
+    freed = torch.ones(2, 32, 32, dtype=torch.bfloat16)[1]
+    freed.untyped_storage().resize_(0)
+    negated = torch._neg_view(torch.ones(32, 32, dtype=torch.bfloat16))
+    make = lambda p: p.detach().float()  # noqa: E731
+    assert tensors_that_follow(nn.Linear(32, 32), subtract_difference, make) == []
+    assert (freed.data_ptr() != 0, negated.is_neg()) == (True, True)
 
 
 @pytest.mark.parametrize(

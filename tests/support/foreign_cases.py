@@ -1,6 +1,7 @@
 """Optimizers whose classes torch_bf16 does not know, those it must refuse, and a small run."""
 
 import copy
+from collections import deque
 
 import torch
 
@@ -163,6 +164,22 @@ class LoadsByItself(torch.optim.Optimizer):
         self.__setstate__({"state": state, "param_groups": groups})
 
 
+class InDeque(torch.optim.SGD):
+    """The parameters once more, in a collection that is no list."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.last = deque(p for group in self.param_groups for p in group["params"])
+
+
+class RefersToItself(torch.optim.SGD):
+    """A reference to the instance."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.owner = self
+
+
 class RatesById(torch.optim.SGD):
     """A learning rate for each parameter, looked up by its id."""
 
@@ -293,6 +310,8 @@ class DummyOptimizer(torch.optim.SGD):
 
 COUPLED = {"norm": Normed, "sum": Summing, "counter": Counter, "state": CountsInState}
 REFUSED = {
+    "in a deque": (InDeque, "keeps the model's own tensors in its attribute last"),
+    "itself": (RefersToItself, "its attribute owner refers to itself"),
     "layer-wise": (LayerWiseDummyOptimizer, "its step does nothing"),
     "layer-wise by parameter": (DummyOptimizer, "its step does nothing"),
     "wrapper": (Wraps, r"wraps another optimizer, SGD, .*convert\(optimizer.base, recipe"),

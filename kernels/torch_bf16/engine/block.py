@@ -19,7 +19,7 @@ from .metadata import Metadata
 
 __all__ = ["Block", "BlockGradients", "readable", "spread"]
 
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE, _SHAPE, _LAYOUT = attrgetter("dtype"), attrgetter("shape"), attrgetter("layout")
 _END = object()
 
 
@@ -150,6 +150,8 @@ class Block:
             return None
         # torch refuses to assign another shape, but `p.grad.data = ...` is not checked.
         if usable and [*map(_SHAPE, tensors)] != shapes:
+            return None
+        if usable and {*map(_LAYOUT, tensors)} - {torch.strided}:
             return None
         addresses = None
         if usable and readable(tensors):

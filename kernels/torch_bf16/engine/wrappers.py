@@ -22,7 +22,7 @@ def held_optimizers(optimizer: Any) -> list[Any]:
         if id(holder) in seen:
             return []
         seen.add(id(holder))
-        members = (v for v in vars(holder).values() if isinstance(v, torch.optim.Optimizer))
+        members = (v for v in vars(holder).values() if issubclass(type(v), torch.optim.Optimizer))
         inside = [*members, getattr(holder, "optimizer", None)]
         found = [ours for each in inside if hasattr(each, "__dict__") for ours in search(each)]
         return found or ([] if engine_of(holder) is None else [holder])

@@ -107,6 +107,11 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     attributes = own_attributes(optimizer)
     for name, each in attributes.items():
         for inner in within(each) if name != "defaults" else ():
+            if inner is optimizer:
+                return (
+                    f"its attribute {name} refers to itself, and what it writes there would be "
+                    "lost: each step runs on another instance of its class"
+                )
             if isinstance(inner, torch.optim.Optimizer):
                 if parameters.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
                     continue  # it steps tensors of its own, such as a schedule

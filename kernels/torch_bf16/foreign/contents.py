@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 
 __all__ = ["names_any", "plain", "within"]
 
+_ATOMS = (NoneType, int, float, complex, str, bytes)
+
 
 def within(value: Any) -> Iterator[Any]:
     """The tensors, modules and optimizers in a value."""
     for each in _leaves(value):
-        if isinstance(each, (Tensor, nn.Module, torch.optim.Optimizer)):
+        if issubclass(type(each), (Tensor, nn.Module, torch.optim.Optimizer)):
             yield each
 
 
@@ -24,36 +28,64 @@ def names_any(value: Any, ids: Collection[int]) -> bool:
     return any(id(each) in ids or (type(each) is int and each in ids) for each in _leaves(value))
 
 
-def plain(value: Any, depth: int = 6) -> Any:
-    """A nested snapshot of a value that compares equal as long as nothing in the value changes."""
-    if isinstance(value, Tensor):
-        return value._version, repr(value.item()) if value.numel() == 1 else tuple(value.shape)
-    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
-        return repr(value)
-    if depth and isinstance(value, Mapping):
-        return [(plain(k, depth - 1), plain(v, depth - 1)) for k, v in value.items()]
-    if depth and isinstance(value, (list, tuple, set)):
-        return [plain(each, depth - 1) for each in value]
-    return plain(vars(value), depth - 1) if depth and _has_attributes(value) else None
+def plain(value: Any, depth: int = 6) -> list[Any]:
+    """A snapshot of a value that compares equal as long as nothing in the value changes."""
+    snapshot, level, seen = [], [value], {}
+    for left in range(depth, -1, -1):
+        inner = []
+        for each in level:
+            kind = type(each)
+            if issubclass(kind, _ATOMS):
+                snapshot.append(repr(each))
+            elif issubclass(kind, Tensor):
+                number = repr(each.item()) if each.numel() == 1 else tuple(each.shape)
+                snapshot.append((each._version, number))
+            elif id(each) in seen:
+                snapshot.append(seen[id(each)][0])
+            else:
+                # With the object, so that no other gets its id.
+                seen[id(each)] = len(seen), each
+                contents = _contents(each) if left else None
+                snapshot.append((kind, None if contents is None else len(contents)))
+                inner += contents or ()
+        level = inner
+    return snapshot
 
 
 def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
-    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)) or not depth:
-        yield value
-    elif isinstance(value, Mapping):
-        for each in (*value.keys(), *value.values()):
-            yield from _leaves(each, depth - 1)
-    elif isinstance(value, (list, tuple, set)):
-        for each in value:
-            yield from _leaves(each, depth - 1)
-    elif _has_attributes(value):
-        # A singleton holds what other models and optimizers of the process have left there.
-        if getattr(type(value), "_instance", None) is not value:
-            yield from _leaves(vars(value), depth - 1)
-    else:
-        yield value
+    """What a value holds that holds nothing itself, each object once, level by level."""
+    level, seen = [value], {}
+    for left in range(depth, -1, -1):
+        inner = []
+        for each in level:
+            if issubclass(type(each), _ATOMS):
+                yield each
+            elif id(each) not in seen:
+                seen[id(each)] = each
+                contents = _contents(each) if left and not _is_singleton(each) else None
+                if contents is None:
+                    yield each
+                else:
+                    inner += contents
+        level = inner
 
 
-def _has_attributes(value: Any) -> bool:
-    known = isinstance(value, (type, torch.optim.Optimizer, nn.Module)) or inspect.isroutine(value)
-    return hasattr(value, "__dict__") and not known
+def _contents(value: Any) -> Collection[Any] | None:
+    """What is directly in a value; None if it is not looked into."""
+    try:
+        if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
+            return None
+        if isinstance(value, Mapping):
+            return [*value.keys(), *value.values()]
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return [*value]
+        known = isinstance(value, type) or inspect.isroutine(value)
+        return [*vars(value).values()] if hasattr(value, "__dict__") and not known else None
+    except Exception:
+        # Its class may raise anything, and so does a weak proxy of what is gone.
+        return None
+
+
+def _is_singleton(value: Any) -> bool:
+    """Whether it holds what other models and optimizers of the process have left there, too."""
+    return vars(type(value)).get("_instance") is value

@@ -11,6 +11,8 @@ _OURS = {
     "bitsandbytes.optim.adamw": "AdamW",
     "bitsandbytes.optim.lion": "Lion",
 }
+# What the Trainer asks for embeddings, which an optimizer without 8-bit moments has anyway.
+_NO_CHANGE = ("optim_bits", 32)
 
 
 def eight_bit(optimizer: Any) -> str | None:
@@ -39,5 +41,7 @@ def overridden(optimizer: Any) -> list[str]:
     for module, name, config in manager.module_weight_config_triple:
         if id(getattr(module, name)) in owned:
             configs.append(config)
-    changes = {change for config in configs for change in config.items()}
-    return sorted(name for name, _ in changes - {("optim_bits", 32)})
+    changes = {
+        name for each in configs for name, value in each.items() if (name, value) != _NO_CHANGE
+    }
+    return sorted(changes)

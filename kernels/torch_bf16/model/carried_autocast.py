@@ -7,13 +7,10 @@ autocast along, as an attribute of the instance.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
@@ -21,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_bf16.argument_checks import check_compute, check_module
 from torch_bf16.errors import version_numbers
 
 from .arithmetic import arithmetic, is_called_by_checkpoint, is_in_backward
 from .autocast import computes_in_fp32
+from .nested_tensors import map_tensors
 
 __all__ = ["carry_autocast", "inside_step"]
 
@@ -70,32 +67,6 @@ def inside_step() -> Iterator[None]:
         _calls.depth -= 1
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """Return ``data`` with ``function`` applied to all tensors in it, also in dataclasses."""
-    return tree_map(functools.partial(_map_leaf, function), data)
-
-
-def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return function(leaf)
-    if isinstance(leaf, MutableMapping):
-        set_in, old = operator.setitem, dict(leaf.items())
-    elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = [each.name for each in dataclasses.fields(leaf) if hasattr(leaf, each.name)]
-        set_in, old = object.__setattr__, {name: getattr(leaf, name) for name in names}
-    else:
-        return leaf
-    new = map_tensors(function, old)
-    pairs = zip(tree_leaves(old), tree_leaves(new), strict=True)
-    # A cache that the model writes into must stay the object that the caller holds.
-    if all(before is after for before, after in pairs):
-        return leaf
-    leaf = copy.copy(leaf)
-    for name, value in new.items():
-        set_in(leaf, name, value)
-    return leaf
-
-
 def carry_autocast(
     model: _M,
     *,
@@ -117,10 +88,11 @@ def carry_autocast(
         compute: ``"autocast"``, ``"fp32"``, or ``"bf16"``, which casts floating-point inputs
             instead; see :func:`torch_bf16.arithmetic`.
         map_tensors: applies a function to all tensors in arguments or results, however nested:
-            ``map_tensors(function, data)``. The default handles dataclasses, mutable mappings and
-            the containers that ``torch.utils._pytree`` knows: tuples, lists, dicts, tensordicts
-            and outputs of transformers and diffusers. Of other objects, such as a
-            ``torch.distributions.Normal``, the tensors stay bf16.
+            ``map_tensors(function, data)``. The default handles the containers that
+            ``torch.utils._pytree`` knows: tuples, lists, dicts, tensordicts and outputs of
+            transformers and diffusers; and dataclasses and mutable mappings, unless they forbid
+            copies or writes. Of other objects, such as a ``torch.distributions.Normal``, the
+            tensors stay bf16.
         **autocast: settings of ``torch.autocast`` other than device and dtype.
 
     Returns:

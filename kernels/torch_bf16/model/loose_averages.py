@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ __all__ = ["loose_averages"]
 # An average is closer to its weight than this part of the weight's mean magnitude; weights that
 # have nothing to do with each other differ by more than all of it.
 _CLOSE = 0.5
-# How many tensors with the shape of a weight are compared.
-_COMPARED = 64
+# How many tensors with the shape of a weight are compared, and about how many numbers of each.
+_COMPARED, _NUMBERS = 8192, 256
 
 
 def loose_averages(
@@ -35,26 +36,29 @@ def loose_averages(
         optimizers: these optimizers, whose tensors are none.
     """
     names = {id(weight): name for name, _, _, weight in bf16_weights()}
-    alike: dict[torch.Size, list[Tensor]] = {}
+    alike: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
     for each in trained:
         if id(each) in names and is_readable(each):
-            alike.setdefault(each.shape, []).append(each)
+            alike.setdefault((each.shape, each.device), []).append(each)
     if not alike:
         return
     taken = {each.data_ptr() for each in _tensors_of(optimizers)}
     tensors: list[Any] = [each for each in gc.get_objects() if type(each) is Tensor]
-    compared = 0
-    for tensor in tensors:
-        if not (tensor.dtype == torch.bfloat16 and is_plain(tensor) and tensor.shape in alike):
+    found: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
+    for each in tensors:
+        if not (each.dtype == torch.bfloat16 and is_plain(each)):
             continue
-        if not is_readable(tensor) or tensor.data_ptr() in taken or is_named(tensor):
+        place = each.shape, each.device
+        if place not in alike or not is_readable(each):
             continue
-        weights = [each for each in alike[tensor.shape] if each.device == tensor.device]
-        if weights and compared < _COMPARED:
-            compared += 1
-            closest = _closest(tensor, weights)
-            if closest is not None:
-                yield WatchedWeight.of(tensor, names[id(closest)], "loose", weakref.ref(tensor))
+        if not (each.data_ptr() in taken or is_named(each)):
+            found.setdefault(place, []).append(each)
+    for place, some in found.items():
+        weights, compared = alike[place], some[:_COMPARED]
+        for tensor, number in zip(compared, _closest(compared, weights), strict=True):
+            if number is not None:
+                name = names[id(weights[number])]
+                yield WatchedWeight.of(tensor, name, "loose", weakref.ref(tensor))
 
 
 def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:
@@ -68,10 +72,17 @@ def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:
                     yield each
 
 
-def _closest(tensor: Tensor, weights: list[Tensor]) -> Tensor | None:
-    """The weight whose first elements are closest, if they are close at all."""
-    numbers = torch.stack([bits_of(each).view(torch.bfloat16).float() for each in weights])
-    distances = (numbers - bits_of(tensor).view(torch.bfloat16).float()).abs().mean(1)
-    ratios = distances / numbers.abs().mean(1)
-    ratio, place = min((ratio, n) for n, ratio in enumerate(ratios.tolist()))
-    return weights[place] if ratio < _CLOSE else None
+def _closest(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[int | None]:
+    """For each tensor which weight is closest; None if none is close."""
+    numbers, of_weights = (torch.stack([*map(_some_numbers, some)]) for some in (tensors, weights))
+    distances = torch.cdist(numbers, of_weights, p=1) / numbers.shape[1]
+    # Nothing is close to a weight that is zero here.
+    ratios = (distances / of_weights.abs().mean(1)).nan_to_num(math.inf)
+    smallest, places = ratios.min(1)
+    pairs = zip(smallest.tolist(), places.tolist(), strict=True)
+    return [place if ratio < _CLOSE else None for ratio, place in pairs]
+
+
+def _some_numbers(tensor: Tensor) -> Tensor:
+    bits = bits_of(tensor)
+    return bits.view(torch.bfloat16)[:: max(1, len(bits) // _NUMBERS)].float()

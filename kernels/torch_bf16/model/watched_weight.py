@@ -132,6 +132,9 @@ def is_comparable(weight: Tensor) -> bool:
     return (
         is_plain(weight)
         and weight.data_ptr() != 0
+        # Its memory may have been freed, as FSDP1 does; a view then still has an address.
+        and weight.untyped_storage().nbytes() > 0
+        and not weight.is_neg()
         and weight.dtype == torch.bfloat16
         and weight.dim() > 1
         and weight.numel() > 0

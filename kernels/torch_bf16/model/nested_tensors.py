@@ -1,0 +1,74 @@
+"""Maps the tensors in what modules take and return, however nested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["map_tensors"]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """Return ``data`` with ``function`` applied to all tensors in it, also in dataclasses."""
+    return _map_inside((), function, data)
+
+
+def _map_inside(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    return tree_map(functools.partial(_map_leaf, outer, function), data)
+
+
+def _map_leaf(outer: tuple[Any, ...], function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
+    # An object that refers back to one that it is in would be followed forever.
+    old = None if any(each is leaf for each in outer) else _contents(leaf)
+    if old is None:
+        return leaf
+    new = _map_inside((*outer, leaf), function, old)
+    pairs = zip(tree_leaves(old), tree_leaves(new), strict=True)
+    # A cache that the model writes into must stay the object that the caller holds.
+    if all(before is after for before, after in pairs):
+        return leaf
+    return _copy_with(leaf, new)
+
+
+def _contents(leaf: Any) -> dict[Any, Any] | None:
+    """What a mutable mapping or a dataclass holds; None for other objects, and if it does not tell.
+
+    Its methods and properties may raise anything.
+    """
+    try:
+        if isinstance(leaf, MutableMapping):
+            return dict(leaf.items())
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module)):
+            names = [each.name for each in dataclasses.fields(leaf) if hasattr(leaf, each.name)]
+            return {name: getattr(leaf, name) for name in names}
+    except Exception:
+        pass
+    return None
+
+
+def _copy_with(leaf: Any, contents: dict[Any, Any]) -> Any:
+    """A copy that holds something else, or the object itself if it forbids copies or writes."""
+    is_mapping = isinstance(leaf, MutableMapping)
+    try:
+        made = copy.copy(leaf)
+        if is_mapping and hasattr(made, "__dict__"):
+            # A copy of a mapping may share the dict that it is kept in.
+            for name, each in list(made.__dict__.items()):
+                if isinstance(each, dict):
+                    made.__dict__[name] = each.copy()
+        for name, each in contents.items():
+            if is_mapping:
+                made[name] = each
+            else:
+                object.__setattr__(made, name, each)
+    except Exception:
+        return leaf
+    return made
