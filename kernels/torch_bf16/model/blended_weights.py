@@ -148,15 +148,16 @@ def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
 
 def _untrained() -> Iterator[WatchedWeight]:
     """The bf16 matrices of cast models and of their copies that no optimizer of ours trains."""
-    trained, names = {id(each) for each in _trained()}, {}
+    trained, named = {id(each) for each in _trained()}, {}
     for name, owner, own_name, weight in bf16_weights():
-        names[id(weight)] = name
+        named[id(weight)] = name, weakref.ref(weight)
         if id(weight) not in trained and is_comparable(weight):
             get = functools.partial(_parameter_of, weakref.ref(owner), own_name, id(weight))
             yield WatchedWeight.of(weight, name, "in the model", get)
     for copy, source in list(_copies.items()):
-        if source in names and id(copy) not in trained and is_comparable(copy):
-            yield WatchedWeight.of(copy, names[source], "copy", weakref.ref(copy))
+        if source in named and id(copy) not in trained and is_comparable(copy):
+            name, followed = named[source]
+            yield WatchedWeight.of(copy, name, "copy", weakref.ref(copy), followed)
 
 
 def _trained() -> Iterator[Tensor]:

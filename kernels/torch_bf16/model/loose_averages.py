@@ -54,7 +54,8 @@ def loose_averages(
             compared += 1
             closest = _closest(tensor, weights)
             if closest is not None:
-                yield WatchedWeight.of(tensor, names[id(closest)], "loose", weakref.ref(tensor))
+                refs = weakref.ref(tensor), weakref.ref(closest)
+                yield WatchedWeight.of(tensor, names[id(closest)], "loose", *refs)
 
 
 def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:
