@@ -91,8 +91,12 @@ class WatchedWeight:
         if not 0 < self.changed < before.numel() // 2 or moves.median() > _SMALL_MOVE:
             return False
         source = self.followed()
-        known = source is not None and source.shape == weight.shape and is_readable(source)
-        if known and looks_stochastic(before, self.bits, bits_of(source)):
+        if (
+            source is not None
+            and source.shape == weight.shape
+            and is_readable(source)
+            and looks_stochastic(before, self.bits, bits_of(source))
+        ):
             return False
         self.is_harmless = is_named(weight) or any(
             _loses_nothing(weight, self.bits, each) for each in trained()
