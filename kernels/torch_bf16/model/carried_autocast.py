@@ -255,7 +255,8 @@ class CarriedForward:
         device, fp32 = _device(module), self._whole and self.compute != "bf16"
         if torch.compiler.is_compiling():
             if self.compute == "bf16":
-                fp32 = self._whole and not (_traced.inside_step or torch.is_autocast_enabled(device))
+                inside = _traced.inside_step or torch.is_autocast_enabled(device)
+                fp32 = self._whole and not inside
             if not fp32 or not _is_bf16(module):
                 return forward(*first, *args, **kwargs)
             if self.compute == "bf16":

@@ -44,9 +44,10 @@ def decompose_under_autocast() -> None:
     into a mode registers the kernels.
 
     Example:
+        >>> from torch.utils.flop_counter import FlopCounterMode
         >>> decompose_under_autocast()
         >>> weight = torch.ones(2, 4, dtype=torch.bfloat16)
-        >>> counter = torch.utils.flop_counter.FlopCounterMode(display=False)
+        >>> counter = FlopCounterMode(display=False)
         >>> with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), counter:
         ...     torch.einsum("bi,oi->bo", torch.ones(3, 4), weight).dtype
         torch.bfloat16
