@@ -53,6 +53,14 @@ PATCHES: dict[str, TorchPatch] = {
         "embeddings, and sums of them, are bf16",
         "torch_bf16.model.autocast",
     ),
+    "dispatch_mode_enter": TorchPatch(
+        "torch.utils._python_dispatch.TorchDispatchMode.__enter__",
+        "cast_model",
+        "the first mode, such as a FLOP counter, registers kernels of autocast for composite "
+        "operations (einsum, RNNs), which such a mode receives whole in inference mode",
+        "counting FLOPs in inference mode, these operations raise an error about two dtypes",
+        "torch_bf16.model.composite_operations",
+    ),
     "autocast_init": TorchPatch(
         "torch.autocast.__init__",
         "compute='fp32'",

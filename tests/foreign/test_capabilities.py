@@ -249,3 +249,28 @@ def test_a_compiled_step_is_followed_as_it_is_written():
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
     torch.testing.assert_close(optimizer.exact_weight(model.weight), expected)
+
+
+class KeepsOnParameters(torch.optim.SGD):
+    """As timm's Adahessian keeps the traces of its Hessian."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.trace = 0.0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.trace += float(p.grad.square().sum())
+        return super().step(closure)
+
+
+def test_an_optimizer_that_keeps_attributes_on_parameters_is_refused():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match="it keeps trace as an attribute of parameters"):
+        prepare(model, KeepsOnParameters(model.parameters(), 0.1), "bf16-stochastic")
+    assert model.weight.dtype == torch.float32
+    model.weight.tagged = True  # by another library, and read by no optimizer
+    prepare(model, OWN["adadelta"](model.parameters()), "bf16-stochastic")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
@@ -278,6 +279,38 @@ def test_an_average_that_is_rounded_stochastically_is_not_named():
         ema.update_parameters(model)
 
 
+def lerp_stochastically(tensor, weight, decay=0.999):
+    """As timm.utils.ModelEmaV3 does it: random bits below the mantissa, and the rest cut off."""
+    bits = (decay * tensor.float() + (1 - decay) * weight.float()).view(torch.int32)
+    bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32)
+    tensor.copy_((bits & -(1 << 16)).view(torch.float32))
+
+
+def add_in_two_roundings(tensor, weight, decay=0.999):
+    tensor.copy_(decay * tensor + (1 - decay) * weight)
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.999])
+def test_an_average_that_another_library_rounds_stochastically_is_not_named(decay):
+    blend = functools.partial(lerp_stochastically, decay=decay)
+    model, optimizer = prepared(nn.Linear(32, 32))
+    train(model, optimizer, model, copy.deepcopy(model), blend)
+    make = lambda p: p.clone().detach()  # noqa: E731
+    assert tensors_that_follow(nn.Linear(32, 32), blend, make) == []
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.996, 0.999])
+@pytest.mark.parametrize("blend", [add_in_two_roundings, None], ids=["two roundings", "one"])
+def test_an_average_that_is_rounded_to_nearest_is_named_at_any_decay(blend, decay):
+    def blend_once(tensor, weight):
+        tensor.copy_(decay * tensor.float() + (1 - decay) * weight.float())
+
+    model, optimizer = prepared(nn.Linear(32, 32))
+    blend = blend_once if blend is None else functools.partial(blend, decay=decay)
+    with pytest.warns(UserWarning, match="a copy of 'weight' is bfloat16"):
+        train(model, optimizer, model, copy.deepcopy(model), blend, 2 * STEPS)
+
+
 def test_an_average_of_torch_is_named_by_its_own_warning_alone():
     model, optimizer = prepared(nn.Linear(32, 32))
     average = torch.optim.swa_utils.AveragedModel(
@@ -321,11 +354,14 @@ def test_nothing_is_kept_alive_and_nothing_looked_at_after_the_windows():
     assert not len(blended_weights._copies)
 
 
-def test_copies_can_be_swapped_where_torch_is_told_to():
-    model, _ = prepared(nn.Linear(32, 32))
+def test_weights_and_copies_can_be_swapped_where_torch_is_told_to():
+    model, optimizer = prepared(nn.Linear(32, 32))
+    average = [each.detach().clone() for each in model.parameters()]
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         assert copy.deepcopy(model).float().weight.dtype == torch.float32
+        train(model, optimizer, model, nn.ParameterList(average), lambda *_: None, 12)
+        assert model.float().weight.dtype == torch.float32
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
 

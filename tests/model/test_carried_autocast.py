@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -311,7 +312,18 @@ def test_a_compiled_model_whose_graph_breaks_computes_the_same():
     assert expected.dtype == torch.float32
 
 
-@pytest.mark.parametrize("compute", ["autocast", "fp32"])
+def test_a_compiled_model_that_computes_in_bf16_casts_its_inputs_outside_of_steps_alone():
+    net = carried(compute="bf16")
+    compiled: Any = torch.compile(net, backend="eager", fullgraph=True)
+    with torch.no_grad():  # torch.compile's own warnings about gradients are errors here
+        for x, inside in (X, False), (X.bfloat16(), True), (X, False):
+            with torch_bf16.inside_step() if inside else contextlib.nullcontext():
+                expected, found = net(x)["out"][0], compiled(x)["out"][0]
+            assert torch.equal(found, expected)
+            assert found.dtype == (torch.bfloat16 if inside else torch.float32)
+
+
+@pytest.mark.parametrize("compute", ["autocast", "bf16", "fp32"])
 def test_after_float_a_model_is_compiled_and_exported_in_fp32(compute):
     expected = carried().float()(X)["out"][0]
     with torch.no_grad():

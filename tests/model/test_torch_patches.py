@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bf16
 from torch_bf16 import torch_patches
@@ -43,6 +44,7 @@ def applied() -> set[str]:
         for name, is_applied in {
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
             "autocast_embedding": has_kernel("aten::embedding", "AutocastCPU"),
+            "dispatch_mode_enter": hasattr(TorchDispatchMode.__enter__, "__wrapped__"),
             "autocast_init": hasattr(torch.autocast.__init__, "__wrapped__"),
             "autocast_exit": hasattr(torch.autocast.__exit__, "__wrapped__"),
             "averaged_model": hasattr(AveragedModel.update_parameters, "__wrapped__"),

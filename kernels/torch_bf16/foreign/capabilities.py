@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,4 +125,23 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"it keeps the model's own tensors in its attribute {name}"
             if isinstance(inner, Tensor) and inner.numel() > 1:
                 return f"it keeps tensors in its attribute {name}, outside `state`"
+    if name := _attribute_of_parameters(optimizer):
+        return (
+            f"it keeps {name} as an attribute of parameters, and each step would get copies of "
+            "them, without it; `state` is the place for what belongs to a parameter"
+        )
     return looks_up(attributes, optimizer.param_groups, parameters)
+
+
+def _attribute_of_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of an attribute that parameters have and the code of the optimizer's class uses."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    own = {name for p in parameters for name in vars(p)} - set(dir(optimizer))
+    kinds = type(optimizer).__mro__
+    written = kinds[: kinds.index(torch.optim.Optimizer)]
+    functions = (
+        inspect.unwrap(each) for kind in written for each in vars(kind).values() if callable(each)
+    )
+    codes = (getattr(each, "__code__", None) for each in functions)
+    used = {name for code in codes if code is not None for name in code.co_names}
+    return min(own & used, default=None)

@@ -21,7 +21,15 @@ from torch.library import Library
 
 from torch_bf16.torch_patches import is_enabled
 
-__all__ = ["GAPS", "computes_in_fp32", "fill_gaps", "restore", "widen", "widen_lookups"]
+__all__ = [
+    "GAPS",
+    "computes_in_fp32",
+    "fill_gaps",
+    "overloads",
+    "restore",
+    "widen",
+    "widen_lookups",
+]
 
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm")
 _PROMOTING = (
@@ -81,7 +89,7 @@ def fill_gaps() -> None:
     for key, gaps in GAPS.items():
         for convert, names in gaps.items():
             for name in names:
-                for operator in _overloads(name):
+                for operator in overloads(name):
                     if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
                         _library.impl(operator, _kernel(operator, convert, key), key)
 
@@ -130,7 +138,7 @@ def widen(argument: Any) -> Any:
     return argument
 
 
-def _overloads(name: str) -> list[Any]:
+def overloads(name: str) -> list[Any]:
     """The overloads that users can call, without those for ``out=`` or named dimensions."""
     name, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, name, None)

@@ -87,7 +87,7 @@ def look(optimizer: torch.optim.Optimizer) -> None:
     _optimizers.add(optimizer)
     if _steps == _begin:
         _weights.extend(_untrained())
-        if _searches > 0:
+        if _searches > 0 and not _swaps():
             _searches -= 1
             _weights.extend(islice(loose_averages([*_trained()], [*_optimizers]), _SAMPLED))
     elif _steps == _begin + _WRITTEN_WITHIN:
@@ -138,25 +138,29 @@ def _end() -> None:
 def _deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
     is_new = id(self) not in memo
     copy = _original(self, memo)
-    # swap_tensors, which float() may be told to use, refuses a tensor with weak references.
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    if is_new and not (swaps or _warned) and is_comparable(copy):
+    if is_new and not (_swaps() or _warned) and is_comparable(copy):
         _copies[copy] = id(self)
         _begin_anew()
     return copy
 
 
+def _swaps() -> bool:
+    """Whether float() calls swap_tensors, which refuses a tensor with weak references."""
+    return torch.__future__.get_swap_module_params_on_conversion()
+
+
 def _untrained() -> Iterator[WatchedWeight]:
     """The bf16 matrices of cast models and of their copies that no optimizer of ours trains."""
-    trained, names = {id(each) for each in _trained()}, {}
+    trained, named = {id(each) for each in _trained()}, {}
     for name, owner, own_name, weight in bf16_weights():
-        names[id(weight)] = name
+        named[id(weight)] = name, weakref.ref(weight)
         if id(weight) not in trained and is_comparable(weight):
             get = functools.partial(_parameter_of, weakref.ref(owner), own_name, id(weight))
             yield WatchedWeight.of(weight, name, "in the model", get)
     for copy, source in list(_copies.items()):
-        if source in names and id(copy) not in trained and is_comparable(copy):
-            yield WatchedWeight.of(copy, names[source], "copy", weakref.ref(copy))
+        if source in named and id(copy) not in trained and is_comparable(copy):
+            name, followed = named[source]
+            yield WatchedWeight.of(copy, name, "copy", weakref.ref(copy), followed)
 
 
 def _trained() -> Iterator[Tensor]:

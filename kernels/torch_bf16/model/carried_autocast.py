@@ -36,6 +36,12 @@ class _Calls(threading.local):
     depth = 0
 
 
+class _Traced:
+    """What ``_Calls`` says, for torch.compile, which guards on no attribute of a thread's own."""
+
+    inside_step = False
+
+
 # Older versions of torch.compile trace the function of what looks like a method, not its call.
 _TRACED_AS_METHODS = version_numbers(torch.__version__) < (2, 13)
 
@@ -46,6 +52,7 @@ _NO_EXPORT = (
 )
 
 _calls = _Calls()
+_traced = _Traced()
 
 
 @contextmanager
@@ -61,10 +68,12 @@ def inside_step() -> Iterator[None]:
         (torch.bfloat16, True)
     """
     _calls.depth += 1
+    _traced.inside_step = True
     try:
         yield
     finally:
         _calls.depth -= 1
+        _traced.inside_step = _calls.depth > 0
 
 
 def carry_autocast(
@@ -217,8 +226,13 @@ class CarriedForward:
             forward, first = type(module).forward, (module,)
         device, fp32 = _device(module), self._whole and self.compute != "bf16"
         if torch.compiler.is_compiling():
+            if self.compute == "bf16":
+                inside = _traced.inside_step or torch.is_autocast_enabled(device)
+                fp32 = self._whole and not inside
             if not fp32 or not _is_bf16(module):
                 return forward(*first, *args, **kwargs)
+            if self.compute == "bf16":
+                args, kwargs = self.map_tensors(_to_bf16, (args, kwargs))
             if self.compute == "fp32":
                 if torch.compiler.is_exporting():
                     raise RuntimeError(_NO_EXPORT)

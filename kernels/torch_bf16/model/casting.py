@@ -30,6 +30,7 @@ from .autocast import fill_gaps, widen
 from .averaged_models import watch_averages
 from .blended_weights import watch_blends
 from .carried_autocast import CarriedForward, carry_autocast, check_scripted
+from .composite_operations import decompose_under_autocast
 from .declared_fp32 import declared_fp32
 from .lerped_averages import watch_lerps
 from .loading import watch_loading
@@ -111,6 +112,7 @@ def cast_model(model: nn.Module, recipe: str | Recipe = "bf16-stochastic") -> nn
         _check_wrappers(model)
     _check_groups(model, set(to_fp32), set(to_bf16))
     fill_gaps()
+    decompose_under_autocast()
     name_weights_in_errors()
     watch_averages()
     watch_lerps()

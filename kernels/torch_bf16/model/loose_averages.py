@@ -57,8 +57,9 @@ def loose_averages(
         weights, compared = alike[place], some[:_COMPARED]
         for tensor, number in zip(compared, _closest(compared, weights), strict=True):
             if number is not None:
-                name = names[id(weights[number])]
-                yield WatchedWeight.of(tensor, name, "loose", weakref.ref(tensor))
+                closest = weights[number]
+                references = weakref.ref(tensor), weakref.ref(closest)
+                yield WatchedWeight.of(tensor, names[id(closest)], "loose", *references)
 
 
 def _tensors_of(optimizers: Collection[Any]) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .lerped_averages import is_named
+from .stochastic_writes import looks_stochastic
 
 __all__ = ["WatchedWeight", "bits_of", "is_comparable", "is_plain", "is_readable"]
 
@@ -33,6 +34,7 @@ class WatchedWeight:
         get: returns the weight, or None if it is gone.
         place: its address and version when it was first looked at.
         bits: the bits of its first elements then, or when they were last compared.
+        followed: returns the weight that it copied; None if that is not known, or gone.
         changed: how many of these elements the last write changed.
         lossy: how many writes changed only a few of them.
         is_harmless: whether it turned out to lose nothing.
@@ -43,6 +45,7 @@ class WatchedWeight:
     get: Callable[[], Tensor | None]
     place: tuple[int, int]
     bits: Tensor | None
+    followed: Callable[[], Tensor | None] = lambda: None
     changed: int = 0
     lossy: int = 0
     is_harmless: bool = False
@@ -54,10 +57,11 @@ class WatchedWeight:
         name: str,
         kind: Literal["in the model", "copy", "loose"],
         get: Callable[[], Tensor | None],
+        followed: Callable[[], Tensor | None] = lambda: None,
     ) -> WatchedWeight:
         """Begin to watch a weight that is comparable."""
         bits = bits_of(weight) if is_readable(weight) else None
-        return cls(name, kind, get, _place(weight), bits)
+        return cls(name, kind, get, _place(weight), bits, followed)
 
     def is_written(self) -> bool:
         """Whether it was written since it was first looked at."""
@@ -85,6 +89,14 @@ class WatchedWeight:
         self.changed = len(moves)
         # A write that does nothing leaves all of them.
         if not 0 < self.changed < before.numel() // 2 or moves.median() > _SMALL_MOVE:
+            return False
+        source = self.followed()
+        if (
+            source is not None
+            and source.shape == weight.shape
+            and is_readable(source)
+            and looks_stochastic(before, self.bits, bits_of(source))
+        ):
             return False
         self.is_harmless = is_named(weight) or any(
             _loses_nothing(weight, self.bits, each) for each in trained()
