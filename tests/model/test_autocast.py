@@ -169,7 +169,7 @@ def test_outside_autocast_nothing_is_widened():
 
 def kernels(key):
     names = [each for gaps in autocast.GAPS[key].values() for each in gaps]
-    operators = [each.name() for name in names for each in autocast._overloads(name)]
+    operators = [each.name() for name in names for each in autocast.overloads(name)]
     known = torch._C._dispatch_has_kernel_for_dispatch_key
     return [name for name in operators if known(name, key)]
 
