@@ -39,7 +39,8 @@ class Program:
     @classmethod
     def of_kernel(cls, text: str) -> "Program":
         """The one kernel of a module."""
-        text = _COMMENT.sub("", text)
+        # Triton 3.8 writes out which shared memory it means: that of the program itself.
+        text = _COMMENT.sub("", text).replace(".shared::cta", ".shared")
         entry = re.search(r"\.entry\s+\w+\(([^)]*)\)[^{]*", text)
         assert entry, "there is no kernel"
         return cls(
