@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 
@@ -48,6 +49,9 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True, scope="module")
 def _collected():
     """Nor does a file look through what others before it have imported and compiled."""
+    if "torch._dynamo" in sys.modules:
+        # At its ninth model torch.compile gives up on a function that all models share.
+        sys.modules["torch._dynamo"].reset()
     gc.collect()
     gc.freeze()
 

@@ -45,7 +45,7 @@ def looks_stochastic(before: Tensor, after: Tensor, followed: Tensor) -> bool:
     rank = (ranks - (count - 1) / 2) / max(1, len(old) - count)
     chance = (distance * (moved.sum() / distance.sum())).clamp(max=1)
     mantissa = before.cpu().int() & 127
-    surplus, variance = torch.zeros(128), torch.zeros(128)
+    surplus, variance = torch.zeros(2, 128, device="cpu")
     surplus.index_add_(0, mantissa, changed.float() - chance)
     variance.index_add_(0, mantissa, chance * (1 - chance))
     excess = surplus.square().sum() / variance.sum().clamp(min=1e-9)
