@@ -45,13 +45,9 @@ def loose_averages(
     taken = {each.data_ptr() for each in _tensors_of(optimizers)}
     tensors: list[Any] = [each for each in gc.get_objects() if type(each) is Tensor]
     found: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
-    for each in tensors:
-        if not (each.dtype == torch.bfloat16 and is_plain(each)):
-            continue
+    for each in filter(is_readable, tensors):
         place = each.shape, each.device
-        if place not in alike or not is_readable(each):
-            continue
-        if not (each.data_ptr() in taken or is_named(each)):
+        if place in alike and each.data_ptr() not in taken and not is_named(each):
             found.setdefault(place, []).append(each)
     for place, some in found.items():
         weights, compared = alike[place], some[:_COMPARED]

@@ -21,6 +21,7 @@ _ELEMENTS = 4096
 _LOSSY_WRITES, _SMALL_MOVE = 2, 16
 _AVERAGE = "torch_bf16.EMA(model, decay) is such an average"
 
+_Kind = Literal["in the model", "copy", "loose"]
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -41,7 +42,7 @@ class WatchedWeight:
     """
 
     name: str
-    kind: Literal["in the model", "copy", "loose"]
+    kind: _Kind
     get: Callable[[], Tensor | None]
     place: tuple[int, int]
     bits: Tensor | None
@@ -55,7 +56,7 @@ class WatchedWeight:
         cls,
         weight: Tensor,
         name: str,
-        kind: Literal["in the model", "copy", "loose"],
+        kind: _Kind,
         get: Callable[[], Tensor | None],
         followed: Callable[[], Tensor | None] = lambda: None,
     ) -> WatchedWeight:
@@ -142,14 +143,14 @@ def is_comparable(weight: Tensor) -> bool:
     Numbers of vectors are often alike: all scales of a norm begin as 1.
     """
     return (
-        is_plain(weight)
+        weight.dtype == torch.bfloat16
+        and is_plain(weight)
+        and weight.dim() > 1
+        and weight.numel() > 0
+        and not weight.is_neg()
         and weight.data_ptr() != 0
         # Its memory may have been freed, as FSDP1 does; a view then still has an address.
         and weight.untyped_storage().nbytes() > 0
-        and not weight.is_neg()
-        and weight.dtype == torch.bfloat16
-        and weight.dim() > 1
-        and weight.numel() > 0
     )
 
 
@@ -165,8 +166,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_readable(weight: Tensor) -> bool:
     """Whether it is comparable now: under capture of a CUDA graph nothing may be read."""
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    return is_comparable(weight) and not capturing
+    if not is_comparable(weight):
+        return False
+    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def bits_of(weight: Tensor) -> Tensor:
