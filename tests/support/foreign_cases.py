@@ -106,6 +106,14 @@ class KeepsTensors(torch.optim.SGD):
         self.buffers = {**self.buffers, "last": torch.ones(3)}
 
 
+@torch.no_grad()
+def momentum_step(optimizer, speed_of):
+    """A step whose momentum is in the buffers that ``speed_of(group, p)`` returns."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.add_(speed_of(group, p).mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
 class KeepsByParameter(torch.optim.SGD):
     """Momentum outside ``state``, in a dict that is there before the first step."""
 
@@ -113,23 +121,20 @@ class KeepsByParameter(torch.optim.SGD):
         super().__init__(params, lr=0.1)
         self.key, self.speeds = key, {}
 
-    @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                speed = self.speeds.setdefault(self.key(p), torch.zeros_like(p))
-                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+        momentum_step(
+            self, lambda group, p: self.speeds.setdefault(self.key(p), torch.zeros_like(p))
+        )
 
 
 class KeepsInGroups(torch.optim.SGD):
     """The same, in the groups' options, as GrokAdamW keeps its states."""
 
-    @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                speed = group.setdefault("speeds", {}).setdefault(p, torch.zeros_like(p))
-                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+        momentum_step(
+            self,
+            lambda group, p: group.setdefault("speeds", {}).setdefault(p, torch.zeros_like(p)),
+        )
 
 
 class LoadsByItself(torch.optim.Optimizer):
@@ -138,12 +143,11 @@ class LoadsByItself(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                speed = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                p.add_(speed.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+        momentum_step(
+            self,
+            lambda group, p: self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)),
+        )
 
     def state_dict(self):
         content = super().state_dict()
