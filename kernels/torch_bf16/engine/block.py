@@ -100,7 +100,7 @@ class Block:
                 return BlockGradients(gradients, addresses, True, self._all_present)
             return self._unusual_gradients(gradients, fitting)
         except (AttributeError, RuntimeError):
-            # The gradient of a sharded parameter is a plain tensor, or a gradient is sparse.
+            # The gradient of a sharded parameter is a plain tensor, or one cannot tell its strides.
             return None
 
     def intact(self, states: dict[Tensor, Any]) -> list[bool]:
@@ -149,9 +149,9 @@ class Block:
         if [*map(_DTYPE, tensors)] != dtypes or not wrappers <= self._wrappers:
             return None
         # torch refuses to assign another shape, but `p.grad.data = ...` is not checked.
-        if usable and [*map(_SHAPE, tensors)] != shapes:
-            return None
-        if usable and {*map(_LAYOUT, tensors)} - {torch.strided}:
+        if usable and (
+            [*map(_SHAPE, tensors)] != shapes or {*map(_LAYOUT, tensors)} - {torch.strided}
+        ):
             return None
         addresses = None
         if usable and readable(tensors):
