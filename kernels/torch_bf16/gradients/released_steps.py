@@ -342,7 +342,8 @@ class ReleasedSteps:
         for parameter, _ in aside:
             parameter.grad = None
         try:
-            group.made = optimizer._update(taken, group.made, self._setting, inputs)
+            with torch.set_grad_enabled(False):
+                group.made = optimizer._update(taken, group.made, self._setting, inputs)
         finally:
             for parameter, gradient in aside:
                 parameter.grad = gradient
