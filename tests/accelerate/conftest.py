@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from ranks import IMPORTS
+from forkserver import IMPORTS
 from small_model import Model
 from torch.nn.functional import mse_loss
 

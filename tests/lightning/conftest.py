@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from lightning_models import FABRICS, MODES, TRAINERS, host
-from ranks import IMPORTS
+from forkserver import IMPORTS
 
 import lightning_bf16  # noqa: F401  (makes the modes known)
 

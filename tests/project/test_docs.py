@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,7 @@ def constants(node: ast.AST) -> list[str]:
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
 
 
+@functools.cache
 def messages() -> list[str]:
     """All texts of the packages, whatever says them."""
     rooms = ("kernels", "lightning_bf16", "accelerate_bf16")

@@ -17,6 +17,7 @@ import nanogpt_char
 import pytest
 import pytorch_loop
 import torch
+from forked_scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODES = ("bf16-stochastic", "bf16-fp32-master")
@@ -100,21 +101,24 @@ def test_the_fabric_example_does_not_launch_what_fabric_run_has_launched(
 
 
 def test_the_hugging_face_trainer_writes_on_from_what_it_saved() -> None:
-    script = str(EXAMPLES / "hf_trainer.py")
+    script, here = EXAMPLES / "hf_trainer.py", Path.cwd()
     tiny = ["--max_steps=2", "--width=16", "--layers=1", "--corpus_bytes=200000", "--context=16"]
-    output = run(script, *tiny, "--optim=adamw_bf16_stochastic")
+    output = run_script(script, *tiny, "--optim=adamw_bf16_stochastic", folder=here)
     assert "validation loss" in output
     saved = json.loads(Path("hf-trainer/config.json").read_text())
     assert saved["dtype"] == "bfloat16"
-    assert "def " in run(script, "--prompt=def ")
+    assert "def " in run_script(script, "--prompt=def ", folder=here)
 
 
 def test_trl_fine_tunes_all_weights_and_then_an_adapter() -> None:
-    script = str(EXAMPLES / "trl_sft.py")
     tiny = ["--steps=2", "--batch-size=2", "--width=16", "--layers=1"]
-    environment = {"ACCELERATE_MIXED_PRECISION": "bf16-stochastic"}
-    assert "saved to trl-sft\n" in run(script, *tiny, environment=environment)
-    output = run(script, *tiny, "--lora", "--base=trl-sft", environment=environment)
+
+    def train(*options: str) -> str:
+        mode = {"ACCELERATE_MIXED_PRECISION": "bf16-stochastic"}
+        return run_script(EXAMPLES / "trl_sft.py", *tiny, *options, folder=Path.cwd(), **mode)
+
+    assert "saved to trl-sft\n" in train()
+    output = train("--lora", "--base=trl-sft")
     assert "saved to trl-sft-lora\n" in output
     adapter = Path("trl-sft-lora/adapter_config.json")
     assert json.loads(adapter.read_text())["base_model_name_or_path"] == "trl-sft"

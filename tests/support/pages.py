@@ -1,6 +1,6 @@
 """What a page of Markdown lets its reader run, and how a test runs it.
 
-All Python of a page is one program, block after block, in a fresh interpreter. In a page:
+All Python of a page is one program, block after block, in a process of its own. In a page:
 
 - a fence `python` is run, and so is a comment `<!-- python ... -->`, which readers do not see;
 - a fence `diff` is two programs, before and after: both are run;
@@ -23,9 +23,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from forked_scripts import call_in_fork
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -72,7 +74,7 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 def run_page(path: Path, folder: Path) -> tuple[str, list[str]]:
-    """Run a page in a fresh interpreter.
+    """Run a page in a process of its own.
 
     Args:
         path: of the page.
@@ -81,28 +83,21 @@ def run_page(path: Path, folder: Path) -> tuple[str, list[str]]:
     Returns:
         What went wrong, empty where nothing did, and the modules whose blocks were left out.
     """
-    blocks = [asdict(block) for block in blocks_of(path.read_text())]
-    script = folder / "blocks.json"
-    script.write_text(json.dumps([str(path), blocks]))
-    done = subprocess.run(
-        [sys.executable, __file__, str(script)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=840,
-    )
-    if done.returncode not in (0, 1) or not done.stdout.startswith("{"):
-        return done.stdout + done.stderr, []
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said["fault"] and said["fault"] + done.stderr, said["skipped"]
+    found = folder / "found.json"
+    printed = call_in_fork(_write, path, found, folder=folder, seconds=840)
+    said: dict[str, Any] = json.loads(found.read_text())
+    return said["fault"] and said["fault"] + printed, said["skipped"]
 
 
-def _run(path: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the blocks in this interpreter, up to the first that fails."""
+def _write(path: Path, found: Path) -> None:
+    found.write_text(json.dumps(_run(str(path), [*blocks_of(path.read_text())])))
+
+
+def _run(path: str, blocks: list[Block]) -> dict[str, Any]:
+    """Run the blocks in this process, up to the first that fails."""
     names: dict[str, Any] = {"__name__": "__main__", "repository": ROOT}
     skipped = []
-    for each in blocks:
-        block = Block(**each)
+    for block in blocks:
         if missing := [need for need in block.needs.split(", ") if need and not _has(need)]:
             skipped += missing
             continue
@@ -144,7 +139,3 @@ def _shell(command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stdout}{done.stderr}")
     return done.stdout
-
-
-if __name__ == "__main__":
-    print(json.dumps(_run(*json.loads(Path(sys.argv[1]).read_text()))))

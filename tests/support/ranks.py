@@ -25,19 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# What takes seconds to import; processes are forked from one that has it. A conftest.py whose tests
-# need more adds that, which others then need not wait for.
-IMPORTS = [
-    "pytest",
-    "numba",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch_bf16",
-    "torch_bf16.backends.cpu.launch",
-]
+from forkserver import forkserver
 
 # Calls from one look for garbage to the next: groups that a function made are part of it, and each
 # has a thread that looks for messages a hundred times a second.
@@ -65,8 +53,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(IMPORTS)
+        self._context = forkserver()
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._calls = 0
