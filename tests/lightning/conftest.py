@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lightning_models import FABRICS, MODES, TRAINERS, host
 from forkserver import IMPORTS
+from lightning_models import FABRICS, MODES, TRAINERS, host
 
 import lightning_bf16  # noqa: F401  (makes the modes known)
 
