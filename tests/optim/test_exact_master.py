@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, bits, every_backend, every_optimizer
+from optimizer_cases import OPTIMIZERS, bits
 from torch import nn
 
 import torch_bf16
@@ -110,8 +110,11 @@ def test_control_weights_rounded_to_nearest_end_elsewhere(gradients, trained):
     assert different > 0.5
 
 
-@every_backend
-@every_optimizer
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    # What the CPU backend compiles for a format is the same for all rules.
+    [*((name, "eager") for name in OPTIMIZERS), ("adamw", "cpu"), ("cautious", "cpu")],
+)
 def test_the_two_exact_formats_hold_the_same_master(name, backend):
     options = {key: value for key, value in OPTIMIZERS[name][2].items() if key != "lr"}
     gradients = all_gradients(100, (7, 5), seed=1)

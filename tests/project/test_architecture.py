@@ -168,15 +168,11 @@ def test_autoload_imports_the_standard_library_only_at_import() -> None:
 
 
 @pytest.mark.parametrize("file", **by_path(ALL_FILES))
-def test_a_file_stays_within_its_size(file: Path) -> None:
+def test_a_file_is_named_after_a_subject_and_stays_within_its_size(file: Path) -> None:
+    path = Path(import_path(file)).with_suffix("")
+    assert FORBIDDEN_NAMES.isdisjoint(path.parts)
+    assert len(path.parts) - 2 <= MAX_DEPTH
     assert len(file.read_text().splitlines()) <= MAX_LINES
-    assert len(Path(import_path(file)).parts) - 2 <= MAX_DEPTH
-
-
-@pytest.mark.parametrize("file", **by_path(ALL_FILES))
-def test_a_file_is_named_after_a_subject(file: Path) -> None:
-    parts = Path(import_path(file)).with_suffix("").parts
-    assert FORBIDDEN_NAMES.isdisjoint(parts)
 
 
 def test_kernels_and_tests_are_folders_and_no_packages() -> None:

@@ -1,11 +1,12 @@
 """``recommend`` on scripts of hosts, each in a process of its own."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
+from forked_scripts import call_in_fork
+
+from torch_bf16.tools import cli
 
 LIGHTNING = """
 import torch, lightning
@@ -49,6 +50,10 @@ print("NEVER HERE")
 """
 
 
+def recommend():
+    sys.exit(cli.main(["recommend", "train.py", "-n", "8", "--json", "found.json"]))
+
+
 @pytest.mark.parametrize(
     ("host", "module", "script", "steps", "first"),
     [
@@ -61,18 +66,10 @@ def test_hosts_tell_their_steps_and_get_their_own_lines(
 ):
     pytest.importorskip(module)
     (tmp_path / "train.py").write_text(script)
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch_bf16", "recommend", "train.py", "-n", "8", "--json", "-"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    printed = call_in_fork(recommend, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    found = json.loads((tmp_path / "found.json").read_text())
     assert (found["host"], found["total_steps"]) == (host, steps)
     assert found["recommended"] in ("bf16+8", "bf16-fp32-master")
     assert first in found["lines"][0]
-    assert "NEVER HERE" not in ran.stderr
+    assert "NEVER HERE" not in printed
     assert [each.name for each in tmp_path.rglob("*.safetensors")] == []

@@ -161,8 +161,7 @@ class BF16Optimizer(torch.optim.Optimizer):
                 check_in_model(self)
         else:
             inputs = engine.pending.inputs(self, setting.parameters)
-            # Takes half as long as no_grad().
-            with torch.set_grad_enabled(False):
+            with torch.set_grad_enabled(False):  # half the time of no_grad()
                 engine.plan = self._update(setting.parameters, engine.plan, setting, inputs)
         self._count(inputs)
         engine.pending.reset()
