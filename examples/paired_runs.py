@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -137,7 +137,7 @@ def run_all(
 
     Args:
         jobs: pairs of a key and a picklable call.
-        workers: number of processes.
+        workers: number of processes; with 1, the jobs run in this one.
         title: title of the progress bar.
     """
     jobs = dict(jobs)
@@ -148,13 +148,12 @@ def run_all(
         TimeRemainingColumn(),
     )
     results = {}
-    context = get_context("spawn")
-    with (
-        Progress(*columns) as progress,
-        ProcessPoolExecutor(
-            workers, context, initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool,
-    ):
+    one_thread: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    if workers == 1:
+        executor = ThreadPoolExecutor(1, **one_thread)
+    else:
+        executor = ProcessPoolExecutor(workers, get_context("spawn"), **one_thread)
+    with Progress(*columns) as progress, executor as pool:
         task = progress.add_task(title, total=len(jobs))
         futures = {pool.submit(call): key for key, call in jobs.items()}
         for future in as_completed(futures):

@@ -104,13 +104,17 @@ def test_gradients_are_released_by_the_environment(pl, variables):
         lightning_bf16.BF16Precision()
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric"])
-def test_switched_off_but_meant_fails(package):
-    kind = "Trainer" if package.endswith("pytorch") else "Fabric"
-    code = f"import {package} as host\nhost.{kind}(accelerator='cpu', devices=1)"
+def test_switched_off_but_meant_fails():
+    code = """
+import lightning
+for host in (lightning.Trainer, lightning.Fabric):
+    try:
+        host(accelerator="cpu", devices=1)
+    except RuntimeError as error:
+        print(error)
+"""
     environment = {**os.environ, "BF16_AUTOLOAD": "0", "BF16_MODE": "bf16-stochastic"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1
-    assert "BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0" in done.stderr
-    assert "import lightning_bf16 in the script" in done.stderr
+    assert done.stdout.count("BF16_MODE=bf16-stochastic was asked for, but BF16_AUTOLOAD=0") == 2
+    assert done.stdout.count("import lightning_bf16 in the script") == 2

@@ -13,6 +13,7 @@ import lightning_demo as demo
 import pytest
 import small_updates
 import torch
+from forked_scripts import run_script
 from paired_runs import CONTROL
 
 from torch_bf16.tools.bench.peers import PEERS
@@ -69,8 +70,7 @@ STUDY = ["--seeds=2", "--steps=2", "--validation-batches=1", "--corpus-bytes=200
 
 
 def test_the_convergence_study_compares_every_recipe_in_pairs(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "convergence.py")
-    output = run(script, *STUDY, "--out=study", cwd=tmp_path)
+    output = run_script(EXAMPLES / "convergence.py", *STUDY, "--out=study", folder=tmp_path)
     assert "bf16 nearest" in output
     record = json.loads((tmp_path / "study" / "convergence.json").read_text())
     assert {len(losses) for losses in record["losses"].values()} == {2}
@@ -82,8 +82,8 @@ def test_the_convergence_study_compares_every_recipe_in_pairs(tmp_path: Path) ->
 
 
 def test_the_learning_rate_sweep_gives_shares_of_fp32s_improvement(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "learning_rate_sweep.py")
-    run(script, *STUDY, "--pretraining-steps=2", "--out=sweep", cwd=tmp_path)
+    options = [*STUDY, "--pretraining-steps=2", "--out=sweep"]
+    run_script(EXAMPLES / "learning_rate_sweep.py", *options, folder=tmp_path)
     record = json.loads((tmp_path / "sweep" / "learning_rate_sweep.json").read_text())
     assert set(record["share_of_improvement"]) == set(learning_rate_sweep.RECIPES)
 
