@@ -1,25 +1,26 @@
 """Kernels that other processes compiled and left in Numba's cache."""
 
 import fcntl
-import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 
 import numba
 import numpy as np
 import pytest
 import torch
+from forkserver import forked, forkserver
 
+import torch_bf16
 from torch_bf16.backends import sources
 from torch_bf16.backends.cpu import compile_lock
 from torch_bf16.backends.cpu.compiler import named_by_sources
 from torch_bf16.backends.cpu.job import compile_job, new_job, unpack
 
-# Both rules have the same states, scalars and codecs: only the names of their parts differ.
-STEPS = """
-import sys, torch, torch_bf16
+
+def cache_in(folder):
+    os.environ["NUMBA_CACHE_DIR"] = folder
+    numba.core.config.reload_config()
+
 
 def weights(name, backend):
     torch.manual_seed(0)
@@ -30,18 +31,19 @@ def weights(name, backend):
         optimizer.step()
     return parameter.detach().view(torch.int16)
 
-for name in sys.argv[1:]:
-    assert torch.equal(weights(name, "cpu"), weights(name, "eager")), name
-"""
+
+def step_as_eager(folder, names):
+    cache_in(folder)
+    for name in names:
+        assert torch.equal(weights(name, "cpu"), weights(name, "eager")), name
 
 
-@pytest.mark.timeout(240)
 def test_kernels_cached_by_several_processes_are_not_taken_for_one_another(tmp_path):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "BF16_AUTOLOAD": "0"}
-    for arguments in (["Adam"], ["AdamW"], ["Adam", "AdamW"], ["AdamW", "Adam"]):
-        subprocess.run(
-            [sys.executable, "-c", STEPS, *arguments], env=environment, check=True, timeout=120
-        )
+    # Both rules have the same states, scalars and codecs: only the names of their parts differ.
+    for names in (["Adam"], ["AdamW"], ["Adam", "AdamW"], ["AdamW", "Adam"]):
+        process = forked(step_as_eager, str(tmp_path), names)
+        process.join(120)
+        assert process.exitcode == 0, names
     cached = [file.name for file in tmp_path.rglob("*.nbi")]
     assert sum("run_adam_bf16_stochastic" in name for name in cached) == 1
     assert sum("run_adamw_bf16_stochastic" in name for name in cached) == 1
@@ -99,8 +101,7 @@ def test_what_is_damaged_in_the_cache_is_made_again(monkeypatch, tmp_path, suffi
 
 
 def compile_at_once(folder, barrier, results):
-    os.environ["NUMBA_CACHE_DIR"] = folder
-    numba.core.config.reload_config()
+    cache_in(folder)
     from torch_bf16.backends.cpu.squares import compile_squares
 
     barrier.wait(60)
@@ -109,12 +110,9 @@ def compile_at_once(folder, barrier, results):
 
 
 def test_of_processes_that_need_a_kernel_at_once_one_compiles_it(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     barrier, results = context.Barrier(3), context.Queue()
-    given = str(tmp_path), barrier, results
-    processes = [context.Process(target=compile_at_once, args=given) for _ in range(3)]
-    for each in processes:
-        each.start()
+    processes = [forked(compile_at_once, str(tmp_path), barrier, results) for _ in range(3)]
     assert sorted(results.get(timeout=120) for _ in processes) == [0, 1, 1]
     for each in processes:
         each.join(60)

@@ -4,7 +4,6 @@ A process for each GPU, because there Triton's driver is replaced: see ``tests/s
 variant is run by ``tests/proofs/compiled_kernels.py``.
 """
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -14,6 +13,7 @@ pytest.importorskip("triton", minversion="3.5", reason="the Triton backend needs
 
 import torch
 from certificate_digests import variants
+from forkserver import forkserver
 from optimizer_cases import assert_same, make_optimizer, make_parameters, snapshot, take_steps
 from proofs.compiled_kernels import fault, install
 from ptx import machine
@@ -30,8 +30,7 @@ def compiled_for():
 
     def call(target, function, *arguments):
         if target not in pools:
-            context = multiprocessing.get_context("spawn")
-            pools[target] = ProcessPoolExecutor(1, context, install, (target,))
+            pools[target] = ProcessPoolExecutor(1, forkserver(), install, (target,))
         return pools[target].submit(function, *arguments).result(timeout=240)
 
     yield call

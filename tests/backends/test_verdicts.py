@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forkserver import forked, forkserver
 from planted_faults import Breaking, Deadly, Failing, Planted, trained
 
 from torch_bf16 import backends
@@ -74,8 +75,7 @@ def _die(folder, number):
 
 def _killed(folder, number=signal.SIGKILL):
     """A process that a signal ends while it tries."""
-    process = multiprocessing.get_context("spawn").Process(target=_die, args=(str(folder), number))
-    process.start()
+    process = forked(_die, str(folder), number)
     process.join(60)
     assert process.exitcode == -number
 
@@ -121,10 +121,8 @@ def _wait(folder, pipe):
 
 
 def test_two_processes_try_at_once_and_neither_waits(fresh):
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_wait, args=(str(fresh), theirs))
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    process = forked(_wait, str(fresh), theirs)
     assert ours.poll(60)
     assert ours.recv() == "under way"
     assert verdicts.verdict(["shared"], lambda: lambda: None) is None
@@ -145,14 +143,10 @@ def _train(folder, backend, together, pipe):
 
 def _training(folder, *wrong):
     """What processes that train at once with these backends send, None where one was killed."""
-    context = multiprocessing.get_context("spawn")
-    together, processes = context.Barrier(len(wrong)), []
+    together, processes = forkserver().Barrier(len(wrong)), []
     for each in wrong:
-        ours, theirs = context.Pipe(duplex=False)
-        given = str(folder), each, together, theirs
-        processes.append((ours, context.Process(target=_train, args=given)))
-    for _, process in processes:
-        process.start()
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        processes.append((ours, forked(_train, str(folder), each, together, theirs)))
     for _, process in processes:
         process.join(120)
     return [ours.recv() if process.exitcode == 0 else None for ours, process in processes]

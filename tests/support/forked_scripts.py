@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forkserver import forkserver
+from forkserver import forked
 
 _TESTS = Path(__file__).parents[1]
 
@@ -44,9 +44,7 @@ def call_in_fork(
     """
     __tracebackhide__ = True
     with tempfile.NamedTemporaryFile("r") as output:
-        call = {**os.environ, **variables}, str(folder), output.name, function, arguments
-        process = forkserver().Process(target=_call, args=call)
-        process.start()
+        process = forked(_call, str(folder), output.name, variables, function, arguments)
         process.join(seconds)
         code = process.exitcode
         process.kill()
@@ -56,19 +54,18 @@ def call_in_fork(
 
 
 def _call(
-    environment: dict[str, str],
     folder: str,
     output: str,
+    variables: dict[str, str],
     function: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # The server has those of its start; and what runs here must not find what lies beside tests.
-    os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(variables)
     os.chdir(folder)
+    # What runs here must not find what lies beside tests.
     sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(_TESTS)]
     function(*arguments)
 

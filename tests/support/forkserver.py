@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.context import ForkServerContext
+import os
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
 # A conftest.py whose tests need more adds that, so that other folders need not wait for it.
 IMPORTS = [
@@ -24,3 +27,19 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
     return context
+
+
+def forked(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """A started process that calls a function, importable by its name, in our environment."""
+    process = forkserver().Process(target=_call, args=({**os.environ}, function, arguments))
+    process.start()
+    return process
+
+
+def _call(
+    environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    # That of the server is from when it started.
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)
