@@ -195,7 +195,7 @@ def test_lanes_that_part_meet_again_and_exchange_what_barriers_let_them():
 
 
 def test_numbers_beyond_a_shift_or_an_integer_and_nan_do_what_ptx_says():
-    tensor = torch.zeros(13, dtype=torch.int32)
+    tensor = torch.zeros(14, dtype=torch.int32)
     text = "".join(
         f"{each} st.global.b32 [in0 + {4 * place}], {{%r1}}; "
         for place, each in enumerate(
@@ -213,11 +213,13 @@ def test_numbers_beyond_a_shift_or_an_integer_and_nan_do_what_ptx_says():
                 "mov.b32 %r2, 0f7FC00001; redux.sync.max.f32 %r1, %r2, -1;",
                 TID + "and.b32 %r1, %r1, 31; setp.eq.u32 %p1, %r1, 5;"
                 " selp.f32 %r2, 0f3F800000, 0f7FC00001, %p1; redux.sync.max.f32 %r1, %r2, -1;",
+                TID
+                + "and.b32 %r1, %r1, 31; sub.s32 %r1, %r1, 16; redux.sync.add.s32 %r1, %r1, -1;",
                 "cvt.rzi.s64.f32 %rd1, 0f7FC00000; shr.u64 %rd1, %rd1, 32; cvt.u32.u64 %r1, %rd1;",
             ]
         )
     )
     run(text + "ret;", tensor)
     nan, minus, one = 0x7FFFFFFF, 0xBF800000, 0x3F800000
-    want = [0, -1, 0, 2**31 - 1, 0, 0x112233FF, -(2**31), nan, nan, minus, nan, one, -(2**31)]
+    want = [0, -1, 0, 2**31 - 1, 0, 0x112233FF, -(2**31), nan, nan, minus, nan, one, -16, -(2**31)]
     np.testing.assert_array_equal(tensor.numpy().view(U32), np.array(want, np.int64).astype(U32))

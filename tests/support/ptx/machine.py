@@ -178,8 +178,9 @@ class Lanes:
             numbers = self._value(source, U32)
             self._registers.write(to, numbers[np.arange(self._n) ^ int(distance)], lanes)
             return
-        assert re.fullmatch(r"redux\.sync\.max\.[suf]32", each.name), each
+        # Triton 3.9 adds with it, too.
+        assert re.fullmatch(r"redux\.sync\.(max\.[suf]32|add\.[su]32)", each.name), each
         name = each.name.removeprefix("redux.sync.")
-        numbers = self._value(source, TYPES[name.removeprefix("max.")]).reshape(-1, 32).T
-        largest = functools.reduce(lambda a, b: compute(name, [a, b], {}), numbers)
-        self._registers.write(to, np.repeat(largest, 32), lanes)
+        numbers = self._value(source, TYPES[name.rpartition(".")[2]]).reshape(-1, 32).T
+        total = functools.reduce(lambda a, b: compute(name, [a, b], {}), numbers)
+        self._registers.write(to, np.repeat(total, 32), lanes)
