@@ -37,6 +37,14 @@ class TorchPatch:
 
 
 PATCHES: dict[str, TorchPatch] = {
+    "optimizer_subclasses": TorchPatch(
+        "torch.optim.Optimizer.__subclasses__",
+        "import torch_bf16",
+        "a program that looks optimizers up by name (LightningCLI's --optimizer AdamW, pykeen) "
+        "finds torch's class alone",
+        "it finds two classes named AdamW, and refuses the name",
+        "torch_bf16.optim.subclass_listing",
+    ),
     "autocast_kernels": TorchPatch(
         "kernels of the dispatch keys AutocastCPU and AutocastCUDA for operations of aten that "
         "have none",

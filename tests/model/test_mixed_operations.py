@@ -64,6 +64,8 @@ OPERATIONS = {
     "addmv_": (lambda p: x(4).addmv_(x(4, 3), p), (3,)),
     "addbmm_": (lambda p: x(4, 2).addbmm_(x(5, 4, 3), p), (5, 3, 2)),
     "baddbmm_": (lambda p: x(5, 4, 2).baddbmm_(x(5, 4, 3), p), (5, 3, 2)),
+    "sparse.mm": (lambda p: torch.sparse.mm(x(4, 3).to_sparse(), p), (3, 2)),
+    "sparse.addmm": (lambda p: torch.sparse.addmm(x(4, 2), x(4, 3).to_sparse(), p), (3, 2)),
     "batch_norm": (lambda p: F.batch_norm(x(4, 3), None, None, p, training=True), (3,)),
     "batch_norm with statistics": (
         lambda p: F.batch_norm(x(4, 3), torch.zeros(3), torch.ones(3), p, training=True),

@@ -42,6 +42,7 @@ def applied() -> set[str]:
     return {
         name
         for name, is_applied in {
+            "optimizer_subclasses": "__subclasses__" in vars(torch.optim.Optimizer),
             "autocast_kernels": has_kernel("aten::linalg_matrix_exp", "AutocastCPU"),
             "autocast_embedding": has_kernel("aten::embedding", "AutocastCPU"),
             "dispatch_mode_enter": hasattr(TorchDispatchMode.__enter__, "__wrapped__"),

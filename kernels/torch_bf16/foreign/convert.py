@@ -14,6 +14,7 @@ from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.engine import engine_of
 from torch_bf16.engine.wrappers import held_optimizers
 from torch_bf16.optim.optimizer import BF16Optimizer
+from torch_bf16.optim.subclass_listing import leave_out_namesakes
 from torch_bf16.recipe import Recipe, get_recipe
 from torch_bf16.sharding import WRAPPERS, register, shard_of
 from torch_bf16.sharding.zero import ZeroNames
@@ -102,6 +103,7 @@ def convert(
         )
     if model is not None:
         register(model)
+    leave_out_namesakes()
     _become(conversion, recipe, model, backend, roles, elementwise)
     if conversion.optimizer is not optimizer:
         conversion.optimizer._engine.names.zero = ZeroNames(optimizer)

@@ -37,6 +37,8 @@ _PROMOTING = (
     *("lerp", "embedding_bag", "linalg_multi_dot", "chain_matmul"),
     *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
     *("scatter", "scatter_add", "scatter_reduce"),
+    # Autocast narrows the dense matrix alone, and the backward pass then refuses the two dtypes.
+    *("_sparse_mm", "_sparse_addmm"),
     # Their zero points are buffers, which stay in fp32.
     *("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"),
 )
