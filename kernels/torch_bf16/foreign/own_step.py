@@ -35,6 +35,11 @@ _DRAWS = (
     "between ranks: train it with DDP, seeded alike on every rank, or use another optimizer"
 )
 
+_DIFFERENTIATES = (
+    "it differentiates gradients, as after backward(create_graph=True), and each step gets copies "
+    "of them without their graph"
+)
+
 _logger = logging.getLogger("torch_bf16")
 
 Computed = tuple[list[nn.Parameter], list[dict[str, Any]], list[bool]]
@@ -154,7 +159,15 @@ class OwnStep:
         }
         keys_before = [{*state} for state in before]
         groups = [each.group for each in bucket]
-        states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
+        try:
+            states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
+        except RuntimeError as error:
+            gradients = (each.parameter.grad for each in bucket)
+            if any(each is not None and each.requires_grad for each in gradients):
+                raise NotImplementedError(
+                    f"{refusal(self._kind, _DIFFERENTIATES)}. {UNTOUCHED}"
+                ) from error
+            raise
         if self._runner.draws and any(each.shard.groups() for each in bucket):
             self._runner.rewind()
             raise NotImplementedError(f"{_DRAWS}. {UNTOUCHED}")
