@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from foreign_cases import OWN, exact_weights, make_run
 from optimizer_cases import bits
 
@@ -47,6 +48,24 @@ class Counts(torch.optim.SGD):
     def step(self, closure=None):
         self.seen = [*getattr(self, "seen", []), sum(len(g["params"]) for g in self.param_groups)]
         super().step()
+
+
+class Divides(torch.optim.Optimizer):
+    """The same, each parameter on one rank, which sends the weight to the others."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for n, p in enumerate(group["params"]):
+                if n % dist.get_world_size() == dist.get_rank():
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                    speed = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    p.sub_(speed.mul_(0.9).add_(p.grad), alpha=group["lr"])
+                dist.broadcast(p.detach(), n % dist.get_world_size())
 
 
 def train(model, optimizer, seeds):
@@ -108,3 +127,17 @@ def test_frozen_ones_are_left_alone():
     assert model[0].weight not in optimizer.state
     assert model[1].weight in optimizer.state
     assert torch_bf16.describe(model, optimizer).recipe == "bf16-stochastic"
+
+
+def divided(recipe):
+    model, optimizer = make_run(Divides, recipe)
+    train(model, optimizer, range(6))
+    return [p.detach().float() for p in model.parameters()]
+
+
+def test_ranks_that_divide_the_work_agree_on_every_bit(ranks):
+    first, second = ranks(2, divided, "bf16-stochastic")
+    assert all(map(torch.equal, first, second))
+    fp32, _ = ranks(2, divided, None)
+    for each, reference in zip(first, fp32, strict=True):
+        torch.testing.assert_close(each, reference, rtol=0.05, atol=0.02)

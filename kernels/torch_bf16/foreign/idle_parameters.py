@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bf16.states.views import COUNTER, MASTERS
@@ -26,13 +27,17 @@ def idle_parameters(
 ) -> list[Tensor]:
     """The parameters without a gradient that the class's own step must see.
 
-    Frozen ones, and those of which this rank holds nothing, are not among them.
+    Frozen ones, and those of which this rank holds nothing, are not among them. If there are
+    several processes, all others are, and count as moved: a step that divides its work among the
+    ranks shows each something else, and they must agree on what it gets and on the noise.
 
     Args:
         optimizer: the optimizer.
         parameters: its parameters.
         kinds: what is known of them.
     """
+    if _several_processes():
+        kinds = {}
     idle = {p for p in parameters if p.grad is None and p.requires_grad and p.numel()}
     return [
         p
@@ -67,10 +72,14 @@ class IdleCopy:
             copy: the copy, after the step.
             state: its state then.
         """
-        if copy.grad is not None or self._state.keys() != state.keys():
+        if _several_processes() or copy.grad is not None or self._state.keys() != state.keys():
             return True
         pairs = [(self._weight, copy.detach()), *((self._state[k], state[k]) for k in state)]
         return not all(_equal(before, after) for before, after in pairs)
+
+
+def _several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:
