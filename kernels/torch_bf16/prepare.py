@@ -11,6 +11,7 @@ from torch import nn
 
 from .argument_checks import check_backend, check_module
 from .engine.wrappers import held_optimizers
+from .foreign.advice import refusal_of_holder
 from .foreign.conversion import Conversion, check_conversion, check_roles, check_same
 from .foreign.convert import convert
 from .model.cast_modules import cast_recipes
@@ -83,8 +84,9 @@ def prepare(
         kind = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
             raise ValueError(
-                f"prepare takes an optimizer or a sequence of them, not {kind}: make it first, for "
-                "example torch.optim.AdamW(model.parameters())"
+                refusal_of_holder("prepare", each)
+                or f"prepare takes an optimizer or a sequence of them, not {kind}: make it first, "
+                "for example torch.optim.AdamW(model.parameters())"
             )
         if isinstance(each, BF16Optimizer):
             check_same("prepare", recipe, each.recipe, f"the {kind} was made with")

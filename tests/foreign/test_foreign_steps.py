@@ -268,6 +268,27 @@ def test_what_shows_in_the_first_step_is_refused_there_and_updates_nothing(name)
     assert {*vars(optimizer)} == attributes
 
 
+class Differentiates(torch.optim.SGD):
+    """Needs the graph of the gradients, as AdaHessian does."""
+
+    @torch.enable_grad()
+    def step(self, closure=None):
+        every = [p for group in self.param_groups for p in group["params"]]
+        torch.autograd.grad([p.grad.square().sum() for p in every], every)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # torch's, of create_graph
+def test_a_step_that_differentiates_gradients_is_refused_by_name():
+    model, optimizer = make_run(Differentiates, "bf16-stochastic")
+    before = copy.deepcopy(model.state_dict())
+    loss = sum(p.float().square().sum() for p in model.parameters())
+    loss.backward(create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"Differentiates cannot .* without their graph"):
+        optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    optimizer.zero_grad()
+
+
 def test_following_the_first_steps_draws_no_random_number():
     model, optimizer = make_run(COUPLED["counter"], "bf16-stochastic")
     before = torch.get_rng_state()

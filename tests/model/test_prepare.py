@@ -148,6 +148,24 @@ def test_a_wrapper_around_ours_is_prepared_as_ours_is():
     assert base.backend == "eager"
 
 
+class Holder:
+    """Wraps an optimizer and is none itself, as those of fairseq and schedulefree."""
+
+    def __init__(self, base):
+        self.base = base
+
+
+def test_an_object_that_holds_an_optimizer_is_refused_with_the_attribute_to_pass():
+    model = network()
+    holder = Holder(torch.optim.AdamW(model.parameters()))
+    for take in (prepare, lambda model, each: torch_bf16.convert(each, model=model)):
+        with pytest.raises(ValueError, match=r"Holder is none.*Pass the AdamW in its attribute ba"):
+            take(model, holder)
+    assert model[0].weight.dtype == torch.float32
+    prepare(model, holder.base)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
 def with_own_step(parameters):
     optimizer = torch.optim.AdamW(parameters)
     optimizer.step = lambda closure=None: None

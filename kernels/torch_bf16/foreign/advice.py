@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["SCHEDULE_FREE", "advice", "refusal"]
+from typing import Any
+
+import torch
+
+__all__ = ["SCHEDULE_FREE", "advice", "refusal", "refusal_of_holder"]
 
 SCHEDULE_FREE = {
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": "AdamWScheduleFree",
@@ -28,6 +32,11 @@ _ADVICE = {
     "lomo_optim.adalomo.": "It updates each weight inside backward(), which release_gradients("
     "model, optimizer) does with torch_bf16.AdamW and int8 moments, 4.2 bytes per parameter with "
     "bf16-stochastic (the option release_gradients=True of both plugins)",
+    "schedulefree.adamw_schedulefree_closure.": "AdamWScheduleFree of the same package is taken",
+    "schedulefree.sgd_schedulefree_closure.": "SGDScheduleFree of the same package is taken",
+    "schedulefree.radam_schedulefree_closure.": "RAdamScheduleFree of the same package is taken",
+    "schedulefree.wrap_schedulefree": "It averages in the weights' own memory, where bf16 loses "
+    "most of an average: use torch_bf16.AdamWScheduleFree or SGDScheduleFree",
     "torch.optim.sparse_adam.": "Make the embedding with sparse=False and give it to Adam or AdamW",
     "torch.optim.lbfgs.": "Train with LBFGS in float32, or in these modes with AdamW or SGD",
     "transformers.trainer_pt_utils.LayerWiseDummyOptimizer": "Use optim='galore_adamw' without "
@@ -61,3 +70,24 @@ def refusal(kind: type, why: str, eight_bit: str | None = None) -> str:
     """The message for a class that cannot be converted; arguments as of :func:`advice`."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return f"{name} cannot be converted: {why}. {advice(kind, eight_bit)}"
+
+
+def refusal_of_holder(function: str, given: Any) -> str | None:
+    """The message for an object that is no optimizer but holds one; None if it holds none.
+
+    Args:
+        function: name of the public function that it was passed to.
+        given: the object.
+    """
+    attributes = vars(given) if hasattr(given, "__dict__") else {}
+    for attribute, each in attributes.items():
+        if isinstance(each, torch.optim.Optimizer):
+            kind = type(given)
+            what = advice(kind)
+            if what == _OTHERS:
+                what = f"Pass the {type(each).__name__} in its attribute {attribute} instead"
+            return (
+                f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."
+                f"{kind.__qualname__} is none, though it holds one. {what}"
+            )
+    return None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .advice import refusal
 from .contents import within
 from .eight_bit import eight_bit, overridden
+from .idle_parameters import IdleKinds
 from .runner import looks_up, own_attributes
 
 __all__ = [
@@ -58,6 +59,7 @@ class Traits:
         narrow: states that the step makes in bf16 or fp16 even for fp32 parameters.
         looks: how many steps are still to be observed.
         named: states that the user has named, and that no step has made yet.
+        idle: whether the step moves parameters without a gradient.
     """
 
     elementwise: bool = False
@@ -65,6 +67,7 @@ class Traits:
     narrow: set[str] = field(default_factory=set)
     looks: int = _LOOKS
     named: set[str] = field(default_factory=set)
+    idle: IdleKinds = field(default_factory=dict)
 
 
 def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,7 @@ from torch_bf16.recipe import Recipe
 from torch_bf16.rules import FIRST_MOMENT, SECOND_MOMENT
 from torch_bf16.sharding.zero import is_zero
 
-from .advice import SCHEDULE_FREE
+from .advice import SCHEDULE_FREE, refusal_of_holder
 from .capabilities import check_steps_on_copies
 from .eight_bit import eight_bit, overridden
 from .optimizer import foreign_class
@@ -105,7 +105,8 @@ def check_conversion(
     if not isinstance(optimizer, torch.optim.Optimizer):
         known = ", ".join(f"torch.optim.{each.__name__}" for each in CONVERTIBLE)
         raise ValueError(
-            f"{function} takes a torch.optim optimizer, not {type(optimizer).__name__}; known: "
+            refusal_of_holder(function, optimizer)
+            or f"{function} takes a torch.optim optimizer, not {type(optimizer).__name__}; known: "
             f"{known}"
         )
     target = fused_class(optimizer, recipe)

@@ -31,6 +31,7 @@ from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
 
 from .capabilities import Traits, is_elementwise, rewrites_weights
+from .idle_parameters import idle_parameters
 from .own_step import NARROW, OwnStep, why_whole
 from .working_copy import WorkingCopy, is_like
 
@@ -101,14 +102,18 @@ class ForeignOptimizer(BF16Optimizer):
     def _update(
         self, parameters: list[Tensor], plan: Any, setting: Any, inputs: StepInputs
     ) -> None:
-        """Take the step of the parameters that have a gradient. There is no plan to keep."""
-        parameters = with_gradients(parameters)
+        """Take the step of the parameters that have a gradient. There is no plan to keep.
+
+        Those without one are among them as long as the class's own step may move them.
+        """
+        idle = idle_parameters(self, parameters, self._engine.traits.idle)
+        parameters = with_gradients(parameters) + idle
         if cuda_graphs.capturing(each.device for each in parameters):
             check_capturable(self, True, "its own step runs on copies that are made every time")
-        if not parameters:
+        if len(parameters) == len(idle):
             check_in_model(self)
         with suffix_errors(UNTOUCHED):
-            members: Any = self._working_copies(parameters)
+            members: Any = self._working_copies(parameters, idle)
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         if inputs.found_inf is not None and float(inputs.found_inf) != 0:
             return
@@ -127,7 +132,10 @@ class ForeignOptimizer(BF16Optimizer):
         drop_remainders(self, parameters, lambda: [each for each in members if each.written])
         OwnStep(self, members).rewrite(method)
 
-    def _working_copies(self, parameters: Sequence[Tensor]) -> list[WorkingCopy]:
+    def _working_copies(
+        self, parameters: Sequence[Tensor], idle: Sequence[Tensor] = ()
+    ) -> list[WorkingCopy]:
+        """Working copies, whose states are stored; those of idle ones only if a step moves them."""
         self.recipe = get_recipe(self.recipe)
         engine, members, changes = self._engine, [], Changes()
         for shard, number, label in collect(self, parameters):
@@ -139,7 +147,8 @@ class ForeignOptimizer(BF16Optimizer):
             weights = self.recipe.format_of("weights", shard.shape, parameter.dtype)
             formats = functools.partial(self._format_of, shard=shard)
             members.append(WorkingCopy(shard, number, state, snapshot, weights, formats, gathers))
-        keep_states(self, members, changes)
+        without_gradient = {*idle}
+        keep_states(self, [m for m in members if m.parameter not in without_gradient], changes)
         return members
 
     def _gathers(self, shard: Shard, number: int) -> bool:

@@ -13,10 +13,13 @@ from torch import nn
 
 from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED
+from torch_bf16.optim.planning import keep_states
+from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
 
 from .advice import refusal
 from .capabilities import Traits, is_elementwise
+from .idle_parameters import IdleCopy
 from .runner import Runner
 from .working_copy import WorkingCopy
 
@@ -32,9 +35,14 @@ _DRAWS = (
     "between ranks: train it with DDP, seeded alike on every rank, or use another optimizer"
 )
 
+_DIFFERENTIATES = (
+    "it differentiates gradients, as after backward(create_graph=True), and each step gets copies "
+    "of them without their graph"
+)
+
 _logger = logging.getLogger("torch_bf16")
 
-Computed = tuple[list[nn.Parameter], list[dict[str, Any]]]
+Computed = tuple[list[nn.Parameter], list[dict[str, Any]], list[bool]]
 
 
 def why_whole(traits: Traits) -> str:
@@ -106,13 +114,13 @@ class OwnStep:
         return buckets, computed
 
     def _sample_first(self) -> list[list[WorkingCopy]]:
-        """Buckets, the first with two members of each group and number of dimensions.
+        """Buckets, the first with two members of each group, number of dimensions and idleness.
 
         Steps differ by these.
         """
-        kinds: dict[tuple[int, int], list[WorkingCopy]] = defaultdict(list)
+        kinds: dict[tuple[int, int, bool], list[WorkingCopy]] = defaultdict(list)
         for each in sorted(self._members, key=lambda each: each.bytes):
-            kinds[each.group, len(each.shard.shape)].append(each)
+            kinds[each.group, len(each.shard.shape), each.is_idle].append(each)
         chosen = {id(each) for kind in kinds.values() for each in kind[:2]}
         sample = [each for each in self._members if id(each) in chosen]
         others = [each for each in self._members if id(each) not in chosen]
@@ -138,24 +146,52 @@ class OwnStep:
         method: str = "step",
         **how: bool,
     ) -> Computed:
-        """The weights and states that a method of the class computes; nothing is written."""
+        """The weights and states that a method of the class computes; nothing is written.
+
+        The last list says which members the method was to leave as they are, and did.
+        """
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
+        idle = {
+            n: IdleCopy(each.group, copies[n], before[n])
+            for n, each in enumerate(bucket)
+            if scale is not None and each.is_idle
+        }
         keys_before = [{*state} for state in before]
         groups = [each.group for each in bucket]
-        states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
+        try:
+            states = self._runner.run([*zip(groups, copies, before, strict=True)], method, **how)
+        except RuntimeError as error:
+            gradients = (each.parameter.grad for each in bucket)
+            if any(each is not None and each.requires_grad for each in gradients):
+                raise NotImplementedError(
+                    f"{refusal(self._kind, _DIFFERENTIATES)}. {UNTOUCHED}"
+                ) from error
+            raise
         if self._runner.draws and any(each.shard.groups() for each in bucket):
             self._runner.rewind()
             raise NotImplementedError(f"{_DRAWS}. {UNTOUCHED}")
         for keys, state in zip(keys_before, states, strict=True):
             new = ((key, each) for key, each in state.items() if key not in keys)
             self._traits.narrow |= {k for k, each in new if getattr(each, "dtype", None) in NARROW}
-        return copies, states
+        left = [False] * len(bucket)
+        for n, each in idle.items():
+            left[n] = not each.is_moved(copies[n], states[n])
+            self._traits.idle[each.kind] = self._traits.idle.get(each.kind, False) or not left[n]
+        return copies, states, left
 
     def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:
         """Encode the computed weights and states of a bucket."""
         optimizer = self._optimizer
-        for each, made, state in zip(bucket, *computed, strict=True):
+        copies, states, left = computed
+        results = [
+            result[:-1]
+            for result in zip(bucket, copies, states, left, strict=True)
+            if not result[-1]
+        ]
+        bucket = [each for each, _, _ in results]
+        keep_states(optimizer, [each for each in bucket if each.is_idle], Changes())
+        for each, made, state in results:
             each.encode(made.detach(), state, self._engine.encoder)
             optimizer.state[each.parameter] = each.state
         self._engine.encoder.run(optimizer.recipe.seed, optimizer.backend)

@@ -25,7 +25,7 @@ def is_like(value: Any, parameter: Tensor) -> bool:
 
 @dataclass
 class WorkingCopy:
-    """Makes the fp32 copies of a bf16 or fp32 parameter with a gradient, and encodes the results.
+    """Makes the fp32 copies of a bf16 or fp32 parameter and its gradient, and encodes the results.
 
     Attributes:
         shard: this rank's part of the parameter.
@@ -62,6 +62,11 @@ class WorkingCopy:
         return self.snapshot.version != self.shard.version()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the parameter has no gradient."""
+        return self.parameter.grad is None
+
+    @property
     def bytes(self) -> int:
         """Bytes of the fp32 copies: weight, gradient and states, at least two of them."""
         states = sum(is_like(each, self.parameter) for each in self.state.values())
@@ -69,11 +74,14 @@ class WorkingCopy:
         return 4 * (2 + max(2, states)) * numel
 
     def make(self, scale: float | None) -> nn.Parameter:
-        """An fp32 copy of the weight, with the gradient times ``scale``; None makes no gradient."""
+        """An fp32 copy of the weight, with the gradient times ``scale``, if it has one.
+
+        None makes no gradient.
+        """
         masters = (self.state[key] for key in self.weights.plane_names("")[1:])
         planes = [local(each).detach() for each in (self.parameter, *masters)]
         weight = nn.Parameter(self._whole(self.weights.decode(planes)).clone())
-        if scale is None:
+        if scale is None or self.is_idle:
             return weight
         gradient = self.shard.gradient().detach()
         # A copy, because steps may use the gradient's memory for their results.
