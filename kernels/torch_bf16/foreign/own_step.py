@@ -42,7 +42,9 @@ _DIFFERENTIATES = (
 
 _logger = logging.getLogger("torch_bf16")
 
-Computed = tuple[list[nn.Parameter], list[dict[str, Any]], list[bool]]
+# The weights and states of some members after a step; no state for one without a gradient that the
+# step left alone.
+Computed = tuple[list[nn.Parameter], list[dict[str, Any] | None]]
 
 
 def why_whole(traits: Traits) -> str:
@@ -146,10 +148,7 @@ class OwnStep:
         method: str = "step",
         **how: bool,
     ) -> Computed:
-        """The weights and states that a method of the class computes; nothing is written.
-
-        The last list says which members the method was to leave as they are, and did.
-        """
+        """The weights and states that a method of the class computes; nothing is written."""
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
         idle = {
@@ -174,33 +173,31 @@ class OwnStep:
         for keys, state in zip(keys_before, states, strict=True):
             new = ((key, each) for key, each in state.items() if key not in keys)
             self._traits.narrow |= {k for k, each in new if getattr(each, "dtype", None) in NARROW}
-        left = [False] * len(bucket)
+        computed: Computed = copies, [*states]
         for n, each in idle.items():
-            left[n] = not each.is_moved(copies[n], states[n])
-            self._traits.idle[each.kind] = self._traits.idle.get(each.kind, False) or not left[n]
-        return copies, states, left
+            moved = each.is_moved(copies[n], states[n])
+            self._traits.idle[each.kind] = self._traits.idle.get(each.kind, False) or moved
+            if not moved:
+                computed[1][n] = None
+        return computed
 
     def _store(self, bucket: Sequence[WorkingCopy], computed: Computed) -> None:
         """Encode the computed weights and states of a bucket."""
         optimizer = self._optimizer
-        copies, states, left = computed
-        results = [
-            result[:-1]
-            for result in zip(bucket, copies, states, left, strict=True)
-            if not result[-1]
-        ]
-        bucket = [each for each, _, _ in results]
-        keep_states(optimizer, [each for each in bucket if each.is_idle], Changes())
-        for each, made, state in results:
-            each.encode(made.detach(), state, self._engine.encoder)
-            optimizer.state[each.parameter] = each.state
+        pairs = zip(bucket, computed[1], strict=True)
+        moved = [each for each, state in pairs if state is not None]
+        keep_states(optimizer, [each for each in moved if each.is_idle], Changes())
+        for each, made, state in zip(bucket, *computed, strict=True):
+            if state is not None:
+                each.encode(made.detach(), state, self._engine.encoder)
+                optimizer.state[each.parameter] = each.state
         self._engine.encoder.run(optimizer.recipe.seed, optimizer.backend)
-        for each in bucket:
+        for each in moved:
             # The kernels write through addresses, which autograd does not see.
             torch.autograd.graph.increment_version(each.parameter)
             each.snapshot.version = each.shard.version()
         # At once: if something fails later, these must not look like somebody else's writes.
-        data_writes.note_step(each.snapshot.data for each in bucket)
+        data_writes.note_step(each.snapshot.data for each in moved)
 
     def _finish(self) -> None:
         self._runner.finish()
