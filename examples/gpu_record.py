@@ -184,14 +184,13 @@ def run(
 def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> int | str:
     """Run a part and end all its processes; return its exit status, or ``"timeout"``."""
     with (folder / f"{name}.txt").open("w") as output:
-        # In a process group of its own: workers that outlived the part would keep the GPU busy.
         process = subprocess.Popen(
             command,
             cwd=folder,
             env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=os.setpgrp,
+            preexec_fn=_prepare_part,
         )
         try:
             return process.wait(limit)
@@ -205,6 +204,13 @@ def _run_part(command: Sequence[str], folder: Path, name: str, limit: float) -> 
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _prepare_part() -> None:
+    # Workers that outlived the part would keep the GPU busy.
+    os.setpgrp()
+    # A shell lets what it runs in the background ignore interrupts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def pack(folder: Path, archive: Path) -> None:

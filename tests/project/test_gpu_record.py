@@ -1,6 +1,7 @@
 """`make gpu`: each part once for a source tree, its folder, and the README's table."""
 
 import json
+import signal
 import sys
 import tarfile
 import time
@@ -113,6 +114,15 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.fixture
+def in_the_background():
+    """As where a shell runs us so."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_background")
 def test_a_part_that_takes_too_long_sums_up_and_takes_its_processes_along(tmp_path, monkeypatch):
     monkeypatch.setitem(gpu_record.LIMITS, "one", 4)  # an interpreter starts in that time
     assert not gpu_record.run(tmp_path, {"one": [sys.executable, "-c", STUBBORN]}, TREE)
