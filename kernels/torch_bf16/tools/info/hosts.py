@@ -13,19 +13,19 @@ from torch_bf16.errors import version_numbers
 __all__ = ["HOOKED", "TESTED", "hook", "host_rows", "is_older", "needed"]
 
 TESTED = {
-    "torch": "2.13.0",
-    "numpy": "2.4.6",
+    "torch": "2.15.0",
+    "numpy": "2.5.2",
     "numba": "0.68.1",
-    "triton": "3.7.1",
+    "triton": "3.9.0",
     "lightning": "2.6.6",
     "pytorch-lightning": "2.6.6",
     "lightning-fabric": "2.6.6",
     "accelerate": "1.15.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "trl": "1.16.0",
     "peft": "0.21.2",
 }
-"""The newest version of each that the tests have run with."""
+"""The newest version of each that the tests have run with; ``docs/versions.md`` says when."""
 
 HOOKED = {
     "lightning": ("lightning.",),
