@@ -151,7 +151,7 @@ def test_sixteen_bit_numbers_are_rounded_on_bits_alone():
             assert not conversions, name
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"])
 @pytest.mark.parametrize("name", RULES)
 def test_the_scalars_of_every_rule_compile_in_unfused_ieee_doubles(name, target):
     kernel = compiled_prepare(RULES[name], target)

@@ -68,6 +68,7 @@ def test_fsdp2_goes_on_with_another_number_of_processes() -> None:
     one_thread = {"OMP_NUM_THREADS": "1"}
     first = run(*start, "--nproc_per_node=2", *script, "--steps=2", environment=one_thread)
     assert "step 2: loss" in first
+    assert "momentum_buffer" not in first
     second = run(
         *start, "--nproc_per_node=1", *script, "--steps=4", "--resume", environment=one_thread
     )
