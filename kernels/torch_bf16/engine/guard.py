@@ -163,8 +163,7 @@ class Guard:
                 self.is_active = flags
         if all(each.usable for each in blocks):
             of_blocks = [each.tensors for each in blocks]
-            joined = len(of_blocks) == 1
-            tensors = of_blocks[0] if joined else [*chain.from_iterable(of_blocks)]
+            tensors = of_blocks[0] if len(of_blocks) == 1 else [*chain.from_iterable(of_blocks)]
             addresses = self._join([each.addresses for each in blocks])
             self._gradients = StepGradients(tensors, addresses)
         return True

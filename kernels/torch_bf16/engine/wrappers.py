@@ -8,7 +8,13 @@ import torch
 
 from .engine import engine_of
 
-__all__ = ["held_optimizers", "optimizer_for", "unwrap"]
+__all__ = ["held_optimizers", "optimizer_for", "optimizers_in", "unwrap"]
+
+
+def optimizers_in(holder: Any) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers, of any library, that are attributes of an object, by the attribute's name."""
+    attributes = vars(holder) if hasattr(holder, "__dict__") else {}
+    return {k: v for k, v in attributes.items() if issubclass(type(v), torch.optim.Optimizer)}
 
 
 def held_optimizers(optimizer: Any) -> list[Any]:
@@ -22,8 +28,7 @@ def held_optimizers(optimizer: Any) -> list[Any]:
         if id(holder) in seen:
             return []
         seen.add(id(holder))
-        members = (v for v in vars(holder).values() if issubclass(type(v), torch.optim.Optimizer))
-        inside = [*members, getattr(holder, "optimizer", None)]
+        inside = [*optimizers_in(holder).values(), getattr(holder, "optimizer", None)]
         found = [ours for each in inside if hasattr(each, "__dict__") for ours in search(each)]
         return found or ([] if engine_of(holder) is None else [holder])
 

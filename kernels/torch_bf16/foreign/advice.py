@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch_bf16.engine.wrappers import optimizers_in
 
 __all__ = ["SCHEDULE_FREE", "advice", "refusal", "refusal_of_holder"]
 
@@ -79,15 +79,15 @@ def refusal_of_holder(function: str, given: Any) -> str | None:
         function: name of the public function that it was passed to.
         given: the object.
     """
-    attributes = vars(given) if hasattr(given, "__dict__") else {}
-    for attribute, each in attributes.items():
-        if isinstance(each, torch.optim.Optimizer):
-            kind = type(given)
-            what = advice(kind)
-            if what == _OTHERS:
-                what = f"Pass the {type(each).__name__} in its attribute {attribute} instead"
-            return (
-                f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."
-                f"{kind.__qualname__} is none, though it holds one. {what}"
-            )
-    return None
+    held = optimizers_in(given)
+    if not held:
+        return None
+    kind = type(given)
+    what = advice(kind)
+    if what == _OTHERS:
+        attribute, optimizer = next(iter(held.items()))
+        what = f"Pass the {type(optimizer).__name__} in its attribute {attribute} instead"
+    return (
+        f"{function} takes an instance of torch.optim.Optimizer, and {kind.__module__}."
+        f"{kind.__qualname__} is none, though it holds one. {what}"
+    )

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_bf16.sharding import world_size
 from torch_bf16.states.views import COUNTER, MASTERS
 
 __all__ = ["IdleCopy", "IdleKinds", "idle_parameters"]
@@ -36,7 +36,7 @@ def idle_parameters(
         parameters: its parameters.
         kinds: what is known of them.
     """
-    if _several_processes():
+    if world_size() > 1:
         kinds = {}
     idle = {p for p in parameters if p.grad is None and p.requires_grad and p.numel()}
     return [
@@ -62,7 +62,7 @@ class IdleCopy:
     """
 
     def __init__(self, number: int, copy: nn.Parameter, state: Mapping[str, Any]) -> None:
-        self.kind = number, bool(state)
+        self.kind = kind_of(number, state)
         self._weight, self._state = copy.detach().clone(), _values(state)
 
     def is_moved(self, copy: nn.Parameter, state: Mapping[str, Any]) -> bool:
@@ -72,14 +72,10 @@ class IdleCopy:
             copy: the copy, after the step.
             state: its state then.
         """
-        if _several_processes() or copy.grad is not None or self._state.keys() != state.keys():
+        if copy.grad is not None or self._state.keys() != state.keys():
             return True
         pairs = [(self._weight, copy.detach()), *((self._state[k], state[k]) for k in state)]
         return not all(_equal(before, after) for before, after in pairs)
-
-
-def _several_processes() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,6 @@ class ForeignOptimizer(BF16Optimizer):
         """The rule that kernels run here: it stores the results of the class's own step."""
         return STORE
 
-    @torch.no_grad()
     def _update(
         self, parameters: list[Tensor], plan: Any, setting: Any, inputs: StepInputs
     ) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch_bf16.engine import data_writes
 from torch_bf16.errors import UNTOUCHED
 from torch_bf16.optim.planning import keep_states
+from torch_bf16.sharding import world_size
 from torch_bf16.states.recoding import Changes
 from torch_bf16.states.views import COUNTER, MASTERS
 
@@ -151,10 +152,11 @@ class OwnStep:
         """The weights and states that a method of the class computes; nothing is written."""
         copies = [each.make(scale) for each in bucket]
         before = [each.decode_states() for each in bucket]
+        looked_at = scale is not None and world_size() == 1
         idle = {
             n: IdleCopy(each.group, copies[n], before[n])
             for n, each in enumerate(bucket)
-            if scale is not None and each.is_idle
+            if looked_at and each.is_idle
         }
         keys_before = [{*state} for state in before]
         groups = [each.group for each in bucket]
@@ -186,7 +188,8 @@ class OwnStep:
         optimizer = self._optimizer
         pairs = zip(bucket, computed[1], strict=True)
         moved = [each for each, state in pairs if state is not None]
-        keep_states(optimizer, [each for each in moved if each.is_idle], Changes())
+        if idle := [each for each in moved if each.is_idle]:
+            keep_states(optimizer, idle, Changes())
         for each, made, state in zip(bucket, *computed, strict=True):
             if state is not None:
                 each.encode(made.detach(), state, self._engine.encoder)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
@@ -18,7 +17,7 @@ from torch_bf16.backends import StepInputs
 from torch_bf16.engine.engine import Engine
 from torch_bf16.engine.pending import clip_coefficient
 from torch_bf16.rules import Rule
-from torch_bf16.sharding import is_dtensor, local, shard_of
+from torch_bf16.sharding import is_dtensor, local, shard_of, world_size
 
 from .backward import Passes, released
 from .gathering import Gathering, Group, Waiting
@@ -239,8 +238,7 @@ class ReleasedSteps:
         if self._shown:
             return False
         if self._ranks is None:
-            distributed = dist.is_available() and dist.is_initialized()
-            self._ranks = dist.get_world_size() if distributed else 1
+            self._ranks = world_size()
         if self._ranks == 1:
             return False
         if is_dtensor(parameter) and parameter.device_mesh.size() == self._ranks:

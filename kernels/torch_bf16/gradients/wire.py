@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_bf16.argument_checks import check_module
 from torch_bf16.engine.wrappers import optimizer_for
-from torch_bf16.sharding import Unit, reduce_by, units
+from torch_bf16.sharding import Unit, reduce_by, units, world_size
 
 from .reduce_scatter import ReduceScatter, check_all_to_all
 from .wire_ddp import BucketReduction
@@ -72,15 +72,10 @@ def reduce_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for group, device in reduce_by(model, _reduce_fsdp1):
         check_all_to_all(group, device)
         registered = True
-    if (
-        not registered
-        and dist.is_available()
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
-    ):
+    if not registered and world_size() > 1:
         raise ValueError(
             f"reduce_gradients found nothing in {type(model).__name__} that reduces gradients over "
-            f"the {dist.get_world_size()} ranks: give it the model as DistributedDataParallel, "
+            f"the {world_size()} ranks: give it the model as DistributedDataParallel, "
             "fully_shard or FullyShardedDataParallel have wrapped it"
         )
     engine.reduction_checked = True

@@ -174,7 +174,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     def _update(
         self, parameters: list[Tensor], plan: Plan | None, setting: Setting, inputs: StepInputs
     ) -> Plan | None:
-        """Step the parameters that have a gradient, and return the plan for the next step."""
+        """Step what has a gradient, and return the next plan; the caller switches grad mode off."""
         fits = plan is not None and plan.fits(setting, parameters, self.state)
         if not fits:
             parameters = with_gradients(parameters)

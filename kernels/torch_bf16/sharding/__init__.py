@@ -19,7 +19,7 @@ from .deepspeed import (
 from .deepspeed_engine import check_engine, deepspeed_config
 from .deepspeed_files import watch_files
 from .dtensor import DTensorShard, is_incomplete
-from .exchange import Like, all_gather, exchange
+from .exchange import Like, all_gather, exchange, world_size
 from .exit import settle_at_exit
 from .fsdp1 import Fsdp1Shard, any_flattened, is_part, reduce_by, register, unit_of, unit_shapes
 from .fsdp2 import Unit, before_backward_of, has_run, places, reshard, units
@@ -84,6 +84,7 @@ __all__ = [
     "watch_files",
     "whole",
     "without_wrappers",
+    "world_size",
 ]
 
 

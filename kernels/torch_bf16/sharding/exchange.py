@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Like", "all_gather", "exchange", "group_of"]
+__all__ = ["Like", "all_gather", "exchange", "group_of", "world_size"]
 
 Like = tuple[int, torch.dtype]
 """The number of elements and the dtype of a tensor of one dimension."""
@@ -21,6 +21,11 @@ _ALIGNED = 16
 
 # The default group of the process, and the groups made of some of its ranks, by ranks.
 _known: tuple[Any, dict[tuple[int, ...], Any]] = (None, {})
+
+
+def world_size() -> int:
+    """The number of processes of the default group; 1 if there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def group_of(ranks: Sequence[int]) -> Any:
