@@ -60,6 +60,7 @@ class Traits:
         looks: how many steps are still to be observed.
         named: states that the user has named, and that no step has made yet.
         idle: whether the step moves parameters without a gradient.
+        indexes: whether the step reads a group by its number, such as ``param_groups[0]``.
     """
 
     elementwise: bool = False
@@ -68,6 +69,7 @@ class Traits:
     looks: int = _LOOKS
     named: set[str] = field(default_factory=set)
     idle: IdleKinds = field(default_factory=dict)
+    indexes: bool = False
 
 
 def check_steps_on_copies(optimizer: torch.optim.Optimizer) -> None:

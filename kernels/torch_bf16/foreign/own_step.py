@@ -65,7 +65,7 @@ class OwnStep:
         self._optimizer, self._members = optimizer, members
         self._kind, self._engine = optimizer.torch_class, optimizer._engine
         self._traits = optimizer._engine.traits
-        self._runner = Runner(optimizer, self._kind)
+        self._runner = self._new_runner()
 
     def take(self, scale: float) -> None:
         """Step on gradients times ``scale``.
@@ -94,6 +94,10 @@ class OwnStep:
             self._store(bucket, self._compute(bucket, None, method))
         self._finish()
 
+    def _new_runner(self) -> Runner:
+        active = {each.group for each in self._members}
+        return Runner(self._optimizer, self._kind, active, self._traits.indexes)
+
     def _looked_at(
         self, buckets: list[list[WorkingCopy]], scale: float
     ) -> tuple[list[list[WorkingCopy]], Computed]:
@@ -108,7 +112,7 @@ class OwnStep:
             self._traits.couples = True
             if len(buckets) > 1:
                 self._runner.rewind()
-                self._runner = Runner(self._optimizer, self._kind)
+                self._runner = self._new_runner()
                 buckets = [[*self._members]]
                 computed = self._compute(buckets[0], scale)
         if why := self._runner.why_not(computed[0]):
@@ -204,6 +208,7 @@ class OwnStep:
 
     def _finish(self) -> None:
         self._runner.finish()
+        self._traits.indexes = self._runner.indexes
         self._engine.encoder.finish()
 
     def _warn_of_gathering(self) -> None:

@@ -63,6 +63,16 @@ def looks_up(
     return None
 
 
+class _Groups(list[dict[str, Any]]):
+    """Parameter groups that note whether one is read by its number."""
+
+    indexed = False
+
+    def __getitem__(self, number: Any) -> Any:
+        self.indexed = True
+        return super().__getitem__(number)
+
+
 class Runner:
     """One step of an optimizer's own class, in one call of its ``step`` or in several.
 
@@ -72,16 +82,26 @@ class Runner:
     Args:
         optimizer: the optimizer whose attributes and options count; only :meth:`finish` changes it.
         kind: its own class.
+        active: the numbers of the groups that the calls have members of, together.
+        indexes: whether the class reads a group by its number.
 
     Attributes:
+        indexes: the same, as the calls have shown.
         attributes: attributes that the calls have set.
         shared: the states under keys that are not parameters, as the last call left them.
         draws: whether the calls drew random numbers.
         couples: whether a call that was followed has coupled its members.
     """
 
-    def __init__(self, optimizer: Any, kind: type[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        kind: type[torch.optim.Optimizer],
+        active: Collection[int],
+        indexes: bool,
+    ) -> None:
         self._optimizer, self._kind = optimizer, kind
+        self._active, self.indexes = active, indexes
         self._before = own_attributes(optimizer)
         self.shared = self._shared_before = shared_states(optimizer.state)
         self._hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
@@ -101,7 +121,7 @@ class Runner:
 
         Args:
             members: for each, the number of its group, the parameter with its gradient, its state.
-            method: ``step``, or a method without arguments, which also gets groups without members.
+            method: ``step``, or a method without arguments.
             follow: whether to find out if the call couples its members.
             apart: whether the call gets copies of everything that it may write in place, because
                 it is undone if it couples them.
@@ -112,16 +132,17 @@ class Runner:
         instance: Any = object.__new__(self._kind)
         attributes = copy.deepcopy(self._before) if apart else self._before
         vars(instance).update(attributes, **{name: OrderedDict() for name in self._hooks})
-        numbers = sorted({number for number, _, _ in members})
-        if method != "step":
-            numbers = range(len(self._optimizer.param_groups))
+        with_members: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for number, parameter, _ in members:
+            with_members[number].append(parameter)
+        numbers = self._numbers(with_members)
         options = {number: self._options_of(number) for number in numbers}
         if apart:
             options = copy.deepcopy(options)
-        instance.param_groups = [
-            {**options[number], "params": [p for group, p, _ in members if group == number]}
+        instance.param_groups = groups = _Groups(
+            {**options[number], "params": with_members.get(number) or self._stand_ins(number)}
             for number in numbers
-        ]
+        )
         instance.state = defaultdict(dict, {p: state for _, p, state in members if state})
         # Copies, because a call may write to a tensor there, such as a counter.
         instance.state.update(copy.deepcopy(self._shared_before))
@@ -131,8 +152,8 @@ class Runner:
         self._random = self._random or before
         meetings = None
         if follow:
-            groups = dict(zip(numbers, instance.param_groups, strict=True))
-            meetings = Meetings(members, lambda: (groups, own_attributes(instance)))
+            numbered = dict(zip(numbers, groups, strict=True))
+            meetings = Meetings(members, lambda: (numbered, own_attributes(instance)))
         with torch.no_grad(), _uncompiled() if follow else nullcontext(), meetings or nullcontext():
             closed = needs_closure(function)
             function(instance, *([closure_for(self._kind, parameters)] if closed else []))
@@ -142,16 +163,34 @@ class Runner:
         after = _random_states(parameters)
         self.draws |= before[0] != after[0]
         self.draws |= any(not torch.equal(before[1][key], each) for key, each in after[1].items())
-        for number, group in zip(numbers, instance.param_groups, strict=True):
-            self._options[number] = _news(options[number], group)
+        for number, group in zip(numbers, groups, strict=True):
+            # What a call for members of the group leaves counts for more than another call's.
+            if number in with_members or number not in self._options:
+                self._options[number] = _news(options[number], group)
+        self.indexes |= groups.indexed
         self.attributes |= _news(attributes, own_attributes(instance))
         self.shared = shared_states(instance.state)
         return [instance.state.get(parameter, {}) for _, parameter, _ in members]
+
+    def _numbers(self, with_members: Collection[int]) -> list[int]:
+        """The groups of a call: those with members, and those that no call has members of.
+
+        The counters of the latter go on, as in any step. If groups are read by number, all.
+        """
+        every = range(len(self._optimizer.param_groups))
+        if self.indexes:
+            return [*every]
+        return [n for n in every if n in with_members or n not in self._active]
 
     def _options_of(self, number: int) -> dict[str, Any]:
         excluded = ("params", "param_names")
         group = self._optimizer.param_groups[number]
         return {key: each for key, each in group.items() if key not in excluded}
+
+    def _stand_ins(self, number: int) -> list[nn.Parameter]:
+        """One parameter without a gradient, for a step that reads a device or a shape there."""
+        some = self._optimizer.param_groups[number]["params"][:1]
+        return [nn.Parameter(torch.zeros((1,) * p.ndim, device=p.device)) for p in some]
 
     def why_not(self, copies: Sequence[Tensor]) -> str | None:
         """Why the class cannot step on copies, if its last call, with these, has shown that."""

@@ -1,0 +1,63 @@
+"""Parameter groups of an optimizer that steps by its own code: their counters and options."""
+
+import pytest
+import torch
+from foreign_cases import exact_weights, make_run
+from optimizer_cases import bits
+
+
+class WarmsUp(torch.optim.Optimizer):
+    """Descent at a rate that grows with the steps that each group has counted."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    def rate(self, group):
+        return group["lr"] * min(1.0, 0.1 * group["steps"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            device = group["params"][0].device
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * torch.tensor(self.rate(group), device=device))
+
+
+class FollowsTheFirst(WarmsUp):
+    """The same, at the rate of the first group."""
+
+    def rate(self, group):
+        return super().rate(self.param_groups[0])
+
+
+def in_groups(kind):
+    """An optimizer with a group for each of the parameters."""
+    return lambda parameters: kind(
+        [{"params": [p], "lr": 0.01 * (n + 1)} for n, p in enumerate(parameters)]
+    )
+
+
+@pytest.mark.parametrize("kind", [WarmsUp, FollowsTheFirst])
+@pytest.mark.parametrize("bucket_bytes", [1, 64 << 20], ids=["a tensor at a time", "all at once"])
+def test_a_group_that_is_unfrozen_late_has_counted_the_steps_before(kind, bucket_bytes):
+    runs = [make_run(in_groups(kind), recipe) for recipe in (None, "bf16-fp32-master")]
+    runs[1][1].bucket_bytes = bucket_bytes
+    for model, optimizer in runs:
+        model[0].requires_grad_(False)
+        for seed in range(12):
+            generator = torch.Generator().manual_seed(seed)
+            if seed == 6:
+                model.requires_grad_(True)
+            for p in model.parameters():
+                gradient = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+                p.grad = gradient if p.requires_grad else None
+            optimizer.step()
+    (fp32, reference), (model, optimizer) = runs
+    for each, (key, value) in zip(
+        exact_weights(model, optimizer), fp32.named_parameters(), strict=True
+    ):
+        assert torch.equal(bits(each), bits(value)), key
+    for group, expected in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert group["steps"] == expected["steps"] == 12
